@@ -26,7 +26,7 @@ from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Rules
 from funrl.models import Model, decoder_model, place
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 from funrl.models.deployed import deployed
 from funrl.rollout.certificate import compare_weights, probe_gap
 from funrl.rollout.native.engine import native_engine
@@ -49,7 +49,9 @@ ROWS = [
 def make_model() -> Model:
     """A decoder; 22 M numbers by default."""
     sizes = {"embed": EMBED.value, "layers": LAYERS.value, "mlp": 3 * EMBED.value}
-    return decoder_model(Config(vocab=20 * EMBED.value, heads=8, kv_heads=8, head=EMBED.value // 8, tied=True, **sizes))
+    return decoder_model(
+        decoder_config(vocab=20 * EMBED.value, heads=8, kv_heads=8, head=EMBED.value // 8, tied=True, **sizes)
+    )
 
 
 def measure(sizes: str, stored: Rules, dtype: torch.dtype, mesh: Mesh) -> list[float]:

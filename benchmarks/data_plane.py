@@ -116,7 +116,7 @@ def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     mine = np.flatnonzero(generated == 0)
     before = resident()
     fields = own_fields(algorithm, lengths[mine])
-    moved = move_rows(fields, lengths, generated, trained, mesh, ROWS)
+    moved = move_rows(fields, lengths, generated, trained, mesh)
     del fields
     own = own_rows(trained, mesh, ROWS).numpy()
     fields = own_fields(algorithm, lengths[own])  # what the fake group sends is nothing

@@ -19,7 +19,7 @@ from absl import app, flags
 from funrl import trees
 from funrl.compiled_kernels.decode_step import PAGE, PackedDecoder, packed_decoder
 from funrl.compiled_kernels.packed import pack_linear, packed_linear
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.compiled_step import step_sizes
 
 SIZES = {  # layers, embed, heads, key-value heads, mlp, vocabulary
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     for model in MODELS.value:
         layers, embed, heads, kv_heads, mlp, vocab = SIZES[model]
         sizes = {"vocab": vocab, "embed": embed, "layers": layers, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
-        config = Config(**sizes, head=64, qk_norm=True, tied=True, family="qwen3")
+        config = decoder_config(**sizes, head=64, qk_norm=True, tied=True, family="qwen3")
         params = decoder_model(config).init(torch.Generator().manual_seed(0))
         for name in DTYPES.value:
             decoder = packed_decoder(step_sizes(config), params, getattr(torch, name), THREADS.value)
@@ -82,10 +82,10 @@ def generate(decoder: PackedDecoder, batch: int) -> torch.Tensor:
 
 def step_bound(decoder: PackedDecoder, parameters: int, batch: int, bandwidth: float, peak: float) -> float:
     """Seconds of one decoding step in the middle of the completion, if memory or arithmetic alone counted."""
-    config = decoder.sizes
+    sizes = decoder.sizes
     tokens = PROMPT.value + NEW.value / 2
-    numbers = parameters + batch * tokens * 2 * config.layers * config.kv_heads * config.head
-    flops = 2 * batch * (parameters + 2 * tokens * config.layers * config.heads * config.head)
+    numbers = parameters + batch * tokens * 2 * sizes.layers * sizes.kv_heads * sizes.head
+    flops = 2 * batch * (parameters + 2 * tokens * sizes.layers * sizes.heads * sizes.head)
     return max(numbers * decoder.dtype.itemsize / bandwidth, flops / peak)
 
 

@@ -9,7 +9,6 @@ freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_), so that what is 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import shard
-from funrl.models import with_value_head
+from funrl.models import with_fields, with_value_head
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import build, first_state, first_weights, sync
 from funrl.trainer.jobs.job import Job
@@ -76,7 +75,7 @@ def job_of(shape: str) -> Job:
         token_budget=budget, minibatches=1,
     )  # fmt: skip
     job = dry_run.plain_job(settings, ppo(), HARDWARE["cpu"].memory)
-    model = job.model.rebuild(dataclasses.replace(job.model.config, max_positions=PROMPT + NEW, **sizes))
+    model = job.model.rebuild(with_fields(job.model.config, max_positions=PROMPT + NEW, **sizes))
     valued = with_value_head(model)
     models = {name: valued if one.unembed is None else model for name, one in job.models.items()}
     return job._replace(model=model, models=models)

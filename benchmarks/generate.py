@@ -37,7 +37,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from funrl import trees
-from funrl.models import Config, Model, decoder_model
+from funrl.models import Config, Model, decoder_config, decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
@@ -115,7 +115,7 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     """Measure all batches of a model; the ratios of the native engine to the best of the others."""
     sizes, vocab = case.split(":")
     layers, embed = (int(size) for size in sizes.split("x"))
-    config = Config(
+    config = decoder_config(
         vocab=int(vocab), embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
         max_positions=2048, family="qwen3", qk_norm=True, dtype=dtype,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh, parse
-from funrl.models import Config, Model, decoder_model
+from funrl.models import Config, Model, decoder_config, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeEngine, native_engine
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     if DEVICE.value == "cuda" and not torch.cuda.is_available():
         raise app.UsageError("there is no GPU here; --device=cpu tries the program")
     device = torch.device(DEVICE.value)
-    config = Config(
+    config = decoder_config(
         family="qwen2", vocab=151936, embed=896, layers=LAYERS.value, heads=14, kv_heads=2, head=64, mlp=4864,
         attention_bias=True, tied=True, rope_theta=1e6,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def static_cache_turn(model: Model, params: trees.Tree, device: torch.device) ->
 def roofline(config: Config, params: trees.Tree, batch: int, bandwidth: float, rate: float) -> float:
     """Seconds of prefill and of all passes at least. The tied embedding is read once a pass, for the logits."""
     weights = trees.count(params)
-    kv_bytes = 2 * 2 * config.layers * config.kv_heads * config.head
+    kv_bytes = 2 * 2 * config.layers * config.attention.kv_heads * config.attention.head
     seconds = 2 * (weights - params["embed"].numel()) * batch * PROMPT.value / rate
     for at in range(NEW.value - 1):
         memory = 2 * weights + batch * (PROMPT.value + at) * kv_bytes

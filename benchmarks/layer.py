@@ -23,7 +23,7 @@ from funrl import trees
 from funrl.compiled_kernels.linear_logprob import linear_logprob
 from funrl.compiled_kernels.rotary import frequencies, rotary
 from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, compile_layer, decoder_model
+from funrl.models import compile_layer, decoder_config, decoder_model
 from funrl.models.decoder.config import layers_of
 from funrl.models.decoder.layers import Context
 from funrl.models.model import Layer
@@ -56,7 +56,7 @@ def layer_runs() -> dict[str, Callable[[], object]]:
     """Forward and backward of a layer, by how it is computed."""
     heads, half = max(1, EMBED.value // 64), TOKENS.value // 2
     sizes = {"embed": EMBED.value, "heads": heads, "kv_heads": max(1, heads // 2), "mlp": 3 * EMBED.value}
-    model = decoder_model(Config(vocab=2, layers=1, head=64, family="qwen3", qk_norm=True, **sizes))
+    model = decoder_model(decoder_config(vocab=2, layers=1, head=64, family="qwen3", qk_norm=True, **sizes))
     params = model.init(torch.Generator().manual_seed(0))["layers"][0]
     leaves = [x.requires_grad_() for x in trees.leaves(params)]
     x_BTD = torch.randn(1, 2 * half, EMBED.value, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -30,7 +30,7 @@ from funrl.batch import Batch
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse
-from funrl.models import Config, decoder_model, place
+from funrl.models import decoder_config, decoder_model, place
 from funrl.trainer.steps.micro import micro_batch
 
 SIZES = {"vocab": 512, "embed": 64, "layers": 2, "heads": 1, "kv_heads": 1, "head": 64, "mlp": 192}
@@ -61,7 +61,7 @@ def packed_pass(mesh: Mesh, tokens: int, rows: int) -> tuple[float, float]:
     ids, lengths = rows_of(tokens, rows)
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
     windows = (WINDOW.value,) * SIZES["layers"] if WINDOW.value else None
-    model = decoder_model(Config(family="mistral" if windows else "llama", windows=windows, **SIZES))
+    model = decoder_model(decoder_config(family="mistral" if windows else "llama", windows=windows, **SIZES))
     placed, params = place(model, mesh), model.init(torch.Generator().manual_seed(0))
     batch = Batch(tokens=ids.int(), mask=mask)
 

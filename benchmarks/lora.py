@@ -10,7 +10,6 @@ the first weight to the highest point of the second update; memory that is freed
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from funrl.cost import dry_run
 from funrl.cost.full_rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import single
+from funrl.models import with_fields
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import build, first_state, first_weights, frozen_weights
@@ -48,9 +48,7 @@ def job_of(adapters: bool) -> Job:
         dtype=DTYPE.value, remat="full", lora_rank=RANK.value if adapters else None,
     )  # fmt: skip
     job = dry_run.plain_job(settings, grpo(kl_coef=0.04), HARDWARE["cpu"].memory)
-    model = job.model.rebuild(
-        dataclasses.replace(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **SIZES)
-    )
+    model = job.model.rebuild(with_fields(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **SIZES))
     adapted = model if job.lora is None else with_lora(model, job.lora)
     return job._replace(model=model, models={name: adapted if name == "policy" else model for name in job.models})
 

@@ -41,7 +41,7 @@ from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, slices
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import Layout, Rules
 from funrl.models import decoder_model
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 
 SIZES = {  # vocabulary, width, layers, mlp
     "1mb": (1024, 128, 1, 256), "89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096),
@@ -155,7 +155,9 @@ def dtensor(pairs: list[Pair], mesh: Mesh, devices: DeviceMesh) -> Method:
 
 def tree_of_weights() -> tuple[trees.Tree, trees.Tree]:
     vocab, embed, layers, mlp = SIZES[TREE.value]
-    config = Config(vocab, embed, layers, heads=8, kv_heads=8, head=embed // 8, mlp=mlp, tied=True)
+    config = decoder_config(
+        vocab=vocab, embed=embed, layers=layers, heads=8, kv_heads=8, head=embed // 8, mlp=mlp, tied=True
+    )
     model = decoder_model(config)
     return model.shapes, model.axes
 

@@ -22,7 +22,7 @@ from absl import app, flags
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.mesh.mesh import single
-from funrl.models import Config, Model, decoder_model
+from funrl.models import Model, decoder_config, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.requests import Request, requests_of
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     measure("embedded task", job.model, state.roles["policy"].params, prompts, job.sampling)
     for size in SIZES.value:
         layers, embed = (int(x) for x in size.split("x"))
-        config = Config(
+        config = decoder_config(
             vocab=2048, embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
             max_positions=2048, family="qwen3", qk_norm=True,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 from funrl.models.huggingface import directories as hf
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -115,7 +115,7 @@ def make_files(folder: Path) -> Files:
     """A random model with a tokenizer of one token a character, random prompts and a reward."""
     files = Files(folder / "model", folder / "prompts.jsonl", folder / "reward.py")
     heads = max(1, EMBED.value // 64)
-    config = Config(
+    config = decoder_config(
         vocab=VOCAB.value, embed=EMBED.value, layers=LAYERS.value, heads=heads, kv_heads=max(1, heads // 2), head=64,
         mlp=4 * EMBED.value, bos=1, eos=(1,), pad=0,
     )  # fmt: skip

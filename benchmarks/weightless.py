@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from funrl import trees
-from funrl.models import Config
+from funrl.models import Config, decoder_config
 
 
 class Weightless:
@@ -27,4 +27,6 @@ class Weightless:
 
 def smallest_config(vocab: int, max_positions: int) -> Config:
     """Sizes of a model that nothing is computed with."""
-    return Config(vocab=vocab, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=max_positions)
+    return decoder_config(
+        vocab=vocab, embed=2, layers=1, heads=1, kv_heads=1, head=2, mlp=1, max_positions=max_positions
+    )

@@ -20,14 +20,24 @@ if TYPE_CHECKING:
 
 # MKL reads this before its first product. Without it, the last bits of a product depend on the alignment of its tensors
 # in memory on many processors, and no run could be repeated. AUTO is the only mode that all processors have at full
-# speed: on those that are not Intel's, MKL takes AVX2 and AVX512 for AUTO, and COMPATIBLE halves the speed.
+# speed: on processors that are not Intel's, MKL takes AVX2 and AVX512 for AUTO, and COMPATIBLE halves the speed.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
 __version__ = "0.1.0"
 __all__ = [
-    "Batch", "Evaluation", "Model", "Run", "RunError", "TrainedModel", "algos", "evaluate", "generate", "load", "optim",
+    "Batch",
+    "Evaluation",
+    "Model",
+    "Run",
+    "RunError",
+    "TrainedModel",
+    "algos",
+    "evaluate",
+    "generate",
+    "load",
+    "optim",
     "train",
-]  # fmt: skip
+]
 _PLACES = {
     "Batch": "funrl.batch",
     "Evaluation": "funrl.cli.evaluate",

@@ -108,7 +108,7 @@ class Batch:
         return self._across
 
     def _with(self, fields: dict[str, Any], replaced: Iterable[str] = ()) -> Batch:
-        """A batch of the same schema with these fields, of which some were replaced."""
+        """A batch of the same schema with these fields, some of them replaced."""
         batch = Batch(self._schema, **fields)
         object.__setattr__(batch, "_across", self._across)
         return batch
@@ -262,10 +262,11 @@ def seen_of(batch: Batch) -> Seen | None:
 def example(names: Iterable[str] | None = None, schema: Schema = FIELDS) -> Batch:
     """A small batch of these fields (default: all that rows have), with values as they are declared, to try a piece on.
 
-    Two groups of two rows, scores 0 and 1 in each; 8 tokens a row, of which the third to the sixth are sampled and the
+    Two groups of two rows, scores 0 and 1 in each; 8 tokens a row; the third to the sixth are sampled and the
     others are 0; two sequences a row; K = 2.
     """
-    draw, mask = torch.Generator().manual_seed(0), example_mask()
+    draw = torch.Generator().manual_seed(0)
+    mask = example_mask()
     names = [name for name, field in schema.items() if field.kind.of_rows] if names is None else names
     return narrowed(Batch(schema, **{name: schema[name].example_value(draw, mask) for name in names}))
 
@@ -282,7 +283,8 @@ def _reader() -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    name, line = frame.f_code.co_filename, frame.f_lineno
+    name = frame.f_code.co_filename
+    line = frame.f_lineno
     if Path(name).is_relative_to(Path(__file__).parent):
         return f" (read by {frame.f_code.co_qualname.split('.')[0]})"
     return f" (read at {name}:{line}: {linecache.getline(name, line).strip()})"

@@ -54,7 +54,7 @@ class FieldKind:
       fit: (value, width) -> the value with T = width.
       spread: (value, T) -> the value on tokens [b, T, ...], each with its row's number; None: it does not come to
         tokens.
-      example: (fn, rows, tokens) -> a value for so many rows of so many tokens, of the tensors that `fn(shape)` gives.
+      example: (fn, rows, tokens) -> a value for `rows` rows of `tokens` tokens, of the tensors that `fn(shape)` gives.
       everywhere: every rank has the values of all rows; otherwise those of its own rows.
       per_token: the second dim is the row's tokens, and micro-batches have the tokens [1, N, ...] end to end.
         Other kinds that are not everywhere have their rows in a micro-batch in the order of its segments.

@@ -58,10 +58,10 @@ def load_function(flag: str, text: str) -> Callable[..., Any]:
     if not hasattr(module, function):
         there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise LoadError(f"--{flag}={text}: {name} has no {function!r}; its functions: {', '.join(there) or 'none'}")
-    found = getattr(module, function)
-    if not callable(found):
-        raise LoadError(f"--{flag}={text}: {function!r} is {found!r}, which cannot be called; a function is needed")
-    return found
+    loaded = getattr(module, function)
+    if not callable(loaded):
+        raise LoadError(f"--{flag}={text}: {function!r} is {loaded!r}, which cannot be called; a function is needed")
+    return loaded
 
 
 def locate(flag: str, text: str) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def locate(flag: str, text: str) -> tuple[str, str]:
     if there is not None and function not in there:
         near = difflib.get_close_matches(function, there, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        names = ", ".join(one for one in there if there[one] and not one.startswith("_")) or "none"
+        names = ", ".join(each for each in there if there[each] and not each.startswith("_")) or "none"
         raise LoadError(f"--{flag}={text}: {name} has no {function!r}; {hint}its functions: {names}")
     return name, function
 
@@ -98,13 +98,16 @@ def _from_name(name: str) -> ModuleType:
 
 
 def written_names(path: Path) -> dict[str, bool] | None:
-    """Names that the text of a Python file gives at its top level, and whether the text defines a function or class
-    there; None where only running it tells them."""
+    """Names that the text of a Python file defines at its top level, with True for functions and classes.
+
+    None where only running the file can tell.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    names, nodes = dict[str, bool](), list[ast.AST](tree.body)
+    names = dict[str, bool]()
+    nodes = list[ast.AST](tree.body)
     while nodes:
         node = nodes.pop(0)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -115,7 +118,10 @@ def written_names(path: Path) -> dict[str, bool] | None:
         elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr", "vars"):
             return None
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = dict.fromkeys(((one.asname or one.name).partition(".")[0] for one in node.names), False) | names
+            names = (
+                dict.fromkeys(((member.asname or member.name).partition(".")[0] for member in node.names), False)
+                | names
+            )
         nodes += ast.iter_child_nodes(node)
     return None if {"*", "__getattr__"} & set(names) else names
 
@@ -144,8 +150,12 @@ def _from_file(path: Path) -> ModuleType:
 def _where(error: BaseException) -> str:
     """An error of an import with the file and the line where it arose."""
     if isinstance(error, SyntaxError):
-        said, file, line = error.msg, error.filename, error.lineno
+        message = error.msg
+        file = error.filename
+        line = error.lineno
     else:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        said, file, line = str(error), last.filename, last.lineno
-    return f'{type(error).__name__}: {said} ("{file}", line {line})'
+        message = str(error)
+        file = last.filename
+        line = last.lineno
+    return f'{type(error).__name__}: {message} ("{file}", line {line})'

@@ -79,7 +79,8 @@ def from_named(tree: Tree, values: Iterable[tuple[str, Any]]) -> Tree:
             twice.append(name)
         given[name] = value
     names = [name for name, _ in named(tree)]
-    missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+    missing = sorted(set(names) - set(given))
+    unknown = sorted(set(given) - set(names))
     if missing or unknown or twice:
         raise KeyError(f"tree names do not match: missing {missing}, unknown {unknown}, given twice {twice}")
     return fill(tree, [given[name] for name in names])
@@ -126,7 +127,7 @@ def value_and_grad(fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple
         value, aux = fn(primal, *args, **kwargs)
         wanted = leaves(primal)
         grads = torch.autograd.grad(value, wanted, allow_unused=True)
-        filled = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, grads, strict=True)]
         return (value.detach(), map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), fill(tree, filled)
 
     return wrapped

@@ -17,9 +17,9 @@ PAGE = ROOT / "docs" / "migration.md"
 sys.path.insert(0, str(ROOT))
 
 from funrl.algos import recipe  # noqa: E402
-from funrl.flags.foreign.aliases import OF_TRL  # noqa: E402
-from funrl.flags.foreign.names_verl import FIXED, VERL  # noqa: E402
-from funrl.flags.foreign.renaming import Convert, DifferentError, Meaning, NameContext, NoEffectError  # noqa: E402
+from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, NameRule, meaning_of  # noqa: E402
+from funrl.flags.foreign.trl import TRL  # noqa: E402
+from funrl.flags.foreign.verl import FIXED, VERL  # noqa: E402
 from funrl.trainer.settings.settings import Settings, flag_values  # noqa: E402
 
 RECIPES = (
@@ -106,6 +106,7 @@ ASKED = {"algorithm.norm_adv_by_std_in_grpo": ("dr_grpo",)}  # the recipe that `
 KL_LOSS = {"actor_rollout_ref.actor.use_kl_loss": "true"}
 KL_REWARD = {"algorithm.use_kl_in_reward": "true"}
 BESIDE = {  # what a name has a meaning with
+    "algorithm.norm_adv_by_std_in_grpo": {"algorithm.adv_estimator": "grpo"},
     "epsilon_high": {"epsilon": "0.2"},
     "use_bias_correction_kl": {"beta": "0.04"},
     "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
@@ -135,32 +136,31 @@ BESIDE = {  # what a name has a meaning with
 }
 
 
-def table(names: Mapping[str, Convert]) -> str:
+def table(names: Mapping[str, NameRule]) -> str:
     """A line of each name: what it means here, and what differs; sorted as the names are."""
     lines = ["| there | here | what differs |", "|---|---|---|"]
-    return "\n".join(lines + [row(name, convert) for name, convert in names.items()])
+    return "\n".join(lines + [row(name, rule) for name, rule in names.items()])
 
 
-def row(name: str, convert: Convert) -> str:
+def row(name: str, rule: NameRule) -> str:
     """The line of one name, by the first recipe and value that have a meaning."""
-    values, problem, idle = (VALUES[name],) if name in VALUES else NUMBERS, "", False
-    found: list[tuple[str, str, Meaning]] = []
+    values = (VALUES[name],) if name in VALUES else NUMBERS
+    same: list[tuple[str, str, Meaning]] = []
+    others: list[Meaning] = []
     for asked in ASKED.get(name, RECIPES):
         for value in values:
-            try:
-                meaning = convert(value, context(name, value, asked))
-            except DifferentError as error:
-                problem = problem or str(error)
-                idle = idle or isinstance(error, NoEffectError)
-            else:
-                found.append((value, asked, meaning))
+            meaning = meaning_of(rule, value, context(name, value, asked))
+            if meaning.effect is Effect.SAME:
+                same.append((value, asked, meaning))
                 break
-    if not found:
-        return f"| `{name}` | {'no effect on numbers' if idle else '-'} | {cell(problem)} |"
-    value, asked, meaning = next((one for one in found if one[2].flags), found[0])
+            others.append(meaning)
+    if not same:
+        idle = any(meaning.effect is Effect.NO_EFFECT for meaning in others)
+        return f"| `{name}` | {'no effect on numbers' if idle else '-'} | {cell(others[0].difference)} |"
+    value, asked, meaning = next((row for row in same if row[2].flags), same[0])
     flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items()) or "as it always is"
-    of = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
-    return f"| `{name}={value}` | {flags} | {'; '.join(filter(None, (of, cell(meaning.difference))))} |"
+    recipe_note = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
+    return f"| `{name}={value}` | {flags} | {'; '.join(filter(None, (recipe_note, cell(meaning.difference))))} |"
 
 
 def context(name: str, value: str, asked: str) -> NameContext:
@@ -171,13 +171,13 @@ def context(name: str, value: str, asked: str) -> NameContext:
 
 
 def cell(text: str) -> str:
-    """Text that a cell of a table holds."""
+    """Template that a cell of a table holds."""
     return text.replace("|", "\\|").replace("*", "\\*").replace("](", "] (").replace("<", "&lt;")
 
 
 def page(text: str) -> str:
     """The page with its tables written anew."""
-    for name, names in {"TRL": OF_TRL, "verl": VERL}.items():
+    for name, names in {"TRL": TRL, "verl": VERL}.items():
         begin, end = f"<!-- {name}: written by tools/names.py -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)
         text = before + begin + "\n" + table(names) + "\n\n" + end + rest.split(end)[1]

@@ -46,9 +46,8 @@ def page() -> str:
     lines = [
         "# Pieces",
         "",
-        "Everything that an algorithm is made of, by kind. It is written from the docstrings by "
-        "`python tools/pieces.py`;",
-        "[Algorithms](algorithms.md) tells how they are joined, and which recipe has which. All are imported from",
+        "The pieces of algorithms by kind, written from the docstrings by `python tools/pieces.py`;",
+        "[Algorithms](algorithms.md) shows how to join them, and which recipe has which. All are imported from",
         "`funrl.algos` by their names. Needs are fields of the batch ([`funrl/fields.py`](../funrl/fields.py)): [B] is",
         "a number a row, [B, T] a number a token.",
     ]

@@ -14,8 +14,8 @@ import numpy as np
 from funrl.algos.core import Algorithm
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.flags.config_file import flag_text
-from funrl.flags.foreign.aliases import check_names
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.answers import check_names
+from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
 from funrl.rewards.call import Reward, described_function
 from funrl.rollout.sampling_parameters import Sampling
@@ -37,7 +37,7 @@ def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Funct
 
     def named(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, ...), annotation=kind)
             for name, kind in inspect.get_annotations(keywords).items()

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
@@ -36,9 +36,8 @@ from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
 from funrl.flags.arguments import find_recipe, full_source, recipe_name
-from funrl.mesh.launch import check_devices, device_type, launch
+from funrl.mesh.launch import Waiting, check_devices, device_type, launch
 from funrl.mesh.mesh import Mesh, parse
-from funrl.mesh.text import wanted_devices
 from funrl.models import Model, ModelConfig
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
@@ -125,7 +124,8 @@ def generate(
     Raises:
       ModelError, ValueError: the model cannot be read, an argument does not exist, or a text is empty or too long.
     """
-    values, sizes = sampling_values(sampling), parse(mesh_text(mesh))
+    values = sampling_values(sampling)
+    sizes = parse(mesh_text(mesh))
     seed = checked_value(settings_flags()["seed"], seed)
     if isinstance(texts, (str, bytes)):
         raise SettingsError(f"texts={texts!r}: a list of prompts is needed; write [{texts!r}]")
@@ -134,16 +134,17 @@ def generate(
     stored = find_stored_model(place)
     tokenizer = load_tokenizer(stored.directory)
     examples = [_example(tokenizer, text) for text in texts]
-    made = read_stored_model(stored, "auto")
-    if not made.generates:
+    described = read_stored_model(stored, "auto")
+    if not described.generates:
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
-    if (problem := no_engine(made)) is not None:
+    if (problem := no_engine(described)) is not None:
         raise SettingsError(f"model={stored.directory!r}: {problem}")
-    stop = tuple(sorted({*made.config.eos, *({tokenizer.eos_token_id} - {None})}))
-    fields: dict[str, Any] = {"stop": stop} | sampling_of_model(made.config, "temperature" in values) | values
+    stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
+    fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
     if not examples:
         return []
-    program = functools.partial(_completed, stored, made, examples, Sampling(**fields), seed, tokenizer)
+    task = _Completions(stored, described, examples, sampling=Sampling(**fields), seed=seed, tokenizer=tokenizer)
+    program = functools.partial(_completed, task)
     return launch(program, sizes, device_type())
 
 
@@ -157,16 +158,27 @@ def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example
         raise SettingsError(f"{text!r}: the tokenizer refuses it: {error}") from error
 
 
-def _completed(
-    stored: StoredModel, made: Model, examples: Sequence[Example], how: Sampling, seed: int, tokenizer: Any, mesh: Mesh
-) -> list[str]:
+class _Completions(NamedTuple):
+    """Task of the ranks: prompts to complete with a stored model."""
+
+    stored: StoredModel
+    model: Model
+    examples: Sequence[Example]
+    sampling: Sampling
+    seed: int
+    tokenizer: Any
+
+
+def _completed(task: _Completions, mesh: Mesh) -> list[str]:
     """Completions of all prompts, on every rank."""
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    engine = native_engine(made, mesh, decode=decode) if made.pages else hf_engine(made, mesh)
-    engine.load(engine.weights.named(stored_weights(stored, made, torch.float32, engine.weights.layouts, mesh)), 0)
-    done = rollout(RewardedEngine(engine, mesh, decode, Pool(()), weights=()), examples, how, seed)
-    before = [example.tokens[-1] for example in examples for _ in range(how.samples)]
-    return first_texts(done, range(len(before)), decode, before)
+    decode = functools.partial(task.tokenizer.decode, skip_special_tokens=True)
+    engine = native_engine(task.model, mesh, decode=decode) if task.model.pages else hf_engine(task.model, mesh)
+    weights = stored_weights(task.stored, task.model, torch.float32, layouts=engine.weights.layouts, mesh=mesh)
+    engine.load(engine.weights.named(weights), 0)
+    rewarded = RewardedEngine(engine, mesh, decode, pool=Pool(()), weights=())
+    completions = rollout(rewarded, task.examples, task.sampling, seed=task.seed)
+    before = [example.tokens[-1] for example in task.examples for _ in range(task.sampling.samples)]
+    return first_texts(completions, range(len(before)), decode, before=before)
 
 
 def sampling_of_model(config: ModelConfig, sampled: bool) -> dict[str, Any]:
@@ -175,10 +187,10 @@ def sampling_of_model(config: ModelConfig, sampled: bool) -> dict[str, Any]:
     Args:
       sampled: a temperature is given, so that completions are sampled whatever the file says.
     """
-    found = sampling_defaults(config)
-    greedy = not sampled and found.get("temperature", 0.0) == 0.0
+    defaults = sampling_defaults(config)
+    greedy = not sampled and defaults.get("temperature", 0.0) == 0.0
     idle = ("temperature", "top_k", "top_p", "min_p") if greedy else ("temperature",) * sampled
-    return {"greedy": greedy} | {name: x for name, x in found.items() if name not in idle}
+    return {"greedy": greedy} | {name: x for name, x in defaults.items() if name not in idle}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -307,12 +319,12 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
     """The settings with the best mesh where they say auto:N, and with groups for --fsdp on several nodes.
 
     Args:
-      built: the model is an object, of which no dry run is made.
+      built: the model is an object, for which there is no dry run.
 
     Raises:
       SettingsError: a mesh cannot be chosen.
     """
-    if wanted_devices(chosen.devices.mesh) is not None:
+    if chosen.devices.train.wanted is not None:
         if built:
             raise SettingsError(
                 f"mesh={chosen.devices.mesh!r}: it is chosen for the embedded task's model or a directory; name one"
@@ -332,7 +344,8 @@ def _run(
 ) -> Run:
     """Train in a directory of its own, and read what was written there. Raises: RunError."""
     check_devices(job.sizes, job.device)
-    run_dir, experiment = None, Path(name).stem.replace(":", "-")
+    run_dir = None
+    experiment = Path(name).stem.replace(":", "-")
     try:
         start = owned_run(
             chosen.run.run_dir, experiment, config, resume=chosen.run.resume, overwrite=chosen.run.overwrite
@@ -340,16 +353,15 @@ def _run(
         with start as owned:
             run_dir = str(owned.path)
             program = functools.partial(_rank, job, run_dir, on_step, source)
-            timeout, rewards = datetime.timedelta(minutes=chosen.waiting.timeout), functools.partial(open_rewards, job)
+            timeout = datetime.timedelta(minutes=chosen.waiting.timeout)
+            rewards = functools.partial(open_rewards, job)
             try:
                 outcome = launch(
                     program,
                     job.sizes,
                     job.device,
-                    timeout=timeout,
                     before=rewards,
-                    heartbeat_s=chosen.waiting.heartbeat,
-                    stalled_s=chosen.waiting.stalled_after,
+                    waiting=Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after),
                 )
             except BaseException:
                 leave_nothing(owned)
@@ -372,7 +384,7 @@ def _run(
 
 
 def _written_run(run_dir: str, outcome: Outcome) -> Run:
-    """A run by what it has written, of which the report is made."""
+    """A run read from its files; its report is written."""
     with contextlib.suppress(ReportError, OSError):  # it stopped before its first step
         write_report(run_dir, running=False)
     lines = RunDirectory(Path(run_dir)).metrics
@@ -381,7 +393,7 @@ def _written_run(run_dir: str, outcome: Outcome) -> Run:
 
 def _failure(run: Run, problem: str) -> str:
     """The message of a run that failed: when, what went wrong in a line, and what there is."""
-    when, left = "", ""
+    when = left = ""
     if os.path.isdir(run.run_dir):  # it may have been deleted
         left = f"; what it has written is in {run.run_dir}"
         when = f" after step {run.metrics[-1]['step']}" if run.metrics else " before its first step was done"
@@ -408,7 +420,8 @@ def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorit
     Raises:
       SettingsError: a value cannot be that argument's.
     """
-    values, common = {}, flag_values(settings)
+    common = flag_values(settings)
+    values = {}
     for name, flag in recipe_flags(recipe).items():
         values[name] = common[name] if name in common else own.get(name, flag.default)
         if problem := flag.problem(values[name]):
@@ -422,10 +435,10 @@ def find_model(model: str | Path) -> Path:
     Raises:
       SettingsError: there is neither.
     """
-    found = hf.find_directory(model)
-    if not found.exists():
+    directory = hf.find_directory(model)
+    if not directory.exists():
         raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
-    return found
+    return directory
 
 
 def load(directory: str | Path) -> TrainedModel:

@@ -20,10 +20,9 @@ from funrl.flags.arguments import (
     full_source,
     names_of_arguments,
 )
-from funrl.flags.foreign.aliases import check_names, names_given
-from funrl.flags.foreign.renaming import NameContext
+from funrl.flags.foreign.answers import check_names, names_given
+from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
-from funrl.mesh.text import wanted_devices
 from funrl.processes.environment import ranks_of_node
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.chat_checks import check_chats
@@ -118,7 +117,8 @@ def with_mesh(command: Command) -> Command:
     Raises:
       ValueError: this machine does not have N devices, or the run fits no mesh of them.
     """
-    settings, wanted = command.settings, wanted_devices(command.settings.devices.mesh)
+    settings = command.settings
+    wanted = settings.devices.train.wanted
     node = ranks_of_node() if settings.devices.fsdp and settings.devices.fsdp_axes is None else None
     if wanted is None and node is None:
         return command
@@ -149,21 +149,36 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     """
     line = read_line(experiment.name, argv)
     with line.blamed():
-        _refuse_other_names(experiment, line)
-        return _read(experiment, line, writes)
+        common = flags.read(experiment.common, line.argv)
+        source, settings = _read_common(experiment, common, line)
+        if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
+            check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
+        return _read_recipe(experiment, common, line, source, settings)
 
 
-def _refuse_other_names(experiment: Experiment, line: Line) -> None:
-    """Refuse names of TRL and verl, with ours. Raises: SettingsError."""
-    common = flags.read(experiment.common, line.argv)
-    if not common.unknown or common.values["algorithm"] is None:
-        return
+def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tuple[str, Settings]:
+    """The recipe's source and the settings, after every check that needs neither torch nor the recipe itself."""
+    if common.values["algorithm"] is None:
+        raise SettingsError("--algorithm is needed: a recipe that `funrl --help` lists, or FILE.py:function")
     source = full_source(common.values["algorithm"])
     locate("algorithm", source)
     names = names_of_arguments(source)
-    names = experiment.arguments(source)[0].flags if names is None else names
-    known = dict.fromkeys([*common.values, *names])
-    context = NameContext({}, common.values, frozenset(names), source.rpartition(":")[2])
+    if common.unknown:
+        arguments = experiment.arguments(source)[0].flags if names is None else names
+        _refuse_other_names(common, line, source, frozenset(arguments))
+    if names is not None:
+        flags.refuse_unknown(common.unknown, {*common.values, *names}, later=names)
+    settings = settings_of(**{name: common.values[name] for name in settings_flags()})
+    check_settings(settings)
+    check_files(settings)
+    check_chats(settings)
+    return source, settings
+
+
+def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: frozenset[str]) -> None:
+    """Refuse names of TRL and verl, with ours. Raises: SettingsError."""
+    known = dict.fromkeys([*common.values, *arguments])
+    context = NameContext({}, common.values, arguments, source.rpartition(":")[2])
     try:
         check_names(names_given(common.unknown), known, context)
     except SettingsError as error:
@@ -172,53 +187,34 @@ def _refuse_other_names(experiment: Experiment, line: Line) -> None:
         raise SettingsError(f"{error}\n`funrl import {line.config.path}` translates the whole file") from error
 
 
-def _read(experiment: Experiment, line: Line, writes: bool) -> Command:
-    argv = line.argv
-    source, settings = _read_common(experiment, argv)
-    if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
-        check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
-    arguments, own = experiment.arguments(source)  # from here on torch is imported
-    every = flags.read([*experiment.common, *own], argv)
-    for text in every.unknown:
-        if (name := flags.flag_name(text)) in arguments.unsayable:
+def _read_recipe(experiment: Experiment, common: flags.Read, line: Line, source: str, settings: Settings) -> Command:
+    """The command, with the arguments of the recipe. From here on torch is imported."""
+    arguments, own = experiment.arguments(source)
+    rest = flags.read(own, ["", *common.unknown])
+    for name in map(flags.flag_name, rest.unknown):
+        if name in arguments.unsayable:
             raise SettingsError(
                 f"--{name} is not a flag: {source} takes {arguments.unsayable[name]} there; give it in a FILE.py"
             )
-    flags.refuse_unknown(every.unknown, every.values)
+    flags.refuse_unknown(rest.unknown, {*common.values, *rest.values})
     implied = resolved(settings)
-    known = {
-        **every.values,
+    values = {
+        **common.values,
+        **rest.values,
         "max_new_tokens": implied.sampling.max_new_tokens,
         "reward_weights": implied.rewards.reward_weights,
     }
-    chosen = tuple((name, known[name]) for name in arguments.flags)
-    command = Command(experiment.name, settings, source, chosen, "", line.notes)
+    chosen = tuple((name, values[name]) for name in arguments.flags)
+    command = Command(experiment.name, settings, source, arguments=chosen, kind="", notes=line.notes)
     from funrl.algos.core import Algorithm
     from funrl.trainer.steps.roles import reads_scores
 
     algorithm = command.compose()
     kind = run_kind(algorithm, settings.examples.data)
-    flags.refuse_idle(every.given - set(arguments.flags) - line.recorded, kind, source, settings)
+    flags.refuse_idle(common.given - set(arguments.flags) - line.recorded, kind, source, settings=settings)
     settings = for_kind(settings, kind)
     check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)
-
-
-def _read_common(experiment: Experiment, argv: Sequence[str]) -> tuple[str, Settings]:
-    """The recipe's source and the settings, after every check that needs neither torch nor the recipe itself."""
-    common = flags.read(experiment.common, argv)
-    if common.values["algorithm"] is None:
-        raise SettingsError("--algorithm is needed: a recipe that `funrl --help` lists, or FILE.py:function")
-    source = full_source(common.values["algorithm"])
-    locate("algorithm", source)
-    names = names_of_arguments(source)
-    if names is not None:
-        flags.refuse_unknown(common.unknown, {*common.values, *names})
-    settings = settings_of(**{name: common.values[name] for name in settings_flags()})
-    check_settings(settings)
-    check_files(settings)
-    check_chats(settings)
-    return source, settings
 
 
 def help_of(experiment: Experiment, argv: Sequence[str]) -> str:

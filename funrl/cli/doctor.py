@@ -48,7 +48,7 @@ def doctor(argv: Sequence[str]) -> int:
     """Print the tables; return 0, or 1 where the command line would not run.
 
     Args:
-      argv: "doctor" and a command line as `funrl` takes it, or nothing behind it.
+      argv: "doctor", then a command line as `funrl` takes it or nothing.
     """
     words = [word for word in argv[1:] if word != "funrl"]
     problem, sizes, device = would_run(words) if words else ("", {}, None)
@@ -94,12 +94,11 @@ def experiment_of(name: str) -> Experiment:
       SettingsError: there is none.
     """
     file = Path(str(funrl.__file__)).with_name("experiments") / f"{name}.py"
-    calls = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.Call)] if (
-        name.isidentifier() and file.is_file()
-    ) else []  # fmt: skip
-    for call in calls:
+    is_program = name.isidentifier() and file.is_file()
+    nodes = ast.walk(ast.parse(file.read_bytes())) if is_program else ()
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Name) and call.func.id == "main" and call.args:  # main("sft", steps=300)
-            defaults = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            defaults = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
             return Experiment(name, name if name in recipe_names() else None, defaults)
     if name in recipe_names():
         return Experiment(name, name, {})
@@ -172,7 +171,9 @@ def rates(device: str | None = None) -> list[tuple[str, str]]:
 
     device = device or device_type()
     accelerator = device == "cuda"
-    n, nbytes, rows = 8192 if accelerator else 512, 2**30 if accelerator else 2**25, []
+    n = 8192 if accelerator else 512
+    nbytes = 2**30 if accelerator else 2**25
+    rows = []
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(n, n, dtype=dtype, device=device)
         seconds = _seconds(functools.partial(torch.mm, x, x), accelerator)
@@ -193,7 +194,8 @@ def _seconds(work: Callable[[], torch.Tensor], accelerator: bool) -> float:
         return time.perf_counter()
 
     work()
-    calls, begin = 0, wait()
+    calls = 0
+    begin = wait()
     while not calls or time.perf_counter() - begin < MEASURED_S:
         work()
         calls += 1
@@ -227,7 +229,8 @@ def _all_reduce_seconds(mesh: Mesh) -> float:
     from funrl.mesh.collectives import psum
     from funrl.mesh.mesh import AXES
 
-    x, repeats = torch.ones(MESSAGE_BYTES // 4, device=mesh.device), 3
+    x = torch.ones(MESSAGE_BYTES // 4, device=mesh.device)
+    repeats = 3
     float(psum(x, mesh, AXES)[0])  # the first makes connections; a number on the host waits for the device
     begin = time.perf_counter()
     for _ in range(repeats):

@@ -31,8 +31,8 @@ from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.data.prompts import Example
-from funrl.flags.foreign.renaming import NameContext
-from funrl.mesh.launch import launch
+from funrl.flags.foreign.meaning import NameContext
+from funrl.mesh.launch import Waiting, launch
 from funrl.mesh.mesh import Mesh
 from funrl.processes.environment import read_environment
 from funrl.rewards.call import Reward
@@ -153,22 +153,27 @@ def evaluate(
     with _own_names("data"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     assert isinstance(job.task, Task)
-    said = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
+    call = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
     with contextlib.ExitStack() as owned:
         folder = None
         if not read_environment():
-            flags = flag_values(chosen) | said
+            flags = flag_values(chosen) | call
             with _own_names("data"):
                 run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
             folder = str(run.path)
-        begin, program = time.time(), functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
+        begin = time.time()
+        program = functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
         metrics = launched(program, job)
-        found = Evaluation(metrics, len(job.task.heldout), job.eval_sampling.samples, folder or "")
+        evaluation = Evaluation(metrics, len(job.task.heldout), job.eval_sampling.samples, folder or "")
         if folder is not None:
-            counts = {"prompts": found.prompts, "samples": found.samples, "seconds": round(time.time() - begin, 3)}
-            record = {**said, "data": job.task.name, **counts, "metrics": metrics, "flags": flag_values(chosen)}
+            counts = {
+                "prompts": evaluation.prompts,
+                "samples": evaluation.samples,
+                "seconds": round(time.time() - begin, 3),
+            }
+            record = {**call, "data": job.task.name, **counts, "metrics": metrics, "flags": flag_values(chosen)}
             write_text(Path(folder) / RESULT, json.dumps(valid(record), indent=2) + "\n")
-    return found
+    return evaluation
 
 
 def complete_prompts(
@@ -206,9 +211,9 @@ def complete_prompts(
     launched(functools.partial(_writing_completions, InferenceTask(job, stored, seed), output and str(output)), job)
 
 
-def _is_file(one: str | Path, other: str | Path) -> bool:
+def _is_file(path: str | Path, other: str | Path) -> bool:
     """True if two paths are of the same file, which is there."""
-    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:
@@ -226,24 +231,26 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
     known = {flag.name: flag for flag in inference_flags(name)}
     table = {flag.name: flag.default for flag in settings_flags().values()}
     own = checked_settings(own, known, NameContext({}, table, frozenset(), name))
-    for one, value in own.items():
-        if problem := known[one].problem(value):
-            raise SettingsError(f"--{one}={value}: {problem}")
+    for flag, value in own.items():
+        if problem := known[flag].problem(value):
+            raise SettingsError(f"--{flag}={value}: {problem}")
     has_data = own.get(data) is not None or given.eval_records is not None
     if not has_data and not (name == "evaluate" and _holds_out(stored.flags)):
         raise SettingsError(f"--{data}=FILE is needed: the prompts")
     rewarded = given.rewards is not None or own.get("reward") is not None
-    names = [one for one in INHERITED if not (rewarded and one in REWARDS) and (name == "evaluate" or one in PROMPTS)]
-    taken = {one: stored.flags.get(one) for one in (*names, *(() if has_data else OF_SPLIT))}
-    taken |= {f"eval_{one}": stored.flags.get(f"eval_{one}") for one in SAMPLED if one not in own}
-    values = {one: value for one, value in taken.items() if value is not None and one in settings_flags()}
+    names = [
+        flag for flag in INHERITED if not (rewarded and flag in REWARDS) and (name == "evaluate" or flag in PROMPTS)
+    ]
+    taken = {flag: stored.flags.get(flag) for flag in (*names, *(() if has_data else OF_SPLIT))}
+    taken |= {f"eval_{flag}": stored.flags.get(f"eval_{flag}") for flag in SAMPLED if flag not in own}
+    values = {flag: value for flag, value in taken.items() if value is not None and flag in settings_flags()}
     if stored.flags and "max_new_tokens" not in values:
-        run = {one: value for one, value in stored.flags.items() if one in settings_flags()}
+        run = {flag: value for flag, value in stored.flags.items() if flag in settings_flags()}
         values["max_new_tokens"] = resolved(settings_of(**run)).sampling.max_new_tokens
     if values.get("chat_template") is not None:
         values["chat_template"] = "own"  # it was saved with the model
-    renamed = {data: "eval_data", **{one: f"eval_{one}" for one in SAMPLED}}
-    values |= {renamed.get(one, one): value for one, value in own.items()}
+    renamed = {data: "eval_data", **{flag: f"eval_{flag}" for flag in SAMPLED}}
+    values |= {renamed.get(flag, flag): value for flag, value in own.items()}
     return settings_of(**{"seed": seed, **values, "model": stored.directory})
 
 
@@ -251,7 +258,7 @@ def _holds_out(flags: Mapping[str, Any]) -> bool:
     """True if the flags of a run say which prompts it holds out: those of files, or of the embedded task."""
     if flags.get("prompts") is not None or flags.get("eval_data") is not None:
         return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
-    return bool(flags) and all(flags.get(one) is None for one in ("model", "data", "reward"))
+    return bool(flags) and all(flags.get(flag) is None for flag in ("model", "data", "reward"))
 
 
 @contextlib.contextmanager
@@ -272,7 +279,7 @@ def _own_names(data: str) -> Any:
 def launched(program: Callable[..., Any], job: Job) -> Any:
     """Run a program on all ranks of a job and return what rank 0 returned."""
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
-    return launch(program, job.sizes, job.device, timeout=timeout, before=functools.partial(open_rewards, job))
+    return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
 
 
 class TableObserver:
@@ -285,8 +292,11 @@ class TableObserver:
     def __init__(self, job: Job, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
         assert isinstance(job.task, Task)
         self.readable = job.task.readable
-        self.heldout, self.per_prompt = job.task.heldout, job.eval_sampling.samples
-        self.write, self.first, self.count = write, mesh.rank == 0, 0
+        self.heldout = job.task.heldout
+        self.per_prompt = job.eval_sampling.samples
+        self.write = write
+        self.first = mesh.rank == 0
+        self.count = 0
         for remark in (*job.task.remarks, *remarks_on_sampling(job, "")):
             self.note(remark)
 
@@ -347,21 +357,21 @@ def _opened(path: Path | None, stack: contextlib.ExitStack) -> Lines | None:
 NOT_IN_TABLE = ("examples", "response_length", "clip_ratio")  # lines of their own have these
 
 
-def evaluation_text(found: Evaluation) -> str:
+def evaluation_text(evaluation: Evaluation) -> str:
     """The numbers of an evaluation as a table."""
-    told = {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
-    mean = f" (mean@{found.samples})" if found.samples > 1 else ""
-    prompts = f"{found.prompts} prompt{'s' * (found.prompts != 1)}"
-    lines = [f"{prompts}, {found.samples} completion{'s' * (found.samples != 1)} of each", ""]
+    metrics = {name.removeprefix("eval/"): value for name, value in evaluation.metrics.items()}
+    mean = f" (mean@{evaluation.samples})" if evaluation.samples > 1 else ""
+    prompts = f"{evaluation.prompts} prompt{'s' * (evaluation.prompts != 1)}"
+    lines = [f"{prompts}, {evaluation.samples} completion{'s' * (evaluation.samples != 1)} of each", ""]
     lines.append(f"{'':<24}{'value':>9}   95% interval")
-    for name, value in told.items():
+    for name, value in metrics.items():
         if "/" in name or name.endswith(("_ci_low", "_ci_high")) or name in NOT_IN_TABLE:
             continue
         shown = f"{name}{mean if name in ('reward', 'accuracy') else ''}"
-        ends = [told.get(f"{name}_ci_{end}") for end in ("low", "high")]
+        ends = [metrics.get(f"{name}_ci_{end}") for end in ("low", "high")]
         spread = "" if None in ends else f"   {ends[0]:.4g} to {ends[1]:.4g}"
         lines.append(f"{shown:<24}{value:>9.4g}{spread}")
-    sets = [name for name in told if "/" in name]
-    lines += ["", *(f"{name:<24}{told[name]:>9.4g}" for name in sets)] if sets else []
-    cut = 100 * told["clip_ratio"]
-    return "\n".join([*lines, "", f"{told['response_length']:.4g} tokens a completion; {cut:.3g}% were cut off"])
+    sets = [name for name in metrics if "/" in name]
+    lines += ["", *(f"{name:<24}{metrics[name]:>9.4g}" for name in sets)] if sets else []
+    cut = 100 * metrics["clip_ratio"]
+    return "\n".join([*lines, "", f"{metrics['response_length']:.4g} tokens a completion; {cut:.3g}% were cut off"])

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from funrl.cli.usages import COMMANDS, read_places
+from funrl.cli.line import read_words
+from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
-from funrl.flags.foreign import names_verl
-from funrl.flags.foreign.foreign_files import flattened, is_unresolved
-from funrl.flags.foreign.names_trl import TRL
-from funrl.flags.foreign.names_trl_losses import recipe_of_trainer
-from funrl.flags.foreign.names_trl_trainers import CLASSES, COMMON, TRAINERS, TRL_NO_EFFECT, guessed_trainer
-from funrl.flags.foreign.names_verl import VERL
-from funrl.flags.foreign.renaming import Convert, DifferentError, Meaning, NameContext, NoEffectError, is_none, is_same
+from funrl.flags.foreign import verl
+from funrl.flags.foreign.estimators import recipe_of
+from funrl.flags.foreign.files import flattened, is_unresolved
+from funrl.flags.foreign.losses import recipe_of_trainer
+from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, NameRule, meaning_of
+from funrl.flags.foreign.trainers import CLASSES, COMMON, IDLE, TRAINERS, guessed_trainer
+from funrl.flags.foreign.trl import TRL
+from funrl.flags.foreign.values import DifferentError, is_none, is_same
 from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 
@@ -78,16 +79,16 @@ class _Source(NamedTuple):
 
     Attributes:
       name: whose it is.
-      names: the meaning of each name.
-      idle: names that decide nothing.
+      rules: what each name means.
+      is_idle: true for a name that decides nothing.
       theirs: values with the other library's defaults.
       recipe: of the run.
       flags: that the run has besides.
     """
 
     name: str
-    names: Mapping[str, Convert]
-    idle: Mapping[str, bool]
+    rules: Mapping[str, NameRule]
+    is_idle: Callable[[str], bool]
     theirs: Mapping[str, str]
     recipe: str
     flags: Mapping[str, str]
@@ -96,36 +97,39 @@ class _Source(NamedTuple):
 def import_config(argv: Sequence[str]) -> int:
     """Run `funrl import`; return the exit status."""
     flags = [
-        Flag("to", None, str, True, "the file to write"),
-        Flag("recipe", None, str, True, f"of TRL's trainer: {', '.join(TRAINERS)}"),
-        Flag("devices", 1, int, False, "GPUs that TRL's run has", bounds=(at_least(1),)),
-        Flag("records", None, int, True, "records of the training data, which epochs count", bounds=(at_least(1),)),
-        Flag("partial", False, bool, False, "leave out, or take the nearest of, what has no equal here"),
+        Flag("to", None, str, optional=True, text="the file to write"),
+        Flag("recipe", None, str, optional=True, text=f"of TRL's trainer: {', '.join(TRAINERS)}"),
+        Flag("devices", 1, int, optional=False, text="GPUs that TRL's run has", bounds=(at_least(1),)),
+        Flag(
+            "records",
+            None,
+            int,
+            optional=True,
+            text="records of the training data, which epochs count",
+            bounds=(at_least(1),),
+        ),
+        Flag("partial", False, bool, optional=False, text="leave out, or take the nearest of, what has no equal here"),
     ]
-    try:
-        (path,), values = read_places(flags, argv, COMMANDS["import"].usage)
-        found = imported(path, values["recipe"], values["devices"], values["records"])
-        if found.lost and not values["partial"]:
-            raise SettingsError(_refusal(path, found))
-        _write(found, values["to"])
-    except (SettingsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    (path,), line = read_words(flags, argv, COMMANDS["import"].usage)
+    config = imported(path, line.values["recipe"], line.values["devices"], records=line.values["records"])
+    if config.lost and not line.values["partial"]:
+        raise SettingsError(_refusal(path, config))
+    _write(config, line.values["to"])
     return 0
 
 
-def _refusal(path: str, found: Imported) -> str:
-    several = "values have" if len(found.lost) > 1 else "value has"
-    lines = [f"  {row.theirs}: {row.difference}" for row in found.lost]
-    return "\n".join([f"{path}: {len(found.lost)} {several} no equal here; --partial writes the rest", *lines])
+def _refusal(path: str, config: Imported) -> str:
+    several = "values have" if len(config.lost) > 1 else "value has"
+    lines = [f"  {row.theirs}: {row.difference}" for row in config.lost]
+    return "\n".join([f"{path}: {len(config.lost)} {several} no equal here; --partial writes the rest", *lines])
 
 
-def _write(found: Imported, to: str | None) -> None:
+def _write(config: Imported, to: str | None) -> None:
     """Print the file, or write it and print its table."""
-    table = [f"read as {found.source}", "", *difference_table(found.rows)]
-    if found.lost:
-        table += ["", "another run than theirs:", *(f"  {row.theirs}: {row.difference}" for row in found.lost)]
-    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(found.flags)]) + "\n"
+    table = [f"read as {config.source}", "", *difference_table(config.rows)]
+    if config.lost:
+        table += ["", "another run than theirs:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
+    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(config.flags)]) + "\n"
     if to is None:
         print(text, end="")
         return
@@ -133,7 +137,7 @@ def _write(found: Imported, to: str | None) -> None:
         raise SettingsError(f"--to={to}: is there already; give another name")
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
-    more = f" with --{', --'.join(found.needed)}" if found.needed else ""
+    more = f" with --{', --'.join(config.needed)}" if config.needed else ""
     print(f"\nfunrl --config={to}{more} runs it; the table is in the file too")
 
 
@@ -141,9 +145,7 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
     """Read a configuration of TRL or verl. Args: as the command's. Raises: SettingsError."""
     content = flattened(path)
     try:
-        source = (
-            _of_verl(content) if any(map(names_verl.is_of_verl, content)) else _of_trl(path, content, recipe, devices)
-        )
+        source = _of_verl(content) if any(map(verl.is_of_verl, content)) else _of_trl(path, content, recipe, devices)
     except DifferentError as error:
         raise SettingsError(f"{path}: {error}") from error
     if source.recipe not in recipe_names():
@@ -152,65 +154,61 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
 
 
 def _of_verl(content: Mapping[str, str]) -> _Source:
-    theirs = {**names_verl.DEFAULTS, **content}
-    idle = {name: names_verl.decides_nothing(name) for name in theirs}
-    return _Source("verl's configuration", VERL, idle, theirs, names_verl.recipe_of(theirs), {})
+    theirs = {**verl.DEFAULTS, **content}
+    return _Source("verl's configuration", verl.VERL, verl.decides_nothing, theirs, recipe_of(theirs), {})
 
 
 def _of_trl(path: str, content: dict[str, str], recipe: str | None, devices: int) -> _Source:
-    recipe = recipe or content.pop("recipe", None)
-    content.pop("recipe", None)
+    of_script = content.pop("recipe", None)
+    recipe = recipe or of_script
     if recipe is not None and recipe not in TRAINERS:
         raise SettingsError(f"--recipe={recipe}: TRL's trainers are {', '.join(TRAINERS)} here")
     trainer = recipe or guessed_trainer(content)
     if trainer is None:
         raise SettingsError(f"{path}: several of TRL's trainers have these names; give --recipe={'|'.join(TRAINERS)}")
     theirs = COMMON | TRAINERS[trainer] | content
-    idle = dict.fromkeys(TRL_NO_EFFECT, True)
     flags = {"mesh": f"dp{devices}"} if devices > 1 else {}
-    guess = "" if recipe else "; --recipe names another"
-    return _Source(f"TRL's {CLASSES[trainer]}{guess}", TRL, idle, theirs, recipe_of_trainer(trainer, theirs), flags)
+    name = f"TRL's {CLASSES[trainer]}" + ("" if recipe else "; --recipe names another")
+    return _Source(name, TRL, IDLE.__contains__, theirs, recipe_of_trainer(trainer, theirs), flags)
 
 
 def _imported(content: Mapping[str, str], source: _Source, records: int | None) -> Imported:
     common = settings_flags()
     arguments = names_of_arguments(full_source(source.recipe)) or frozenset()
     ours = {name: flag.default for name, flag in common.items()} | dict(source.flags)
-    context = NameContext(source.theirs, ours, arguments, source.recipe, records)
-    made: dict[str, str] = {"experiment": source.recipe, **source.flags}
+    context = NameContext(source.theirs, ours, arguments, source.recipe, records, complete=True)
+    texts: dict[str, str] = {"experiment": source.recipe, **source.flags}
+    decided: dict[str, str] = {}  # flags that the file itself decides; a default of theirs yields to them
     rows: list[Renamed] = []
-    given: dict[str, str] = {}  # flags that the file itself decides; a default of theirs yields to them
-    for name, text in sorted(source.theirs.items(), key=lambda one: one[0] in content):
-        shown = f"{name}={text}" + ("" if name in content else " (default)")
-        meaning, lost = _meaning(name, text, source, context)
-        flags = {
-            ours_name: NONE if not x or (x == text and is_none(x)) else x for ours_name, x in meaning.flags.items()
-        }
-        twice = [k for k, x in flags.items() if k in given and not is_same(x, given[k])]
-        if twice:
-            lost = (f"--{twice[0]} is {given[twice[0]]} by another name, and {flags[twice[0]]} by this one", True)
-        made |= flags
-        given |= flags if name in content else {}
-        rows.append(Renamed(shown, " ".join(f"{k}={v}" for k, v in flags.items()) or "-", *lost))
+    for name, value in sorted(source.theirs.items(), key=lambda item: item[0] in content):
+        meaning = _meaning(name, value, source, context)
+        flags = {flag: NONE if not x or (x == value and is_none(x)) else x for flag, x in meaning.flags.items()}
+        row = Renamed(
+            f"{name}={value}" + ("" if name in content else " (default)"),
+            " ".join(f"{flag}={x}" for flag, x in flags.items()) or "-",
+            meaning.difference,
+            meaning.effect is Effect.DIFFERENT,
+        )
+        if twice := [flag for flag, x in flags.items() if flag in decided and not is_same(x, decided[flag])]:
+            reason = f"--{twice[0]} is {decided[twice[0]]} by another name, and {flags[twice[0]]} by this one"
+            row = row._replace(difference=reason, lost=True)
+        rows.append(row)
+        texts |= flags
+        decided |= flags if name in content else {}
     known = ["experiment", *common, *sorted(arguments)]
-    return Imported({name: made[name] for name in known if name in made}, _merged(rows), source.name)
+    return Imported({name: texts[name] for name in known if name in texts}, _merged(rows), source.name)
 
 
-def _meaning(name: str, text: str, source: _Source, context: NameContext) -> tuple[Meaning, tuple[str, bool]]:
-    """The meaning of a value; what differs, and whether the run is another one."""
-    if name not in source.names and source.idle.get(name):
-        return Meaning({}), ("decides no number of the run", False)
-    if name not in source.names:
-        return Meaning({}), ("not set", False) if is_none(text) else ("not known here", True)
-    try:
-        meaning = source.names[name](text, context)
-    except NoEffectError as error:
-        return Meaning({}), (str(error), False)
-    except DifferentError as error:
-        return Meaning(error.nearest), (str(error), True)
-    if meaning.flags and any(is_unresolved(value) for value in meaning.flags.values()):
-        return Meaning({}), ("the file does not say what this is; write its value", True)
-    return meaning, (meaning.difference, False)
+def _meaning(name: str, text: str, source: _Source, context: NameContext) -> Meaning:
+    """The meaning of a value, of names that no table has as well."""
+    if name in source.rules:
+        meaning = meaning_of(source.rules[name], text, context)
+        unresolved = meaning.effect is Effect.SAME and any(map(is_unresolved, meaning.flags.values()))
+        unknown = Meaning({}, "the file does not say what this is; write its value", Effect.DIFFERENT)
+        return unknown if unresolved else meaning
+    if source.is_idle(name):
+        return Meaning({}, "decides no number of the run", Effect.NO_EFFECT)
+    return Meaning({}, "not set") if is_none(text) else Meaning({}, "not known here", Effect.DIFFERENT)
 
 
 def _merged(rows: Sequence[Renamed]) -> list[Renamed]:
@@ -234,8 +232,10 @@ def _line(row: Renamed, widths: Sequence[int]) -> list[str]:
     cells = [textwrap.wrap(text, width) or [""] for text, width in zip(row[:3], widths, strict=True)]
     height = max(len(cell) for cell in cells)
     cells = [cell + [""] * (height - len(cell)) for cell in cells]
-    return ["  ".join(f"{part:<{w}}" for part, w in zip(parts, widths, strict=True)).rstrip()
-            for parts in zip(*cells, strict=True)]  # fmt: skip
+    return [
+        "  ".join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
+        for parts in zip(*cells, strict=True)
+    ]
 
 
 def written(values: Mapping[str, str]) -> Iterator[str]:

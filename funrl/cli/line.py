@@ -1,4 +1,4 @@
-"""A command line with the flags of the file that it names."""
+"""The reader of command lines: of a run, with the flags of the file that it names, and of other commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 from funrl.flags import parser as flags
 from funrl.flags.config_file import ConfigFile, read_config
+from funrl.flags.foreign.answers import check_names, names_given
+from funrl.flags.foreign.meaning import NameContext
 from funrl.processes.processor import processor_name
 from funrl.track.records.run_directory import versions
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import Flag, SettingsError
+from funrl.trainer.settings.settings import settings_flags
 
 
 class Line(NamedTuple):
@@ -41,8 +44,8 @@ class Line(NamedTuple):
         try:
             yield
         except ValueError as error:
-            found = re.match(r"--(\w+)", str(error))
-            if self.config is None or found is None or found[1] in self.own or found[1] not in self.config.values:
+            flag = re.match(r"--(\w+)", str(error))
+            if self.config is None or flag is None or flag[1] in self.own or flag[1] not in self.config.values:
                 raise
             raise SettingsError(f"{self.config.path}: {error}") from error
 
@@ -58,19 +61,52 @@ def read_line(name: str, argv: Sequence[str]) -> Line:
       SettingsError: a flag is given twice, or the file cannot be read, or is of another experiment.
     """
     flags.refuse_repeated(argv)
-    found = flags.read([flags.CONFIG], argv)
-    own = frozenset(flags.flag_name(text).removeprefix("no") for text in found.unknown) | {
-        flags.flag_name(text) for text in found.unknown
-    }
-    if found.values["config"] is None:
+    given = {flags.flag_name(text) for text in argv[1:] if text.startswith("-")}
+    own = frozenset(given | {name.removeprefix("no") for name in given})
+    config = given_config(argv)
+    if config is None:
         return Line(tuple(argv), None, own, ())
-    config = read_config(found.values["config"])
     if config.experiment not in (None, name) and not (name == "rl" and "algorithm" in config.values):
         raise SettingsError(
             f"--config={config.path}: this is of {config.experiment}; `funrl {config.experiment} "
             f"--config={config.path}` takes it"
         )
     return Line((argv[0], *config.flags(), *argv[1:]), config, own, tuple(_changed(config)))
+
+
+def given_config(argv: Sequence[str]) -> ConfigFile | None:
+    """The file that --config names. Raises: SettingsError."""
+    path = flags.read([flags.CONFIG], argv).values["config"]
+    return None if path is None else read_config(path)
+
+
+def read_words(
+    own: Sequence[Flag], argv: Sequence[str], usage: str, least: int = 1, most: int | None = 1
+) -> tuple[tuple[str, ...], flags.Read]:
+    """Read the line of a command that takes directories, files or texts, and flags of its own.
+
+    Args:
+      own: all flags that it takes.
+      argv: the program's name and its arguments; what follows "--" is no flag.
+      usage: the line that says how it is called.
+      least, most: bounds of the number of words; None: any number.
+
+    Returns: the words, and the flags.
+
+    Raises:
+      SettingsError: another number of words, a flag that is not known, or as `flags.read`.
+    """
+    flags.refuse_repeated(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    line = flags.read(own, argv[:end])
+    known = {flag.name: flag for flag in own}
+    defaults = {flag.name: flag.default for flag in settings_flags().values()}
+    check_names(names_given(line.unknown), known, NameContext({}, defaults, frozenset(), argv[0]))
+    flags.refuse_unknown(line.unknown_flags, known, hint=f"usage: {usage}")
+    words = (*line.words, *argv[end + 1 :])
+    if len(words) < least or (most is not None and len(words) > most):
+        raise SettingsError(f"usage: {usage}")
+    return words, line
 
 
 def _changed(config: ConfigFile) -> Iterator[str]:

@@ -20,17 +20,19 @@ funrl --help
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import runpy
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import funrl
-from funrl.cli.inference_flags import inference_help, read_inference
+from funrl.cli.inference_flags import inference_flags, inference_help
+from funrl.cli.line import given_config, read_words
 from funrl.cli.run import main as run
-from funrl.cli.usages import COMMANDS, read_places
+from funrl.cli.usages import COMMANDS
 from funrl.flags import parser as flags
 from funrl.flags.arguments import (
     RECIPES,
@@ -41,12 +43,18 @@ from funrl.flags.arguments import (
     full_source,
     recipe_names,
 )
-from funrl.flags.config_file import read_config
 from funrl.processes.output import lasting_output
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 EXPLAINED = ("evaluate", "generate")  # their help lists all of their flags
+# Commands with a module of their own, which is imported when one is named: many import torch.
+MODULES = {
+    "import": "funrl.cli.import_config:import_config",
+    "replay": "funrl.cli.replay:replay_command",
+    "bisect": "funrl.cli.bisect:bisect_command",
+    "doctor": "funrl.cli.doctor:doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,52 +71,45 @@ def _main(argv: list[str]) -> int:
     if len(argv) < 2:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
-    place = 2 if argv[1] == "doctor" else 1  # of the experiment
-    if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
-        try:
+    try:
+        place = 2 if argv[1] == "doctor" else 1  # of the experiment
+        if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
             argv.insert(place, _name_in_config(argv))
-        except SettingsError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    name, program = argv[1], [f"funrl {argv[1]}", *argv[2:]]
-    if name in (*flags.HELP, "help"):
-        print(listing())
-        return 0
-    if name in ("--version", "version"):
-        print(f"funrl {funrl.__version__}")
-        return 0
-    if name == "flags":
-        print(flags.page())
-        return 0
-    if name in COMMANDS and name not in EXPLAINED and any(text in flags.HELP for text in argv[2:]):
-        print(f"{COMMANDS[name].summary}: {COMMANDS[name].usage}")
-        return 0
-    if name == "export":
-        return export(argv[1:])
-    if name == "import":
-        from funrl.cli.import_config import import_config
+        name = argv[1]
+        asks_help = any(text in flags.HELP for text in argv[2:])
+        if name in COMMANDS:
+            if asks_help:
+                print(
+                    inference_help(name) if name in EXPLAINED else f"{COMMANDS[name].summary}: {COMMANDS[name].usage}"
+                )
+                return 0
+            return _command(name)(argv[1:])
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return _program(name, argv[2:])
 
-        return import_config(argv[1:])
-    if name in ("report", "compare"):
-        return pages(name, argv[1:])
-    if name == "watch":
-        return watch(argv[1:])
-    if name in EXPLAINED:
-        return inference(name, argv[1:])
-    if name == "replay":
-        from funrl.cli.replay import replay_command
 
-        return replay_command(argv[1:])
-    if name == "bisect":
-        from funrl.cli.bisect import bisect_command
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command; it takes the command's name and arguments and returns the exit status."""
+    if name in MODULES:
+        module, _, function = MODULES[name].partition(":")
+        return getattr(importlib.import_module(module), function)
+    own = {"export": export, "report": pages, "compare": pages, "watch": watch, "explain": explain_recipe}
+    return own.get(name, inference)
 
-        return bisect_command(argv[1:])
-    if name == "explain":
-        return explain_recipe(argv[1:])
-    if name == "doctor":
-        from funrl.cli.doctor import doctor
 
-        return doctor(argv[1:])
+def _program(name: str, words: Sequence[str]) -> int:
+    """Print what a name stands for, or run its experiment or recipe; return the exit status."""
+    pages = {**dict.fromkeys((*flags.HELP, "help"), listing), "flags": flags.page}
+    pages |= dict.fromkeys(("--version", "version"), lambda: f"funrl {funrl.__version__}")
+    if name in pages:
+        print(pages[name]())
+        return 0
+    program = [f"funrl {name}", *words]
     if name in experiment_names():
         sys.argv = program
         runpy.run_module(f"funrl.experiments.{name}", run_name="__main__")
@@ -123,9 +124,9 @@ def _main(argv: list[str]) -> int:
 
 def _name_in_config(argv: Sequence[str]) -> str:
     """The experiment that the file of --config names, or `rl` where it names an algorithm alone."""
-    config = read_config(str(flags.read([flags.CONFIG], argv).values["config"]))
-    if config.experiment in (*experiment_names(), *recipe_names()):
-        return str(config.experiment)
+    config = given_config(argv)
+    if config is None or config.experiment in (*experiment_names(), *recipe_names()):
+        return "rl" if config is None else str(config.experiment)
     if "algorithm" in config.values:
         return "rl"
     raise SettingsError(f"--config={config.path}: it has no `experiment`; write `funrl NAME --config={config.path}`")
@@ -133,52 +134,44 @@ def _name_in_config(argv: Sequence[str]) -> str:
 
 def export(argv: Sequence[str]) -> int:
     """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter] [--overwrite]`; return the exit status."""
-    step = Flag("step", None, int, True, "of the checkpoint", bounds=(at_least(0),))
-    to = Flag("to", None, str, True, "the directory to write")
-    adapter = Flag("adapter", False, bool, False, "adapters alone, as PEFT has them, instead of merged")
-    overwrite = Flag("overwrite", False, bool, False, "a model that --to holds may be lost")
-    try:
-        (run,), values = read_places([step, to, adapter, overwrite], argv, COMMANDS["export"].usage)
-        from funrl.trainer.checkpoints.export import export_checkpoint
+    own = [
+        Flag("step", None, int, optional=True, text="of the checkpoint", bounds=(at_least(0),)),
+        Flag("to", None, str, optional=True, text="the directory to write"),
+        Flag("adapter", False, bool, optional=False, text="adapters alone, as PEFT has them, instead of merged"),
+        Flag("overwrite", False, bool, optional=False, text="replace a model that --to holds"),
+    ]
+    (run,), line = read_words(own, argv, COMMANDS["export"].usage)
+    from funrl.trainer.checkpoints.export import export_checkpoint
 
-        what = "adapter" if values["adapter"] else "model"
-        done = export_checkpoint(run, **values)
-        print(f"the {what} after step {done.step} is in {done.directory}")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    exported = export_checkpoint(run, **line.values)
+    kind = "adapter" if line.values["adapter"] else "model"
+    print(f"the {kind} after step {exported.step} is in {exported.directory}")
     return 0
 
 
-def pages(name: str, argv: Sequence[str]) -> int:
+def pages(argv: Sequence[str]) -> int:
     """Run `funrl report RUN` or `funrl compare RUN RUN ... [--to=FILE.html]`; return the exit status."""
     from funrl.track.report.compare import write_comparison
     from funrl.track.report.page import write_report
 
-    to = Flag("to", "compare.html", str, False, "the file to write")
-    try:
-        runs, values = read_places([to] if name == "compare" else [], argv, COMMANDS[name].usage, most=None)
-        if name == "report":
-            for run in runs:
-                print(f"open {write_report(run)}")
-        else:
-            print(f"open {write_comparison(runs, values['to'])}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    compares = argv[0] == "compare"
+    own = [Flag("to", "compare.html", str, optional=False, text="the file to write")] if compares else []
+    runs, line = read_words(own, argv, COMMANDS[argv[0]].usage, most=None)
+    if compares:
+        print(f"open {write_comparison(runs, line.values['to'])}")
+    else:
+        for run in runs:
+            print(f"open {write_report(run)}")
     return 0
 
 
 def watch(argv: Sequence[str]) -> int:
     """Run `funrl watch RUN` until the run ends or ctrl-C is pressed; return the exit status."""
-    try:
-        (run,), _ = read_places([], argv, COMMANDS["watch"].usage)
-        from funrl.track.watch import watch_run
+    (run,), _ = read_words([], argv, COMMANDS["watch"].usage)
+    from funrl.track.watch import watch_run
 
+    try:
         watch_run(run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -186,56 +179,46 @@ def watch(argv: Sequence[str]) -> int:
 
 def explain_recipe(argv: Sequence[str]) -> int:
     """Run `funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]`; return the exit status."""
-    latex = Flag("latex", False, bool, False, "LaTeX instead of text")
+    latex = Flag("latex", False, bool, optional=False, text="LaTeX instead of text")
     usage = COMMANDS["explain"].usage
-    try:
-        (recipe, *more) = [text for text in argv[1:] if not text.startswith("-")] or [""]
-        if not recipe or more:
-            raise SettingsError(f"usage: {usage}")
-        source = full_source(recipe)
-        arguments = arguments_of(find_recipe(source), source)
-        (_,), values = read_places([latex, *arguments.flags.values()], argv, usage)
-        from funrl.algos.explanation import explain_algorithm
+    recipes = [text for text in argv[1:] if not text.startswith("-")]
+    if len(recipes) != 1:
+        raise SettingsError(f"usage: {usage}")
+    source = full_source(recipes[0])
+    arguments = arguments_of(find_recipe(source), source).flags
+    _, line = read_words([latex, *arguments.values()], argv, usage)
+    from funrl.algos.explanation import explain_algorithm
 
-        found = explain_algorithm(find_recipe(source)(**{name: values[name] for name in arguments.flags}))
-        print(found.latex if values["latex"] else f"{recipe}: {first_line(source)}\n\n{found}")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    explanation = explain_algorithm(find_recipe(source)(**{name: line.values[name] for name in arguments}))
+    print(explanation.latex if line.values["latex"] else f"{recipes[0]}: {first_line(source)}\n\n{explanation}")
     return 0
 
 
-def inference(name: str, argv: Sequence[str]) -> int:
+def inference(argv: Sequence[str]) -> int:
     """Run `funrl evaluate` or `funrl generate`; return the exit status."""
-    if any(text in flags.HELP for text in argv[1:]):
-        print(inference_help(name))
-        return 0
-    try:
-        (model, *texts), values = read_inference(name, argv)
-        from funrl.cli import evaluate
-        from funrl.processes.workers import WorkerError
+    name = argv[0]
+    usage = COMMANDS[name].usage
+    help_hint = f"{usage}; funrl {name} --help lists the flags"
+    (model, *texts), line = read_words(inference_flags(name), argv, help_hint, most=None)
+    values = {flag: line.values[flag] for flag in sorted(line.given)}
+    if name == "evaluate" and texts:
+        raise SettingsError(f"{texts[0]!r} is not a flag; usage: {usage}")
+    prompts = values.pop("prompts", None)
+    if name == "generate" and (prompts is None) == (not texts):
+        raise SettingsError(f"give prompts, or --prompts=FILE; usage: {usage}")
+    from funrl.cli import evaluate
+    from funrl.processes.workers import WorkerError
 
-        try:
-            if name == "evaluate":
-                if texts:
-                    raise SettingsError(f"{texts[0]!r} is not a flag; usage: {COMMANDS[name].usage}")
-                found = evaluate.evaluate(model, **values)
-                if found.directory:
-                    print(f"{found}\nresults in {found.directory}")
-            else:
-                prompts = values.pop("prompts", None)
-                if (prompts is None) == (not texts):
-                    raise SettingsError(f"give prompts, or --prompts=FILE; usage: {COMMANDS[name].usage}")
-                evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
-        except WorkerError as error:
-            print(f"error: {str(error).rstrip()}", file=sys.stderr)
-            return 1
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    try:
+        if name == "generate":
+            evaluate.complete_prompts(model, prompts or [{"prompt": text} for text in texts], **values)
+            return 0
+        evaluation = evaluate.evaluate(model, **values)
+    except WorkerError as error:
+        print(f"error: {str(error).rstrip()}", file=sys.stderr)
+        return 1
+    if evaluation.directory:
+        print(f"{evaluation}\nresults in {evaluation.directory}")
     return 0
 
 

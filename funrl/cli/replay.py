@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from funrl.cli.command import Command
+from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN
-from funrl.cli.usages import COMMANDS, read_places
+from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
@@ -50,22 +51,19 @@ def replay_command(argv: Sequence[str]) -> int:
       argv: "replay" and its arguments.
     """
     own = (
-        Flag("step", None, int, True, "to repeat", bounds=(at_least(1),)),
-        Flag("mesh", None, str, True, "another mesh than the run's"),
-        Flag("tolerance", None, float, True, "largest difference that is no difference", bounds=(above(0),)),
+        Flag("step", None, int, optional=True, text="to repeat", bounds=(at_least(1),)),
+        Flag("mesh", None, str, optional=True, text="another mesh than the run's"),
+        Flag("tolerance", None, float, optional=True, text="largest difference that is none", bounds=(above(0),)),
     )
-    try:
-        usage = COMMANDS["replay"].usage
-        (run,), values = read_places(own, argv, usage)
-        if values["step"] is None:
-            raise SettingsError(f"usage: {usage}")
-        step = values["step"]
-        command = recorded_command(run, values["mesh"], step)
-        _check_one_start(command, run, step, values["mesh"])
-        return _replay(command, run, step, values["tolerance"] or 0.0)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    usage = COMMANDS["replay"].usage
+    (run,), line = read_words(own, argv, usage)
+    step = line.values["step"]
+    mesh = line.values["mesh"]
+    if step is None:
+        raise SettingsError(f"usage: {usage}")
+    command = recorded_command(run, mesh, step)
+    _check_one_start(command, run, step, mesh=mesh)
+    return _replay(command, run, step, tolerance=line.values["tolerance"] or 0.0)
 
 
 def _check_one_start(command: Command, run: str, step: int, mesh: str | None) -> None:
@@ -98,7 +96,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
         record = json.loads(file.read_text())
         record = record if step is None else segment_of_step(record, step)
         recorded = dict(record["flags"])
-        name, source = str(record["experiment"]), full_source(str(recorded.pop("algorithm")))
+        name = str(record["experiment"])
+        source = full_source(str(recorded.pop("algorithm")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(f"{file}: it is not the record of a run: {reason}") from None
@@ -122,13 +121,13 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     program = functools.partial(_rank, job, run_dir, step)
     try:
-        done = launch(program, job.sizes, job.device, PLAIN, timeout)
+        done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2
     agrees = True
-    for one in done:
-        lines, same = verdict_lines(one, tolerance)
+    for repeated in done:
+        lines, same = verdict_lines(repeated, tolerance)
         print("\n".join(lines))
         agrees = agrees and same
     return 0 if agrees else 1
@@ -152,15 +151,15 @@ class Notes:
         return lambda *_: None
 
 
-def verdict_lines(one: Replayed, tolerance: float) -> tuple[list[str], bool]:
+def verdict_lines(repeated: Replayed, tolerance: float) -> tuple[list[str], bool]:
     """Lines on a step that was repeated, by phase, and whether all of it agrees.
 
     Args:
-      tolerance: above 0 digests of weights, which tell no size, are not looked at.
+      tolerance: above 0 digests of weights, which have no size, are left out.
     """
-    compared = [part for part in one.found if not (tolerance and part.kind == "digests")]
+    compared = [part for part in repeated.found if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)
-    lines = [f"step {one.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
+    lines = [f"step {repeated.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
     for phase, parts in by_phase(compared):
         equal = [part for part in parts if not part.count]
         names = [part.name for part in equal if part.kind != "metric"]

@@ -60,7 +60,8 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
 
 def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, Any]) -> int:
     algorithm = algorithm or (name if name in recipe_names() else None)
-    experiment, argv = Experiment(name, algorithm, defaults), list(sys.argv if argv is None else argv)
+    experiment = Experiment(name, algorithm, defaults)
+    argv = list(sys.argv if argv is None else argv)
     run_dir = None
     try:
         first = not read_environment()  # under torchrun and srun every rank comes through here
@@ -81,8 +82,9 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 if first:
                     print(text)
                 return 0
-            said, command = len(command.notes), with_mesh(command)
-            _say(command.notes[said:], first)
+            printed = len(command.notes)
+            command = with_mesh(command)
+            _say(command.notes[printed:], first)
             _job(command)
             inputs = _inputs(command) if first else {}
             if command.settings.run.resume:
@@ -115,38 +117,46 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     Args:
       inputs: digests of the run's files, as the first rank knows them.
     """
-    from funrl.mesh.launch import WorkerError, launch
+    from funrl.mesh.launch import Waiting, WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
 
-    job, status, outcome, problem = _job(command), 0, None, ""
+    job = _job(command)
+    status = 0
+    outcome = None
+    problem = ""
     try:
         with _signals():
-            program, rewards = functools.partial(_rank, command, run_dir, inputs), functools.partial(_rewards, command)
+            program = functools.partial(_rank, command, run_dir, inputs)
             settings = command.settings
             outcome = launch(
                 program,
                 job.sizes,
                 job.device,
                 PLAIN,
-                datetime.timedelta(minutes=settings.waiting.timeout),
-                before=rewards,
-                heartbeat_s=settings.waiting.heartbeat,
-                stalled_s=settings.waiting.stalled_after,
+                before=functools.partial(_rewards, command),
+                waiting=Waiting(
+                    datetime.timedelta(minutes=settings.waiting.timeout),
+                    settings.waiting.heartbeat,
+                    settings.waiting.stalled_after,
+                ),
             )
         if outcome.error:  # which every rank knows
-            status, problem = 1, f"error: {outcome.error}" if first else ""
+            status = 1
+            problem = f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:
-            status, how = (130, "interrupted") if interrupt_asked() else (143, "terminated")
-            problem = _stopped(how, outcome.stopped, run_dir) if first else ""
+            status, event = (130, "interrupted") if interrupt_asked() else (143, "terminated")
+            problem = _stopped(event, outcome.stopped, run_dir) if first else ""
     except KeyboardInterrupt:
         terminated = stop_asked() and not interrupt_asked()
         status, problem = (143, "terminated") if terminated else (130, "interrupted")
         problem = f"{problem}{_newest(run_dir)}" if first else ""
     except BaseException as error:  # a rank's SystemExit is a failure too
         text = _explained(error)
-        status, problem = 1, f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
+        status = 1
+        problem = f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
         if stop_asked() and not interrupt_asked() and isinstance(error, (WorkerError, *PLAIN)):
-            status, problem = 143, "terminated before the first step was done"
+            status = 143
+            problem = "terminated before the first step was done"
     if run_dir is not None and not (status and leave_nothing(RunDirectory(Path(run_dir)))):
         print(_conclusion(outcome, run_dir, _report(run_dir)))
     return _ended(status, problem, first)
@@ -220,13 +230,13 @@ def _signals() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
-def _stopped(how: str, step: int, run_dir: str | None) -> str:
+def _stopped(event: str, step: int, run_dir: str | None) -> str:
     """The way on for a run that was asked to stop."""
-    return f"{how} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
+    return f"{event} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
 
 
 def _explained(error: BaseException) -> str:
-    """The message of an error that needs no more, else all that Python knows of it; with what was said besides."""
+    """The message of an error that needs no more, with its notes; else its traceback."""
     from funrl.mesh.launch import WorkerError
 
     if isinstance(error, (WorkerError, *PLAIN)):
@@ -269,7 +279,8 @@ def _held_out(outcome: Outcome | None) -> list[str]:
     if outcome is None:
         return []
     once = not outcome.last  # the run was stopped before its second evaluation
-    first, last = outcome.first, outcome.last or outcome.first
+    first = outcome.first
+    last = outcome.last or first
     changes = [
         f"{name} {last[name]:.3f}" if once else f"{name} {first[name]:.3f} -> {last[name]:.3f}"
         for name in first

@@ -64,7 +64,7 @@ class _Options(NamedTuple):
     cap: float
 
     def diagonals(self, blocks: int) -> range:
-        """Distances of blocks of which a query sees a key of the other, the largest first."""
+        """Distances of blocks where a query sees a key of the other block, the largest first."""
         return range(min(blocks - 1, (self.reach + self.block - 2) // self.block), -1, -1)
 
 
@@ -162,7 +162,7 @@ def _led(part: _Softmax, blocks: int) -> _Softmax:
 
 
 def _pad(x: Tensor, blocks: int, front: bool, value: float = 0.0) -> Tensor:
-    """As many blocks, the new ones in front or behind."""
+    """As many blocks, the new ones before or after them."""
     more = blocks - x.shape[0]
     return F.pad(x, (*(0, 0) * (x.ndim - 1), *((more, 0) if front else (0, more))), value=value)
 

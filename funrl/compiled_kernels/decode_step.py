@@ -1,7 +1,7 @@
 """One forward pass of a dense decoder over a paged key-value cache, in one C++ call.
 
 For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding
-rows alike are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
+rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
 depend neither on the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads:
 prefill equals decode bit for bit. `decode_reference` is the same pass in torch.
 """
@@ -40,7 +40,7 @@ _PROBLEMS = (
     "a position, or one before it, has no page of the cache in its sequence's table",
     "a token whose logits are wanted is not in the call",
 )
-_NO_ROTATION = len(_PROBLEMS)  # a position is behind the table of rotations
+_NO_ROTATION = len(_PROBLEMS)  # a position is after the table of rotations
 
 
 class StepSizes(NamedTuple):
@@ -148,33 +148,52 @@ class PackedDecoder:
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
-        self.sizes, self.dtype, self.threads = sizes, dtype, threads
+        self.sizes = sizes
+        self.dtype = dtype
+        self.threads = threads
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
         self._panels = zeroed(_all_panel_numbers(sizes), dtype)
-        self._positions, self._rope = 0, torch.empty(0)
+        self._positions = 0
+        self._rope = torch.empty(0)
         self.load(params)
 
     @torch.no_grad()
     def load(self, params: Any) -> None:
         """Copy other weights of the same sizes into the memory of the present ones."""
-        self._used, self._vectors = 0, []  # numbers of `_panels` that are filled; tensors that the kernel points to
+        self._used = 0  # numbers of `_panels` that are filled
+        self._vectors = []  # tensors that the kernel points to
         self._optional = {*params["layers"][0]["attn"], *params} & {"q_norm", "q_bias", "o_bias", "unembed"}
         self._layers = (_Layer * self.sizes.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
-        sizes = (self.sizes.layers, self.sizes.embed, self.sizes.heads, self.sizes.kv_heads, self.sizes.head)
+        sizes = self.sizes
         embedding = params["embed"].detach().to(self.dtype, copy=True).contiguous()
         unembed = params["unembed"] if "unembed" in params else params["embed"]
         self._model = _Model(
-            *sizes, self.sizes.mlp, self.sizes.vocab, self.sizes.norm_eps, self._own(embedding),
-            self._pack(unembed), self._vector(params["norm"]), self._rope.data_ptr(), self._positions,
-            ctypes.addressof(self._layers),
-        )  # fmt: skip
+            layers=sizes.layers,
+            embed=sizes.embed,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head=sizes.head,
+            mlp=sizes.mlp,
+            vocab=sizes.vocab,
+            norm_eps=sizes.norm_eps,
+            embedding=self._own(embedding),
+            unembed=self._pack(unembed),
+            norm=self._vector(params["norm"]),
+            rope=self._rope.data_ptr(),
+            positions=self._positions,
+            layer=ctypes.addressof(self._layers),
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights as the kernel has them, taken out of its layout one by one; by the names of the tree."""
-        sizes, used, vectors = self.sizes, 0, iter(self._vectors)
-        half, head = panel_width() // 2, round_up(sizes.head, LANES)
-        inner, heads = round_up(sizes.mlp, half), (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+        sizes = self.sizes
+        used = 0
+        vectors = iter(self._vectors)
+        half = panel_width() // 2
+        head = round_up(sizes.head, LANES)
+        inner = round_up(sizes.mlp, half)
+        heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
 
         def unpacked(outputs: int, inputs: int) -> Tensor:
             nonlocal used
@@ -186,7 +205,8 @@ class PackedDecoder:
             return next(vectors)[:size].to(self.dtype)
 
         for i in range(sizes.layers):
-            layer, D = f"layers/{i}", sizes.embed
+            layer = f"layers/{i}"
+            D = sizes.embed
             parts = unpacked(sum(heads) * head, D).unflatten(0, (-1, head))[:, : sizes.head].split(heads)
             yield from ((f"{layer}/attn/{name}", part) for name, part in zip("qkv", parts, strict=True))
             output = unpacked(D, sizes.heads * head).unflatten(1, (-1, head))
@@ -247,7 +267,8 @@ class PackedDecoder:
         Raises:
           ValueError: a token, sequence, page or index does not exist.
         """
-        N, M = tokens_N.shape[0], draw_M.shape[0]
+        N = tokens_N.shape[0]
+        M = draw_M.shape[0]
         given = (tokens_N, positions_N, sequence_N, tables_SP, draw_M)
         types = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int64)
         if any(x.dtype != dtype for x, dtype in zip(given, types, strict=True)):
@@ -264,10 +285,20 @@ class PackedDecoder:
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
         step = _Step(
-            N, tables_SP.shape[1], M, tokens_N.data_ptr(), positions_N.data_ptr(), sequence_N.data_ptr(),
-            tables_SP.data_ptr(), draw_M.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),
-            cache.keys.shape[1], self.threads, logits_MV.data_ptr(),
-        )  # fmt: skip
+            tokens=N,
+            width=tables_SP.shape[1],
+            drawn=M,
+            token=tokens_N.data_ptr(),
+            position=positions_N.data_ptr(),
+            sequence=sequence_N.data_ptr(),
+            tables=tables_SP.data_ptr(),
+            draw=draw_M.data_ptr(),
+            keys=cache.keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            pages=cache.keys.shape[1],
+            threads=self.threads,
+            logits=logits_MV.data_ptr(),
+        )
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
         problem = self._library.funrl_forward(*call)
         if problem == _NO_ROTATION:
@@ -279,7 +310,8 @@ class PackedDecoder:
 
     def copy_pages(self, cache: PagedKeyValues, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages in all layers; all are read before any is written."""
-        source_C, target_C = torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)
+        source_C = torch.tensor(source, dtype=torch.int64)
+        target_C = torch.tensor(target, dtype=torch.int64)
         for x in cache:
             x.index_copy_(1, target_C, x.index_select(1, source_C))
 
@@ -297,27 +329,42 @@ class PackedDecoder:
         Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] float32 nats each;
           where a row has NaN or +inf it is the last token, and NaN.
         """
-        R, (M, V) = source_R.shape[0], logits_MV.shape
-        logits_MV, source_R = logits_MV.contiguous(), source_R.contiguous()
+        R = source_R.shape[0]
+        M, V = logits_MV.shape
+        logits_MV = logits_MV.contiguous()
+        source_R = source_R.contiguous()
         each = temperature.to(torch.float64).contiguous() if isinstance(temperature, Tensor) else None
         noise_R = None if noise_R is None else noise_R.contiguous()
         if logits_MV.dtype != torch.float32 or (noise_R is not None and noise_R.dtype != torch.float64):
             raise ValueError("logits must be float32 and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
-        sampling_logp_R, raw_logp_R = torch.empty(R), torch.empty(R)
+        sampling_logp_R = torch.empty(R)
+        raw_logp_R = torch.empty(R)
         problem = self._library.funrl_sample(
-            logits_MV.data_ptr(), M, V, source_R.data_ptr(), R, None if noise_R is None else noise_R.data_ptr(),
-            1.0 if each is not None else temperature, None if each is None else each.data_ptr(),
-            token_R.data_ptr(), sampling_logp_R.data_ptr(), raw_logp_R.data_ptr(), self.threads,
-        )  # fmt: skip
+            logits_MV.data_ptr(),
+            M,
+            V,
+            source_R.data_ptr(),
+            R,
+            None if noise_R is None else noise_R.data_ptr(),
+            1.0 if each is not None else temperature,
+            None if each is None else each.data_ptr(),
+            token_R.data_ptr(),
+            sampling_logp_R.data_ptr(),
+            raw_logp_R.data_ptr(),
+            self.threads,
+        )
         if problem:
             raise ValueError(f"the source of a draw is not one of the {M} rows of logits")
         return token_R, sampling_logp_R, raw_logp_R
 
     def _layer(self, index: int, params: Any) -> _Layer:
-        sizes, attn, mlp = self.sizes, params["attn"], params["mlp"]
+        sizes = self.sizes
+        attn = params["attn"]
+        mlp = params["mlp"]
         half = panel_width() // 2
-        head, inner = round_up(sizes.head, LANES), round_up(sizes.mlp, half)
+        head = round_up(sizes.head, LANES)
+        inner = round_up(sizes.mlp, half)
         qkv = torch.cat([_pad(attn[name], 1, head).flatten(0, 1) for name in "qkv"])
         # A panel has the gates of half as many outputs and then their ups.
         halves = [_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up")]
@@ -328,8 +375,10 @@ class PackedDecoder:
         return _Layer(
             *map(self._pack, (qkv, output, torch.stack(halves, 1).flatten(0, 2), mlp["down"])),
             *map(self._vector, (params["attn_norm"], params["mlp_norm"], attn.get("q_norm"), attn.get("k_norm"))),
-            self._vector(bias), self._vector(attn.get("o_bias")), sizes.windows[index] or 0,
-        )  # fmt: skip
+            self._vector(bias),
+            self._vector(attn.get("o_bias")),
+            sizes.windows[index] or 0,
+        )
 
     def _pack(self, w_NK: Tensor) -> int:
         count = panel_numbers(*w_NK.shape)
@@ -349,12 +398,14 @@ class PackedDecoder:
         return x.data_ptr()
 
     def _grow_rope(self, positions: int) -> None:
-        sizes, self._positions = self.sizes, max(positions, 2 * self._positions, ROPE_STEP)
+        sizes = self.sizes
+        self._positions = max(positions, 2 * self._positions, ROPE_STEP)
         frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling)
         rope = rotary(torch.arange(self._positions), frequency, self.dtype, _amplitude(sizes))
         half = sizes.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
-        self._model.rope, self._model.positions = self._rope.data_ptr(), self._positions
+        self._model.rope = self._rope.data_ptr()
+        self._model.positions = self._positions
 
 
 def _amplitude(sizes: StepSizes) -> float:
@@ -383,9 +434,11 @@ def decode_reference(
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling, wide)
     rope = rotary(positions_N, frequency, x_ND.dtype, _amplitude(sizes))
-    page_N, slot_N = tables_SP[sequence_N, positions_N // PAGE].long(), positions_N % PAGE
+    page_N = tables_SP[sequence_N, positions_N // PAGE].long()
+    slot_N = positions_N % PAGE
     for index, layer in enumerate(params["layers"]):
-        attn, mlp = layer["attn"], layer["mlp"]
+        attn = layer["attn"]
+        mlp = layer["mlp"]
         h_ND = rms_norm(x_ND, layer["attn_norm"], sizes.norm_eps)
         heads = []
         for name in "qkv":
@@ -409,7 +462,8 @@ def decode_reference(
 
 
 def _all_panel_numbers(sizes: StepSizes) -> int:
-    head, inner = round_up(sizes.head, LANES), round_up(sizes.mlp, panel_width() // 2)
+    head = round_up(sizes.head, LANES)
+    inner = round_up(sizes.mlp, panel_width() // 2)
     layer = (
         ((sizes.heads + 2 * sizes.kv_heads) * head, sizes.embed),
         (sizes.embed, sizes.heads * head),
@@ -424,7 +478,7 @@ def _page_numbers(sizes: StepSizes) -> int:
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """Zeros behind x in one dim, up to a size."""
+    """Pad x with zeros in one dim, up to a size."""
     if x.shape[dim] == size:
         return x
     shape = [*x.shape]

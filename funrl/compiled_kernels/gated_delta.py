@@ -151,7 +151,7 @@ def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Te
     """Factors of the state over parts of a chunk; 0 where a sequence begins in between.
 
     Returns:
-      [B, chunks, H, C, C]: from behind the second token to the first one, itself included; 0 where it comes later.
+      [B, chunks, H, C, C]: from after the second token to the first one, itself included; 0 where it comes later.
       [B, chunks, H, C]: from the chunk's beginning to each token.
       [B, chunks, H]: over the whole chunk.
     """
@@ -190,7 +190,7 @@ def _(updates, readers, keys, whole):
 def _chunk_states_backward(
     d_values: Tensor, d_states: Tensor, readers: Tensor, keys: Tensor, whole: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the updates, and by the state behind each chunk."""
+    """Gradients by the updates, and by the state after each chunk."""
     d_updates = torch.empty_like(d_values)
     d_after = torch.zeros_like(d_states)
     for chunk in reversed(range(d_values.shape[1])):

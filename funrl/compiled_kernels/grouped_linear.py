@@ -1,6 +1,6 @@
 """Products of rows with the weight of their own group: one call for all experts of a layer.
 
-Rows are sorted by group, and `ends` says where each group's run of rows ends; groups may be empty. Rows behind the last
+Rows are sorted by group, and `ends` says where each group's run of rows ends; groups may be empty. Rows after the last
 end belong to none, and their results are 0: so the number of rows may be static where that of the groups' rows is not.
 """
 
@@ -24,7 +24,7 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
       weight_ENK: one matrix a group.
       ends_E: int32, the number of rows up to each group, itself included.
 
-    Returns: [R, N]; 0 behind the last end.
+    Returns: [R, N]; 0 after the last end.
 
     Example:
       >>> x, w = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[10.0]], [[7.0]], [[100.0]]])

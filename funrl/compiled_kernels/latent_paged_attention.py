@@ -1,4 +1,4 @@
-"""Attention of new tokens to latent vectors in pages, of which all heads make their keys and values.
+"""Attention of new tokens to latent vectors in pages, from which all heads make their keys and values.
 
 With few new tokens the heads' matrices are multiplied into queries and results instead: each query then meets the
 latent vectors themselves, and neither keys nor values are made,
@@ -62,6 +62,7 @@ def latent_paged_attention_reference(
     return torch.cat(outs)
 
 
+# Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
 @torch.library.custom_op("funrl::latent_paged_attention", mutates_args=("cache",))
 def _latent_paged_attention(
     q: Tensor,
@@ -100,7 +101,7 @@ def _(q, latent, up, cache, places, positions, table, offsets, ends, groups, val
 
 
 def absorbs(count: int, up_HMR: Tensor, cached: int, value: int) -> bool:
-    """True where as many new tokens of a sequence are cheaper with latent vectors than with keys and values of them.
+    """True if attending in latent space is cheaper than making keys and values, for `count` new tokens of a sequence.
 
     Args:
       cached: L.

@@ -27,7 +27,7 @@ class TokenScores(NamedTuple):
     `load`, which is of a model with experts, and a tuple of tensors of its own."""
 
     logp: Tensor | None = None  # nats, of the token
-    entropy: Tensor | None = None  # nats, of the distribution that the token was drawn from
+    entropy: Tensor | None = None  # nats, of the distribution that the token was sampled from
     sum_pi_squared: Tensor | None = None  # sum of the squared probabilities of that distribution
     topk_logp: Tensor | None = None  # nats, of K other tokens at the same position
     divergence: Tensor | None = None  # nats, of that distribution from a teacher's; by `linear_divergence`

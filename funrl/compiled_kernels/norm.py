@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
       offset: added to the weight in float32 or wider.
 
     Returns: [..., D] in the dtype of x; 16-bit inputs are rounded once before the weight, and with an offset once
-      behind it, as in transformers.
+      after it, as in transformers.
     """
     if offset:
         wide = torch.promote_types(x.dtype, torch.float32)

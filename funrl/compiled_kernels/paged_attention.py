@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 
-KERNEL_PAGE = 256  # tokens, of which the page of a kernel is a multiple
+KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
 KERNEL_HEAD = 256  # numbers of a head at most, in eights
 log = logging.getLogger(__name__)
 CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped
@@ -32,7 +32,7 @@ class Paging(NamedTuple):
     Attributes:
       places_N: int64, page times page length plus offset, where each token's key and value go.
       positions_N: int64, of each token in its sequence.
-      table_SP: int64 or int32 pages of each sequence in order; those behind its last token are any.
+      table_SP: int64 or int32 pages of each sequence in order; those after its last token are any.
       offsets_S1: [S + 1] int32, where the new tokens of each sequence begin and end.
       ends_S: int32, tokens of each sequence, the new ones included.
       groups_G5: int64, on the CPU: sequences with equally many new tokens and about as many pages, computed together.
@@ -84,7 +84,7 @@ def decode_paging(positions_B: Tensor, table_BP: Tensor, places_B: Tensor, runni
 
     Args:
       positions_B: int64, of each token in its sequence.
-      table_BP: int32 pages of each sequence, of which all are read.
+      table_BP: int32 pages of each sequence; all are read.
       places_B: int64, where each token's key and value go.
       running_B: bool; of a sequence that is not running one token is read.
     """
@@ -95,7 +95,7 @@ def decode_paging(positions_B: Tensor, table_BP: Tensor, places_B: Tensor, runni
 
 
 def read_pages(tokens: int, page_tokens: int) -> int:
-    """Pages that attention reads of a sequence: those that it has, or up to a quarter more.
+    """Pages that attention reads of a sequence: its own pages, or up to a quarter more.
 
     There are few such numbers, so that sequences of about one length are computed together.
     """
@@ -164,6 +164,7 @@ def paged_attention_reference(
     return torch.cat(outs)
 
 
+# Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
 @torch.library.custom_op("funrl::paged_attention", mutates_args=("keys", "values"))
 def _paged_attention(
     q: Tensor,
@@ -283,7 +284,7 @@ def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, group
 
 
 def _most(keys: Tensor, groups: Tensor) -> tuple[int, int]:
-    """The most new tokens of a sequence, and of those that it reads; `groups` is on the host."""
+    """Largest numbers of new tokens and of tokens read, over sequences; `groups` is on the host."""
     return int(groups[:, 3].max()), int(groups[:, 4].max()) * keys.shape[1]
 
 

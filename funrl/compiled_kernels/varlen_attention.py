@@ -49,7 +49,7 @@ def varlen_attention(
       q_1THN: queries of a packed row of T tokens.
       k_1TKN, v_1TKN: keys and values; K divides H, query head h uses key-value head h // (H / K).
       offsets: [S + 1] int32 on the device of q, ascending from 0: segment s is the tokens offsets[s] to offsets[s + 1].
-        Segments may be empty. Tokens behind the last offset are padding: their output and gradients are 0.
+        Segments may be empty. Tokens after the last offset are padding: their output and gradients are 0.
       window: how many tokens a token sees at most, itself included; None: all of its segment.
       longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
       scale: None: 1 / sqrt(N).
@@ -90,7 +90,7 @@ def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
     """Offsets of segments, from their numbers, without waiting for the device.
 
     Args:
-      segments_1T: 1, 2, ... ascending in runs, a number may be missing; 0 is padding, behind all of them.
+      segments_1T: 1, 2, ... ascending in runs, a number may be missing; 0 is padding, after all of them.
       count: the largest number that may occur.
 
     Returns: [count + 1] int32, as `varlen_attention` takes them.
@@ -159,6 +159,7 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     yield from zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True)
 
 
+# Flat arguments in these operators, their kernels and their fakes: torch.library takes tensors and numbers, no records.
 @torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
 def _forward(
     q: Tensor,
@@ -337,7 +338,7 @@ def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Ite
             for begin in range(segment, segment + length, _BLOCK):
                 end = min(begin + _BLOCK, segment + length)
                 first = max(segment, begin - reach + 1)
-                if sizes != (end - begin, end - first):  # but for the first and the last blocks all are alike
+                if sizes != (end - begin, end - first):  # all blocks but the first and the last have the same
                     sizes = (end - begin, end - first)
                     band = _band(*sizes, reach, q)
                 yield _Block(slice(begin, end), slice(first, end), 1, band)
@@ -346,8 +347,8 @@ def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Ite
 def _band(queries: int, keys: int, reach: int, q: Tensor) -> Tensor:
     """0 where the last of these tokens, as queries, see the keys, which are all of them; -inf elsewhere."""
     places = torch.arange(keys, device=q.device)
-    behind = places[keys - queries :, None] - places
-    return torch.zeros_like(behind, dtype=q.dtype).masked_fill_((behind < 0) | (behind >= reach), -torch.inf)
+    distance = places[keys - queries :, None] - places
+    return torch.zeros_like(distance, dtype=q.dtype).masked_fill_((distance < 0) | (distance >= reach), -torch.inf)
 
 
 def _segments_of(x_THN: Tensor, part: slice, count: int) -> Tensor:
@@ -367,7 +368,7 @@ def _heads_first(block: _Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
 
 
 def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap: float) -> Tensor:
-    """Attention of a block, of which q, k and v are the tokens, by torch's own function; capped, by a whole matrix."""
+    """Attention of the block of tokens q, k and v by torch's own function; capped, by a whole matrix."""
     if cap:
         q, k, v = (x.unflatten(0, (block.count, -1)) for x in (q, k, v))
         return attention(q, k, v, block.seen, block.band is None, scale or None, cap).flatten(0, 1)
@@ -382,7 +383,7 @@ def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap
 
 
 def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
-    """0 behind the last offset, where kernels leave what they find."""
+    """Zero the rows after the last offset, where kernels leave undefined values."""
     return x.masked_fill((torch.arange(len(x), device=x.device) >= offsets[-1])[:, None, None], 0)
 
 
@@ -391,7 +392,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _window(window: int) -> dict[str, int]:
-    """Window as flash kernels take it: tokens that a token sees before and behind itself; -1 is all."""
+    """Window as flash kernels take it: tokens that a token sees before and after itself; -1 is all."""
     return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 

@@ -41,14 +41,13 @@ from funrl.cost.tracing.estimate import (
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
-from funrl.mesh import mesh as meshes
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rollout.native.engine import FREE_SHARE
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
@@ -84,7 +83,8 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     Raises:
       ValueError: the first thing that cannot work.
     """
-    sizes, settings = meshes.parse(settings.devices.mesh), located(settings)
+    sizes = settings.devices.train.chosen
+    settings = located(settings)
     model = plain_model(settings)
     kind = run_kind(algorithm, settings.examples.data)
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
@@ -96,7 +96,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         task = Texts("dry run", (), (), texts_kind(algorithm), None)
     else:
         task = Task("dry run", (), (), (), (1.0,), None, new_tokens(settings))
-    sampling, _ = samplings(settings, new_tokens(settings), model.config.eos, model.config)
+    sampling, _ = samplings(settings, new_tokens(settings), model.config.special_tokens.eos, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
@@ -112,7 +112,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
 def plain_model(settings: Settings) -> Model:
     """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
     if settings.models.model is None:
-        return decoder_model(arithmetic.model_config(model=settings.examples.task))
+        return decoder_model(TASKS[settings.examples.task].model_config(1))
     return read_model(settings.models.model, settings.models.model_code)
 
 
@@ -145,14 +145,15 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
                 return settings.examples.max_text_tokens
             reads_end = "policy" not in algorithm.losses  # a value head reads at one token more
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
-        texts = embedded_texts(settings, texts_kind(algorithm), arithmetic.tokenizer())
+        texts = embedded_texts(settings, texts_kind(algorithm), TASKS[settings.examples.task].tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
     if settings.estimate.prompt_tokens is not None:
         return settings.estimate.prompt_tokens
     if settings.models.model is not None or settings.examples.prompts is not None:
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
-    tokenizer, prompts = arithmetic.tokenizer(), arithmetic.heldout_prompts(64)
+    embedded = TASKS[settings.examples.task]
+    tokenizer, prompts = embedded.tokenizer(), embedded.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 
 

@@ -92,14 +92,14 @@ def resharding_report(
     train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
     src = rules.layouts(shapes, logical, train_rules, parse(mesh))
     dst = rules.layouts(shapes, logical, rules.GENERATE, parse(generate_mesh))
-    made = plan(src, dst, getattr(torch, dtype or config.dtype), near)
+    made = plan(src, dst, getattr(torch, dtype or config.source.dtype), near)
     seconds = time.perf_counter() - start
     axes: dict[str, tuple[str, ...]] = {}
     trees.map_named(lambda name, _, its: axes.setdefault(name, its), shapes, logical)
     millions = trees.count(shapes) / 1e6
     train = meshes.text(parse(mesh)) + (" fully sharded" if fsdp else "")
-    title = f"{config.family}, {millions:,.1f} M parameters in {dtype or config.dtype}, {made.world} devices: "
-    title += f"train {train}, generate {meshes.text(parse(generate_mesh))}"
+    title = f"{config.source.family}, {millions:,.1f} M parameters in {dtype or config.source.dtype}, "
+    title += f"{made.world} devices: train {train}, generate {meshes.text(parse(generate_mesh))}"
     lines = [title, "", explain(made, axes), f"planned in {seconds:.2f} s"]
     if picture is not None:
         moving = [kind for kind in kinds(made, axes) if kind.route.way != "alias"]

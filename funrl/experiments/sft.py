@@ -3,8 +3,8 @@
     python -m funrl.experiments.sft --mesh=dp4,tp2
     python -m funrl.experiments.sft --model=DIR --data=FILE.jsonl
 
-A line of the file is {"prompt": ..., "completion": ...}, or {"messages": [...]} of which the assistant's turns are
-trained on. The first command trains a small decoder from scratch to add, by demonstrations without errors.
+A line of the file is {"prompt": ..., "completion": ...}, or {"messages": [...]}, whose assistant's turns are trained
+on. The first command trains a small decoder from scratch to add, by demonstrations without errors.
 
 Left out on purpose: several texts packed into one row; rows of similar lengths go together instead.
 """

@@ -48,8 +48,10 @@ def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
     Raises:
       SettingsError: an argument has no default.
     """
-    hints, texts = typing.get_type_hints(recipe), argument_texts(inspect.getdoc(recipe) or "")
-    flags, unsayable = {}, {}
+    hints = typing.get_type_hints(recipe)
+    texts = argument_texts(inspect.getdoc(recipe) or "")
+    flags: dict[str, Flag] = {}
+    unsayable: dict[str, str] = {}
     for name, parameter in inspect.signature(recipe).parameters.items():
         if name in settings_flags():
             flags[name] = settings_flags()[name]
@@ -148,17 +150,17 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def names_of_arguments(source: str) -> frozenset[str] | None:
-    """Names of the arguments of "FILE.py:function" or "module:function"; None where its text does not tell them."""
+    """Names of the arguments of "FILE.py:function" or "module:function"; None where its text does not give them."""
     name, _, function = source.rpartition(":")
-    found = _function(_parsed(_file(name)), function)
-    if found is None or found.args.kwarg or found.decorator_list:
+    definition = _function(_parsed(_file(name)), function)
+    if definition is None or definition.args.kwarg or definition.decorator_list:
         return None
-    return frozenset(argument.arg for argument in found.args.args + found.args.kwonlyargs)
+    return frozenset(argument.arg for argument in definition.args.args + definition.args.kwonlyargs)
 
 
 def recipes_with(name: str) -> tuple[str, ...]:
     """Names of the recipes that have an argument of this name."""
-    return tuple(one for one in recipe_names() if name in (names_of_arguments(full_source(one)) or ()))
+    return tuple(recipe for recipe in recipe_names() if name in (names_of_arguments(full_source(recipe)) or ()))
 
 
 def docstring(source: str) -> str:

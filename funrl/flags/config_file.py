@@ -19,7 +19,9 @@ import yaml
 from funrl.loading import existing_path
 from funrl.trainer.settings.declaration import NONE, START_FLAGS, SettingsError
 
-MOST_CHARACTERS, MOST_VALUES = 1 << 20, 100_000  # of a YAML file, the values with its aliases written out
+# Bounds of a YAML file; values are counted with its aliases written out.
+MOST_CHARACTERS = 1 << 20
+MOST_VALUES = 100_000
 CONFIG_FILES = "a .yaml, .json or .py file, or the config.json of a run"
 
 
@@ -28,7 +30,7 @@ class ConfigFile(NamedTuple):
 
     Attributes:
       path: as it was given.
-      values: text of each flag, as a command line has it behind the equals sign.
+      values: text of each flag, as a command line has it after the equals sign.
       experiment: the program that it is for; None: any.
       recorded: whether a run has written it. Then it has every flag, those without a meaning in the run included.
       versions: of the packages that the run had, and the processor.
@@ -52,7 +54,8 @@ def read_config(path: str) -> ConfigFile:
       SettingsError: it cannot be read, or has something that no flag can be.
     """
     content = _mapping(path)
-    experiment, versions = content.pop("experiment", None), {}
+    experiment = content.pop("experiment", None)
+    versions = {}
     recorded = isinstance(content.get("flags"), dict) and "command" in content
     if recorded:
         versions = content.get("versions") or {}
@@ -67,7 +70,7 @@ def read_config(path: str) -> ConfigFile:
     for name, value in content.items():
         if isinstance(value, dict):
             raise SettingsError(
-                f"--config={path}: {name} has entries of its own, flags have none; `funrl import {path}` reads a "
+                f"--config={path}: {name} is a nested table; a flag file is flat; `funrl import {path}` reads a "
                 "configuration of verl or TRL"
             )
         if not re.fullmatch(r"\w+", str(name)):
@@ -84,17 +87,17 @@ def _mapping(path: str) -> dict[str, Any]:
         raise SettingsError(f"--config={path}: {problem}; give {CONFIG_FILES}")
     try:
         if file.suffix == ".py":
-            found = _names(runpy.run_path(str(file)))
+            content = _names(runpy.run_path(str(file)))
         else:
             text = file.read_text(encoding="utf-8")
-            found = json.loads(text) if file.suffix == ".json" else load_yaml(text, _Texts)
+            content = json.loads(text) if file.suffix == ".json" else load_yaml(text, _Texts)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config={path}: {' '.join(str(error).split())}") from error
     except (Exception, SystemExit) as error:  # of a Python file
         raise SettingsError(f"--config={path}: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict) or not found:
-        raise SettingsError(f"--config={path}: names of flags with values are needed, not {found!r:.60}")
-    return dict(found)
+    if not isinstance(content, dict) or not content:
+        raise SettingsError(f"--config={path}: names of flags with values are needed, not {content!r:.60}")
+    return dict(content)
 
 
 def load_yaml(text: str, loader: type[yaml.BaseLoader]) -> Any:
@@ -134,8 +137,8 @@ def _values(node: yaml.Node, counted: dict[int, int | None]) -> int:
         counted[id(node)] = None
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
         if isinstance(node, yaml.MappingNode):
-            below = [one for pair in node.value for one in pair]
-        counted[id(node)] = 1 + sum(_values(one, counted) for one in below)
+            below = [child for pair in node.value for child in pair]
+        counted[id(node)] = 1 + sum(_values(child, counted) for child in below)
     count = counted[id(node)]
     if count is None:
         raise ValueError("an alias stands for an entry that it is a part of itself")
@@ -166,13 +169,13 @@ class _Texts(yaml.BaseLoader):
 
 
 def _one_of_each(loader: _Texts, node: yaml.MappingNode) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node)
-        if key in found:
+        if key in entries:
             raise ValueError(f"{key!r} is there twice")
-        found[key] = loader.construct_object(value_node, deep=True)
-    return found
+        entries[key] = loader.construct_object(value_node, deep=True)
+    return entries
 
 
 def _scalar(loader: _Texts, node: yaml.ScalarNode) -> str | None:

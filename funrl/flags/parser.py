@@ -16,16 +16,24 @@ from funrl.trainer.settings.settings import Settings, flag_groups, flag_value, s
 
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 ALGORITHM = Flag(
-    "algorithm", None, str, False, "recipe: its name, module:function or FILE.py:function",
+    name="algorithm",
+    default=None,
+    type=str,
+    optional=False,
+    text="recipe: its name, module:function or FILE.py:function",
     group="models",
-)  # fmt: skip
+)
 CONFIG = Flag(
-    "config", None, str, True, "file of flags: .yaml, .json, .py, or config.json of a run",
+    name="config",
+    default=None,
+    type=str,
+    optional=True,
+    text="file of flags: .yaml, .json, .py, or config.json of a run",
     group="models",
-)  # fmt: skip
+)
 _INTRODUCTION = """\
-Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A flag with words in
-parentheses at its end has a meaning only in such runs. `funrl flags > docs/flags.md` writes this page."""
+Every run takes these; the arguments of its recipe are flags too, which `funrl NAME --help` shows. A note in parentheses
+names the only kind of run that a flag applies to. `funrl flags > docs/flags.md` writes this page."""
 KIND_TEXTS = {"rl": "reinforcement learning", "supervised": "learning from given texts"}
 
 
@@ -35,12 +43,22 @@ class Read(NamedTuple):
     Attributes:
       values: of every flag, by name.
       given: names of the flags that the command line has.
-      unknown: what is no flag: texts and, without their dashes and values, names.
+      unknown: the texts that belong to no flag, in their order.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str]
     unknown: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The unknown texts without dashes, such as directories."""
+        return tuple(text for text in self.unknown if not text.startswith("-"))
+
+    @property
+    def unknown_flags(self) -> tuple[str, ...]:
+        """The unknown texts with dashes."""
+        return tuple(text for text in self.unknown if text.startswith("-"))
 
 
 class _Parser(absl.ArgumentParser):
@@ -65,9 +83,15 @@ def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
     """
     table = absl.FlagValues()
     for flag in flags:
-        boolean = flag.type is bool
-        one = absl.Flag(_Parser(flag), None, flag.name, flag.default, flag.text, boolean=boolean)
-        absl.DEFINE_flag(one, table, module_name="funrl")
+        definition = absl.Flag(
+            _Parser(flag),
+            serializer=None,
+            name=flag.name,
+            default=flag.default,
+            help_string=flag.text,
+            boolean=flag.type is bool,
+        )
+        absl.DEFINE_flag(definition, table, module_name="funrl")
     table.set_gnu_getopt(True)
     try:
         rest = table(list(argv), known_only=True)[1:]
@@ -85,7 +109,7 @@ def flag_name(text: str) -> str:
 
 
 def refuse_repeated(argv: Sequence[str]) -> None:
-    """Refuse a flag that a command line gives twice, of which the last would win.
+    """Refuse a flag that a command line gives twice; the last would win.
 
     Args:
       argv: the program's name and its arguments.
@@ -93,7 +117,8 @@ def refuse_repeated(argv: Sequence[str]) -> None:
     Raises:
       SettingsError: naming the flag and both values.
     """
-    known, given = settings_flags(), dict[str, str]()
+    known = settings_flags()
+    given: dict[str, str] = {}
     for text in argv[1 : argv.index("--") if "--" in argv else None]:
         if not text.startswith("--"):
             continue
@@ -104,24 +129,30 @@ def refuse_repeated(argv: Sequence[str]) -> None:
         given[name] = text
 
 
-def refuse_unknown(unknown: Sequence[str], names: Collection[str]) -> None:
-    """Refuse the first of `Read.unknown` that is not one of `names`.
+def refuse_unknown(
+    unknown: Sequence[str], names: Collection[str], later: Collection[str] = (), hint: str = "--help lists all flags"
+) -> None:
+    """Refuse the first of `Read.unknown`, unless it is a flag that is read later.
+
+    Args:
+      names: all flags, one of which may be meant.
+      later: those that are read later.
+      hint: the way to the flags that there are.
 
     Raises:
-      SettingsError: it names the one that is nearest.
+      SettingsError: it names the flag that is nearest.
     """
-    for number, text in enumerate(unknown):
+    for before, text in zip(("", *unknown), unknown, strict=False):
         name = flag_name(text)
         if not text.startswith("-"):
-            before = unknown[number - 1] if number else ""
-            if before.lstrip("-") in names:  # the value of --name value
+            if before.lstrip("-") in later:  # the value of --name value
                 continue
             raise SettingsError(f"{text!r} is not a flag; flags are written --name=value, see --help")
-        if name in names or name.removeprefix("no") in names:
+        if name in later or name.removeprefix("no") in later:
             continue
         near = difflib.get_close_matches(name, list(names), 1)
-        hint = f"did you mean --{near[0]}? " if near else ""
-        raise SettingsError(f"--{name} is not a flag; {hint}--help lists all flags")
+        meant = f"did you mean --{near[0]}? " if near else ""
+        raise SettingsError(f"--{name} is not a flag; {meant}{hint}")
 
 
 def refuse_idle(given: Collection[str], kind: str, source: str, settings: Settings) -> None:
@@ -187,7 +218,8 @@ def _sharing_text(flags: Sequence[Flag]) -> list[list[Flag]]:
 def _entry(flags: Sequence[Flag], width: int) -> list[str]:
     """The lines of flags that share a text."""
     heads = [f"--{f.name}" + ("" if f.default is None else f"={_written(f.default)}") for f in flags]
-    lines, head = [], "  " + ", ".join(heads)
+    lines: list[str] = []
+    head = "  " + ", ".join(heads)
     if len(head) > 27:  # its text begins on the next line
         lines.append(head)
         head = ""

@@ -78,21 +78,22 @@ def program(
     channels: tuple[dict[int, Channel], dict[int, Channel]] = {}, {}  # to the peers, and from them
     steps = []
     for i, bucket in enumerate(buckets):
-        dtype, route = plan.dtypes[bucket[0].leaf], plan.route(bucket[0].leaf)
+        dtype = plan.dtypes[bucket[0].leaf]
+        route = plan.route(bucket[0].leaf)
         finished = tuple(dict.fromkeys(item.leaf for item in bucket if last[item.leaf] == i))
         if native and route.way == "gather":
             own = held(plan, rank)
-            parts = tuple(Part(leaf, _cut(own[leaf].old or (), count)[at]) for leaf, at, count in bucket)
+            parts = tuple(Part(leaf, _cut(own[leaf].old or (), count)[index]) for leaf, index, count in bucket)
             steps.append(Step(dtype, finished, gather=parts, axes=route.axes, ranks=plan.group(route, rank)))
             continue
-        for leaf, at, count in bucket:
+        for leaf, index, count in bucket:
             key = plan.takes[leaf], count, dtype.itemsize
             if key not in mine:
                 mine[key] = _mine(plan, plan.routes[key[0]], rank, count, direct // dtype.itemsize)
             for by_peer, pieces in zip(channels, mine[key], strict=True):
                 for peer, boxes, alone in pieces:
-                    if at < len(boxes):
-                        by_peer.setdefault(peer, Channel(peer)).put(Part(leaf, boxes[at]), alone[at])
+                    if index < len(boxes):
+                        by_peer.setdefault(peer, Channel(peer)).put(Part(leaf, boxes[index]), alone[index])
         sends, receives = (_messages(by_peer, rank) for by_peer in channels)
         steps.append(Step(dtype, finished, sends, receives))
     return tuple(steps)
@@ -105,18 +106,19 @@ def starts_together(step: Step, rank: int) -> list[tuple[list[int], list[int]]]:
     then wait for a later one of another that waits for it (https://github.com/pytorch/pytorch/issues/174288). Here both
     ranks of a message have it in the group of the same number, which holds those of similar distances only.
     """
-    found: dict[int, tuple[list[int], list[int]]] = {}
+    groups: dict[int, tuple[list[int], list[int]]] = {}
     for way, messages in enumerate((step.receives, step.sends)):
         for i, message in enumerate(messages):
-            found.setdefault((abs(message.peer - rank) - 1) // NEAR, ([], []))[way].append(i)
-    return [found[number] for number in sorted(found)]
+            groups.setdefault((abs(message.peer - rank) - 1) // NEAR, ([], []))[way].append(i)
+    return [groups[number] for number in sorted(groups)]
 
 
 class Channel:
     """Messages to one peer, or from it: small parts of a bucket go together, each large one alone."""
 
     def __init__(self, peer: int) -> None:
-        self.peer, self.sent = peer, 0
+        self.peer = peer
+        self.sent = 0
         self.together: list[Part] = []
         self.alone: list[Part] = []
 
@@ -129,7 +131,8 @@ class Channel:
         contents += [(part,) for part in self.alone]
         messages = [Message(self.peer, self.sent + i, parts) for i, parts in enumerate(contents)]
         self.sent += len(messages)
-        self.together, self.alone = [], []
+        self.together = []
+        self.alone = []
         return messages
 
 
@@ -169,7 +172,7 @@ def _mine(plan: Plan, route: Route, rank: int, count: int, large: int) -> tuple[
         boxes = _cut(box, count)
         return Pieces(peer, boxes, tuple(volume(part) >= large for part in boxes))
 
-    return [cut(*one) for one in outgoing], [cut(*one) for one in incoming]
+    return [cut(*piece) for piece in outgoing], [cut(*piece) for piece in incoming]
 
 
 class Item(NamedTuple):
@@ -192,17 +195,18 @@ def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
     costs: dict[tuple[int, int], tuple[int, int]] = {}
     buckets: list[list[Item]] = []
     for (dtype, *_), leaves in kinds.items():
-        room, most = 0, staged_bytes(plan.route(leaves[0]), bucket_bytes)
+        room = 0
+        most = staged_bytes(plan.route(leaves[0]), bucket_bytes)
         for leaf in leaves:
             key = plan.takes[leaf], dtype.itemsize
             if key not in costs:
                 costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, most)
             count, cost = costs[key]
-            for at in range(count):
+            for index in range(count):
                 if room < cost:
                     buckets.append([])
                     room = most
-                buckets[-1].append(Item(leaf, at, count))
+                buckets[-1].append(Item(leaf, index, count))
                 room -= cost
     return buckets
 

@@ -9,7 +9,7 @@
 | `all_to_all` exchanges | `all_to_all` back | one dim whole, another split |
 | `ragged_all_to_all` sends uneven parts | the same backwards | rows go to the ranks of their experts |
 | `own_shard` takes this rank's part | concatenates | a replicated value is split; its gradient is whole again |
-| `gather_replicated` concatenates | takes this rank's part | shards become whole, every rank uses the whole alike |
+| `gather_replicated` concatenates | takes this rank's part | shards become whole, all ranks use the whole |
 
 They are `setup_context`-style autograd functions over functional collectives, so eager mode, `torch.func`,
 `torch.compile(fullgraph=True)` and the rank simulator take them.
@@ -109,7 +109,8 @@ def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     No gradient. `x` must stay as it is until then; what comes is flat.
     """
     flat = x.detach().contiguous().view(-1)
-    ranks, own = mesh.size(axes), int(mesh.index(axes))
+    ranks = mesh.size(axes)
+    own = int(mesh.index(axes))
     if ranks == 1:
         return flat
 

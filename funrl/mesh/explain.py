@@ -40,26 +40,28 @@ class Kind(NamedTuple):
     received: int
 
 
-def kinds(made: Plan, axes: dict[str, tuple[str, ...]]) -> list[Kind]:
+def kinds(plan: Plan, axes: dict[str, tuple[str, ...]]) -> list[Kind]:
     """The kinds of tensors of a plan, in the order of the tree; `axes` are the logical axes by leaf name."""
     groups: dict[tuple[str, Layout, Layout], list[int]] = {}
-    for leaf, name in enumerate(made.names):
-        route = made.route(leaf)
+    for leaf, name in enumerate(plan.names):
+        route = plan.route(leaf)
         groups.setdefault((re.sub(r"(?<![^/])\d+(?![^/])", "*", name), route.src, route.dst), []).append(leaf)
-    found = []
+    results = []
     for (name, src, dst), leaves in groups.items():
-        itemsize = sum(made.dtypes[leaf].itemsize for leaf in leaves)
+        itemsize = sum(plan.dtypes[leaf].itemsize for leaf in leaves)
         held = volume(src.box(0)) * itemsize, volume(dst.box(0)) * itemsize  # no part is larger than the first
-        logical = axes[made.names[leaves[0]]]
-        moved = sum(received_bytes(made, leaves))
-        found.append(Kind(name, logical, len(leaves), leaves[0], made.route(leaves[0]), held, moved))
-    return found
+        logical = axes[plan.names[leaves[0]]]
+        moved = sum(received_bytes(plan, leaves))
+        results.append(
+            Kind(name, logical, len(leaves), leaf=leaves[0], route=plan.route(leaves[0]), held=held, received=moved)
+        )
+    return results
 
 
-def explain(made: Plan, axes: dict[str, tuple[str, ...]]) -> str:
+def explain(plan: Plan, axes: dict[str, tuple[str, ...]]) -> str:
     """The table of a plan and its totals as text. Bytes on a device are those of the device that holds most."""
     head = ("tensor", "shape", "train", "generate", "train/device", "generate/device", "moved", "way")
-    found = kinds(made, axes)
+    tensor_kinds = kinds(plan, axes)
     rows = [
         (
             f"{kind.name} x {kind.count}" if kind.count > 1 else kind.name,
@@ -70,19 +72,21 @@ def explain(made: Plan, axes: dict[str, tuple[str, ...]]) -> str:
             size(kind.received),
             way(kind.route),
         )
-        for kind in found
+        for kind in tensor_kinds
     ]
-    train, generate = (sum(kind.held[phase] for kind in found) for phase in (0, 1))
-    shared = sum(kind.held[0] for kind in found if kind.route.way == "alias")
-    received, sent, least = received_bytes(made), sent_bytes(made), lower_bound_bytes(made)
-    routes = [made.route(leaf) for leaf in range(len(made.names))]
-    everything = sum(math.prod(route.src.shape) * d.itemsize for route, d in zip(routes, made.dtypes, strict=True))
+    train, generate = (sum(kind.held[phase] for kind in tensor_kinds) for phase in (0, 1))
+    shared = sum(kind.held[0] for kind in tensor_kinds if kind.route.way == "alias")
+    received = received_bytes(plan)
+    sent = sent_bytes(plan)
+    least = lower_bound_bytes(plan)
+    routes = [plan.route(leaf) for leaf in range(len(plan.names))]
+    everything = sum(math.prod(route.src.shape) * d.itemsize for route, d in zip(routes, plan.dtypes, strict=True))
     totals = [
         f"a device holds {size(train)} in training and {size(generate)} in generation, {size(shared)} of it shared",
         f"moved {size(sum(received))}; the least possible is {size(sum(least))}; "
-        f"gathering everything everywhere would move {size(made.world * (everything - train))}",
+        f"gathering everything everywhere would move {size(plan.world * (everything - train))}",
         f"a device receives at most {size(max(received))} and sends at most {size(max(sent))}, "
-        f"on average {size(sum(received) / made.world)}",
+        f"on average {size(sum(received) / plan.world)}",
     ]
     return "\n".join([*table(head, rows), "", *totals])
 

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,65 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes import heartbeat
-from funrl.processes.board import Board
 from funrl.processes.environment import read_environment
 from funrl.processes.heartbeat import RECORD_BYTES, Link
-from funrl.processes.store_signs import Alone, StoreLink
+from funrl.processes.shared_progress import SharedProgress
+from funrl.processes.store_progress import Alone, StoreLink
 from funrl.processes.workers import RankProgram, WorkerError, can_fork, report_failure, run_processes
 
 __all__ = [
-    "WorkerError", "check_devices", "communication_backends", "cores", "device_type", "groups", "launch", "local_ranks",
-    "ranks_per_node", "submesh", "view",
-]  # fmt: skip
+    "Waiting",
+    "WorkerError",
+    "check_devices",
+    "communication_backends",
+    "cores",
+    "device_type",
+    "groups",
+    "launch",
+    "local_ranks",
+    "ranks_per_node",
+    "submesh",
+    "view",
+]
 
 HEARTBEAT_S = 60.0
 ENVIRONMENT = "env://"  # rendezvous of ranks that torchrun or srun has started
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
+
+
+class Waiting(NamedTuple):
+    """Limits of the waiting of ranks for each other.
+
+    Attributes:
+      timeout: how long a rank waits for another in a collective, of any group, before that is an error.
+      heartbeat_s: seconds without progress after which a line on the standard error names the rank that the run waits
+        for, and its phase; None: no line.
+      stalled_s: seconds without a sign of life from a rank's process after which the run ends; None: it does not.
+    """
+
+    timeout: timedelta = timedelta(minutes=10)
+    heartbeat_s: float | None = HEARTBEAT_S
+    stalled_s: float | None = None
+
+
+class _Program(NamedTuple):
+    """The program and what `launch` was given for it."""
+
+    run: Callable[..., Any]
+    before: Before | None
+    sizes: dict[str, int]
+    device: str
+    plain: tuple[type[Exception], ...]
+    timeout: timedelta
+
+
+class _Rank(NamedTuple):
+    """A rank's number in the run, its number among the ranks of this machine, and how many these are."""
+
+    number: int
+    local: int
+    here: int
+
 
 # The groups of every mesh that has been made, as long as the group of all processes is the same.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] = weakref.WeakKeyDictionary()
@@ -48,14 +93,15 @@ def device_type() -> str:
 
 
 def communication_backends() -> tuple[str, ...]:
-    """Backends of torch.distributed that this build has, of those that ranks use."""
+    """Backends of torch.distributed that ranks use and this build has."""
     there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     return tuple(name for name, available in there.items() if dist.is_available() and available())
 
 
 def check_devices(sizes: Mapping[str, int], device: str) -> None:
     """Raise MeshError where the mesh does not fit the machine or the ranks that torchrun has started."""
-    world, shape = Mesh(dict(sizes)).world, meshes.text(dict(sizes))
+    world = Mesh(dict(sizes)).world
+    shape = meshes.text(dict(sizes))
     if read_environment() is not None:
         if int(os.environ["WORLD_SIZE"]) != world:
             raise MeshError(f"the mesh {shape} has {world} devices, {os.environ['WORLD_SIZE']} ranks were started")
@@ -83,10 +129,8 @@ def launch(
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
-    timeout: timedelta = timedelta(minutes=10),
     before: Before | None = None,
-    heartbeat_s: float | None = HEARTBEAT_S,
-    stalled_s: float | None = None,
+    waiting: Waiting = Waiting(),  # noqa: B008
 ) -> Any:
     """Run `program(mesh)` on every rank and return what rank 0 returned.
 
@@ -98,12 +142,9 @@ def launch(
       sizes: size of each mesh axis.
       device: "cpu" or "cuda"; the default is `device_type()`.
       plain: exceptions whose message is all that a user needs; no traceback is shown of them.
-      timeout: how long a rank waits for another in a collective, of any group, before that is an error.
       before: (rank) -> a context that every rank enters while it has neither process groups nor a device, and leaves
         at the end; what it gives is the program's second argument. It is where a rank forks processes of its own.
-      heartbeat_s: seconds without progress after which a line on the standard error says for which rank, in which
-        phase, the run waits; None: it is not said.
-      stalled_s: seconds without a sign of life from a rank's process after which the run ends; None: it does not.
+      waiting: how long ranks wait for each other.
 
     Raises:
       MeshError: the mesh does not fit the devices.
@@ -116,32 +157,34 @@ def launch(
     check_devices(sizes, device)
     world = Mesh(sizes).world
     if "WORLD_SIZE" in os.environ:
-        rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
-        group = functools.partial(_process_group, sizes, rank, local, local_ranks(world), device, ENVIRONMENT, timeout)
-        link = StoreLink(rank, world, heartbeat_s, timeout.total_seconds(), stalled_s)
+        rank = int(os.environ["RANK"])
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        own = _Rank(rank, local, local_ranks(world))
+        group = functools.partial(_process_group, sizes, own, device, ENVIRONMENT, waiting.timeout)
+        link = StoreLink(rank, world, waiting.heartbeat_s, waiting.timeout.total_seconds(), waiting.stalled_s)
         return _on_rank(program, before, rank, group, link)
     if world == 1:
-        return _on_rank(program, before, 0, functools.partial(_single, device), Alone(heartbeat_s))
-    run = functools.partial(_run, program, before, sizes, device, timeout, plain)
-    fork = device == "cpu" and can_fork()
-    return run_processes(RankProgram(run, plain), world, fork, heartbeat_s, timeout.total_seconds(), stalled_s)
+        return _on_rank(program, before, 0, functools.partial(_single, device), Alone(waiting.heartbeat_s))
+    run = functools.partial(_run, _Program(program, before, sizes, device, plain, waiting.timeout))
+    return run_processes(
+        RankProgram(run, plain),
+        world,
+        fork=device == "cpu" and can_fork(),
+        heartbeat_s=waiting.heartbeat_s,
+        timeout_s=waiting.timeout.total_seconds(),
+        stalled_s=waiting.stalled_s,
+    )
 
 
-def _run(
-    program: Callable[..., Any],
-    before: Before | None,
-    sizes: dict[str, int],
-    device: str,
-    timeout: timedelta,
-    plain: tuple[type[Exception], ...],
-    rank: int,
-    folder: str,
-) -> Any:
-    """The program on one of the ranks that are started here."""
-    where, world = f"file://{folder}/rendezvous", Mesh(sizes).world
-    group = functools.partial(_process_group, sizes, rank, rank, world, device, where, timeout)
-    board = Board(folder, world, report=functools.partial(report_failure, folder, rank, plain=plain))
-    return _on_rank(program, before, rank, group, board, board.record(rank))
+def _run(program: _Program, rank: int, folder: str) -> Any:
+    """Run the program on one of the ranks that are started here."""
+    world = Mesh(program.sizes).world
+    rendezvous = f"file://{folder}/rendezvous"
+    own = _Rank(rank, local=rank, here=world)
+    group = functools.partial(_process_group, program.sizes, own, program.device, rendezvous, program.timeout)
+    report = functools.partial(report_failure, folder, rank, plain=program.plain)
+    progress = SharedProgress(folder, world, report=report)
+    return _on_rank(program.run, program.before, rank, group, progress, record=progress.record(rank))
 
 
 def _on_rank(
@@ -152,11 +195,11 @@ def _on_rank(
     link: Link,
     record: Any = None,
 ) -> Any:
-    """The program on this rank: what comes before, while it has no thread; then its signs of life and its mesh."""
+    """Run the program on this rank: enter `before` while there is no thread, then start the heartbeat and the mesh."""
     record = memoryview(bytearray(RECORD_BYTES)) if record is None else record
     with contextlib.nullcontext() if before is None else before(rank) as opened:
         try:
-            with heartbeat.alive(heartbeat.Heart(record, link)), mesh_of() as mesh:
+            with heartbeat.alive(heartbeat.Heartbeat(record, link)), mesh_of() as mesh:
                 return program(mesh) if before is None else program(mesh, opened)
         except Exception as error:
             if isinstance(link, StoreLink) and (text := link.timed_out()):
@@ -174,15 +217,12 @@ def _single(device: str) -> Iterator[Mesh]:
 
 @contextlib.contextmanager
 def _process_group(
-    sizes: dict[str, int], rank: int, local: int, here: int, device: str, rendezvous: str, timeout: timedelta
+    sizes: dict[str, int], own: _Rank, device: str, rendezvous: str, timeout: timedelta
 ) -> Iterator[Mesh]:
-    """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes.
-
-    Args:
-      local, here: its number among the ranks of this machine, and how many these are.
-    """
-    torch.set_num_threads(max(1, cores() // here))
-    where = torch.device(f"{device}:{local}" if device == "cuda" else "cpu")
+    """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes."""
+    rank = own.number
+    torch.set_num_threads(max(1, cores() // own.here))
+    where = torch.device(f"{device}:{own.local}" if device == "cuda" else "cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
     options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
@@ -198,8 +238,8 @@ def _process_group(
         heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
         if rendezvous == ENVIRONMENT:
             _check_same_mesh(sizes, rank)
-        made = groups(sizes, timeout=timeout)
-    yield Mesh(sizes, rank, where, made, timeout=timeout)
+        names = groups(sizes, timeout=timeout)
+    yield Mesh(sizes, rank, where, names, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
     heartbeat.closing()
     heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]
@@ -246,7 +286,8 @@ def submesh(mesh: Mesh, sizes: Mapping[str, int], ranks: Sequence[int]) -> Mesh:
       MeshError: the ranks are not as many as the mesh has devices, not ascending, or not of this run.
     """
     sizes = dict(sizes)
-    world, shape = Mesh(sizes).world, meshes.text(sizes)
+    world = Mesh(sizes).world
+    shape = meshes.text(sizes)
     if len(ranks) != world or any(a >= b for a, b in itertools.pairwise(ranks)):
         raise MeshError(f"the mesh {shape} has {world} devices: {list(ranks)} must be as many ranks, ascending")
     ranks = meshes.ranks_of(ranks)
@@ -254,8 +295,8 @@ def submesh(mesh: Mesh, sizes: Mapping[str, int], ranks: Sequence[int]) -> Mesh:
     if ranks[0] < 0 or ranks[-1] >= run:
         raise MeshError(f"the mesh {shape} is to be over the ranks {list(ranks)}; this run has {run}")
     rank = ranks.index(process) if process in ranks else -1
-    made = groups(sizes, ranks, mesh.timeout)
-    return Mesh(sizes, rank, mesh.device, made, over=ranks, process=process, timeout=mesh.timeout)
+    names = groups(sizes, ranks, mesh.timeout)
+    return Mesh(sizes, rank, mesh.device, names, over=ranks, process=process, timeout=mesh.timeout)
 
 
 def groups(
@@ -275,9 +316,10 @@ def groups(
         return {}
     ranks = range(Mesh(sizes).world) if ranks is None else ranks
     everyone: Any = dist.group.WORLD
-    made, key = _made.setdefault(everyone, {}), (tuple(sizes[axis] for axis in AXES), ranks)
-    if key not in made:
-        mine = made[key] = {}
+    by_mesh = _made.setdefault(everyone, {})
+    key = (tuple(sizes[axis] for axis in AXES), ranks)
+    if key not in by_mesh:
+        mine = by_mesh[key] = {}
         for axes in meshes.combinations(sizes):
             for positions in meshes.members(sizes, axes):
                 over = [ranks[position] for position in positions]
@@ -287,4 +329,4 @@ def groups(
                 if dist.get_rank() in over:
                     mine[axes] = group.group_name
                     heartbeat.name_group(group.group_name, "+".join(axes), len(over) == dist.get_world_size())
-    return made[key]
+    return by_mesh[key]

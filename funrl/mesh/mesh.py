@@ -130,12 +130,13 @@ def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     Raises:
       MeshError: the mesh has no such rank.
     """
-    at, outer = {}, rank
+    position = {}
+    outer = rank
     for axis in reversed(AXES):
-        outer, at[axis] = divmod(outer, sizes[axis])
+        outer, position[axis] = divmod(outer, sizes[axis])
     if outer:
         raise MeshError(f"the mesh {text(sizes)} has no rank {rank}")
-    return at
+    return position
 
 
 def ranks_of(numbers: Sequence[int]) -> Ranks:
@@ -149,18 +150,19 @@ def members(sizes: dict[str, int], axes: tuple[str, ...]) -> list[list[int]]:
     """Ranks of every group over `axes`: they agree on all other axes. In the order of their first rank."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes.values())):
-        at = coordinates(sizes, rank)
-        groups.setdefault(tuple(at[a] for a in AXES if a not in axes), []).append(rank)
+        position = coordinates(sizes, rank)
+        groups.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(rank)
     return list(groups.values())
 
 
 def peers(sizes: dict[str, int], axes: tuple[str, ...], rank: int) -> list[int]:
     """Ranks of the group over `axes` that `rank` is in, in the order of the mesh."""
-    group, stride = [0], 1
-    at = coordinates(sizes, rank)
+    group = [0]
+    stride = 1
+    own = coordinates(sizes, rank)
     for axis in reversed(AXES):
-        positions = range(sizes[axis]) if axis in axes else (at[axis],)
-        group = [position * stride + inner for position in positions for inner in group]
+        indices = range(sizes[axis]) if axis in axes else (own[axis],)
+        group = [position * stride + inner for position in indices for inner in group]
         stride *= sizes[axis]
     return group
 

@@ -10,7 +10,10 @@ from funrl.mesh.plan import Box, Plan, held, volume
 from funrl.mesh.rules import Layout
 
 MOST_RANKS = 16
-_CELL, _GAP, _LEFT, _TOP = 76, 14, 170, 64
+_CELL = 76
+_GAP = 14
+_LEFT = 170
+_TOP = 64
 
 
 def plan_picture(plan: Plan, leaves: list[int], names: list[str]) -> str:
@@ -20,7 +23,7 @@ def plan_picture(plan: Plan, leaves: list[int], names: list[str]) -> str:
     what it held and keeps. Coloured: what arrives, with the number of the rank that sends it. White: never there.
 
     Raises:
-      MeshError: there are more ranks than can be drawn.
+      MeshError: there are too many ranks for a picture.
     """
     if plan.world > MOST_RANKS:
         raise MeshError(f"a picture shows at most {MOST_RANKS} devices, there are {plan.world}")
@@ -42,7 +45,8 @@ def plan_picture(plan: Plan, leaves: list[int], names: list[str]) -> str:
 
 
 def _square(plan: Plan, leaf: int, rank: int, x: float, y: float) -> list[str]:
-    route, has = plan.route(leaf), held(plan, rank)[leaf]
+    route = plan.route(leaf)
+    has = held(plan, rank)[leaf]
     dims = _dims(route.src, route.dst)
 
     def part(box: Box, fill: str) -> str:

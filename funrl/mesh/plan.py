@@ -128,7 +128,8 @@ def held(plan: Plan, rank: int) -> tuple[Held, ...]:
     """Parts of every leaf on `rank`."""
     of = []
     for route in plan.routes:
-        old, new = box_of(route.src, plan.src_ranks, rank), box_of(route.dst, plan.dst_ranks, rank)
+        old = box_of(route.src, plan.src_ranks, rank)
+        new = box_of(route.dst, plan.dst_ranks, rank)
         if old is None or new is None:
             of.append(Held(old, new))
             continue
@@ -174,10 +175,12 @@ def plan(
       MeshError: the trees differ in their names or in a shape, or the layouts are not for as many devices as there are
         ranks.
     """
-    ours, theirs = trees.named(src), dict(trees.named(dst))
+    ours = trees.named(src)
+    theirs = dict(trees.named(dst))
     names = tuple(name for name, _ in ours)
     if set(names) != set(theirs):
-        lacks, extra = sorted(set(names) - set(theirs)), sorted(set(theirs) - set(names))
+        lacks = sorted(set(names) - set(theirs))
+        extra = sorted(set(theirs) - set(names))
         raise MeshError(f"the two trees have different leaves: only the first has {lacks}, only the second {extra}")
     if isinstance(dtypes, torch.dtype):
         kinds = (dtypes,) * len(names)
@@ -220,7 +223,17 @@ def _plan(
             takes[leaf] = len(routes) + turn % len(variants)
         routes.extend(variants)
     digest = hashlib.sha256(repr((structure, names, dtypes, routes, takes, ranks)).encode()).hexdigest()
-    return Plan(structure, names, dtypes, tuple(routes), tuple(takes), *ranks, digest)
+    src_ranks, dst_ranks = ranks
+    return Plan(
+        structure,
+        names,
+        dtypes,
+        routes=tuple(routes),
+        takes=tuple(takes),
+        src_ranks=src_ranks,
+        dst_ranks=dst_ranks,
+        digest=digest,
+    )
 
 
 def _text(layout: Layout) -> str:
@@ -234,7 +247,8 @@ def _routes(
     same = ranks[0] == ranks[1]
     if same and src.spec == dst.spec and src.sizes == dst.sizes:
         return [Route(src, dst, "alias")]
-    old, new = _boxes(src, ranks[0]), _boxes(dst, ranks[1])
+    old = _boxes(src, ranks[0])
+    new = _boxes(dst, ranks[1])
     if old == new:
         return [Route(src, dst, "alias")]
     axes = _gather_axes(src, list(old.values()), list(new.values())) if same else ()
@@ -278,8 +292,8 @@ def _gather_axes(src: Layout, old: list[Box], new: list[Box]) -> tuple[str, ...]
         if not set(axes) <= set(src.axes) or any(elements * parts != volume(box) for box in new):
             continue
         groups = meshes.members(sizes, axes)
-        alike = all(new[rank] == new[ranks[0]] for ranks in groups for rank in ranks)
-        if alike and all(_inside(a, b) for a, b in zip(old, new, strict=True)):
+        same = all(new[rank] == new[ranks[0]] for ranks in groups for rank in ranks)
+        if same and all(_inside(a, b) for a, b in zip(old, new, strict=True)):
             return axes
     return ()
 
@@ -290,14 +304,17 @@ def _inside(inner: Box, outer: Box) -> bool:
 
 def _wanted(old: dict[int, Box], new: dict[int, Box]) -> list[tuple[Box, list[int], list[int]]]:
     """Every piece that somebody lacks, with the ranks that hold it and the ranks that need it."""
-    holders, needers = _by_box(old), _by_box(new)
+    holders = _by_box(old)
+    needers = _by_box(new)
     dims = len(next(iter(old.values())))
     have, need = (np.array(list(boxes)).reshape(len(boxes), dims, 2) for boxes in (holders, needers))
     low = np.maximum(need[:, None, :, 0], have[None, :, :, 0])
     high = np.minimum(need[:, None, :, 1], have[None, :, :, 1])
     where = np.argwhere((high > low).all(-1))
-    held, wants = list(holders.values()), list(needers.values())
-    lows, highs = low[where[:, 0], where[:, 1]].tolist(), high[where[:, 0], where[:, 1]].tolist()
+    held = list(holders.values())
+    wants = list(needers.values())
+    lows = low[where[:, 0], where[:, 1]].tolist()
+    highs = high[where[:, 0], where[:, 1]].tolist()
     wanted = []
     for (n, h), lo, hi in zip(where.tolist(), lows, highs, strict=True):
         has = set(held[h])
@@ -371,7 +388,8 @@ def lower_bound_bytes(plan: Plan) -> list[int]:
     total = [0] * plan.world
     for (src, dst), weight in weights.items():
         for position, rank in enumerate(plan.dst_ranks):
-            old, new = box_of(src, plan.src_ranks, rank), dst.box(position)
+            old = box_of(src, plan.src_ranks, rank)
+            new = dst.box(position)
             total[rank] += volume(new) * weight
             if old is not None:
                 both = tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(old, new, strict=True))

@@ -91,7 +91,7 @@ def reshard(
       tree: this rank's tensors in the plan's source layouts; None on a rank that has none.
       mesh: that of the source or of the target, or one over the ranks of both.
       bucket_bytes: bytes that one bucket stages, sending and receiving together.
-      donate: the tensors are donated; those that are not in the result are emptied as soon as they are sent.
+      donate: the tensors are donated; one that is not in the result is emptied as soon as it is sent.
 
     Returns: the tree; None on a rank that gets no part of it.
 
@@ -122,14 +122,14 @@ def copied(tree: trees.Tree, src: trees.Tree, dst: trees.Tree, mesh: Mesh, dtype
       dtypes: of the copy, one or a tree of them; None: as it is.
     """
     dtypes = trees.map(lambda x: x.dtype, tree) if dtypes is None else dtypes
-    made = reshard(tree, _within(mesh, src, dst, dtypes), mesh)
-    return trees.map(lambda new, old: new.clone() if new is old else new, made, tree)
+    copy = reshard(tree, _within(mesh, src, dst, dtypes), mesh)
+    return trees.map(lambda new, old: new.clone() if new is old else new, copy, tree)
 
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:
-    """Every leaf whole on every rank. The inverse of `rules.shard`."""
-    made = _within(mesh, layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree))
-    return reshard(tree, made, mesh, bucket_bytes)
+    """Gather every leaf whole on every rank. The inverse of `rules.shard`."""
+    to_whole = _within(mesh, layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree))
+    return reshard(tree, to_whole, mesh, bucket_bytes)
 
 
 def replicated(layouts: trees.Tree) -> trees.Tree:
@@ -184,12 +184,13 @@ def export_weights(
 
 def _merged(shape: tuple[int, ...], local: tuple[int, ...], merged: tuple[int, ...]) -> list[int]:
     """The local shape where neighbouring dims of `shape` have become the single dims of `merged`."""
-    sizes, at = [], 0
+    sizes = []
+    end = 0
     for length in merged:
-        begin, at = at, at + 1
-        while math.prod(shape[begin:at]) < length:
-            at += 1
-        sizes.append(math.prod(local[begin:at]))
+        begin, end = end, end + 1
+        while math.prod(shape[begin:end]) < length:
+            end += 1
+        sizes.append(math.prod(local[begin:end]))
     return sizes
 
 
@@ -198,11 +199,14 @@ def begin_reshard(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Wor
     both = plan.src_ranks, plan.dst_ranks
     if mesh.ranks not in both and not all(rank in mesh.ranks for ranks in both for rank in ranks):
         raise MeshError(f"the plan is from ranks {both[0]} to {both[1]}, the mesh {mesh} is over {mesh.ranks}")
-    held, given = plans.held(plan, mesh.process), [None] * len(plan.names)
+    held = plans.held(plan, mesh.process)
+    given = [None] * len(plan.names)
     if mesh.process in plan.src_ranks:
-        names, given = _names(optree.tree_structure(tree)), trees.leaves(tree)
+        names = _names(optree.tree_structure(tree))
+        given = trees.leaves(tree)
         if names != plan.names:
-            lacks, extra = sorted(set(plan.names) - set(names)), sorted(set(names) - set(plan.names))
+            lacks = sorted(set(plan.names) - set(names))
+            extra = sorted(set(names) - set(plan.names))
             raise MeshError(f"the tree is not the one that was planned: it lacks {lacks} and has in addition {extra}")
         for name, x, has in zip(names, given, held, strict=True):
             if x.shape != shape(has.old):
@@ -231,9 +235,10 @@ def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
 
 
 def settle(work: Work, finished: Iterable[int]) -> None:
-    """Copy the own parts of leaves of which nothing more is sent, and let their sources go."""
+    """Copy this rank's own parts of leaves whose sends are done, and release their sources."""
     for i in finished:
-        leaf, has = work.leaves[i], work.leaves[i].held
+        leaf = work.leaves[i]
+        has = work.leaves[i].held
         if leaf.source is not None and has.stays is not None and not leaf.stays:
             own = leaf.source[has.taken]
             if has.stays == has.new:
@@ -325,7 +330,8 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
             with _blaming(mesh.process, message.peer):
                 sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
     else:
-        received, sent = [None] * len(step.receives), [None] * len(step.sends)
+        received = [None] * len(step.receives)
+        sent = [None] * len(step.sends)
         for receives, sends in starts_together(step, mesh.process):
             operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
             operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
@@ -396,9 +402,11 @@ def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
 
 def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
     """Put the rows of an all-gather, one from each rank, side by side in the results."""
-    at = 0
+    offset = 0
     for leaf, box in step.gather:
-        route, old, elements = work.plan.route(leaf), work.leaves[leaf].held.old or (), plans.volume(box)
+        route = work.plan.route(leaf)
+        old = work.leaves[leaf].held.old or ()
+        elements = plans.volume(box)
         sizes = dict(zip(AXES, route.src.sizes, strict=True))
         # The result is a grid of blocks: each of its dims is the axes gathered there, outermost first, and the dim of
         # a block. The rows have the same axes in front, but in the order of the mesh.
@@ -407,6 +415,6 @@ def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:
         lengths = [sizes[dim] if isinstance(dim, str) else old[dim][1] - old[dim][0] for dim in dims]
         order = [*route.axes, *range(len(old))]
         target = _result(work, leaf).view(lengths).permute([dims.index(dim) for dim in order])
-        rows = whole[:, at : at + elements].reshape([*(sizes[axis] for axis in route.axes), *shape(box)])
+        rows = whole[:, offset : offset + elements].reshape([*(sizes[axis] for axis in route.axes), *shape(box)])
         target[(..., *slices(box, old))].copy_(rows)
-        at += elements
+        offset += elements

@@ -81,8 +81,10 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     bits = wide.element_size() * 8
     # What is left out of a choice is -inf, often most numbers: these are counted once and not looked at again.
     parts = [_ascending(part[part != -torch.inf]) for part in wide.split(1 << 20)]
-    lowest, left_out = _ascending(wide.new_tensor(-torch.inf)), wide.numel() - sum(map(len, parts))
-    k, prefix = k.long().to(wide.device), torch.zeros((), dtype=torch.int64, device=wide.device)
+    lowest = _ascending(wide.new_tensor(-torch.inf))
+    left_out = wide.numel() - sum(map(len, parts))
+    k = k.long().to(wide.device)
+    prefix = torch.zeros((), dtype=torch.int64, device=wide.device)
     for shift in range(bits - DIGIT, -1, -DIGIT):
         first = shift + DIGIT == bits
         # Keys are signed, and so is their highest digit.
@@ -103,6 +105,9 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return _from_ascending(prefix, wide.dtype).to(x_bT.dtype)
 
 
+ROW_MULTIPLE = 8  # tokens that the width of rows is a multiple of after a move
+
+
 class Moved(NamedTuple):
     """Rows after a move.
 
@@ -114,6 +119,18 @@ class Moved(NamedTuple):
     fields: dict[str, Value]
     sent: int
     received: int
+
+
+class Owners(NamedTuple):
+    """The ranks that hold some rows.
+
+    Attributes:
+      index: [B] each row's rank, as an index over the row axes of `mesh`.
+      mesh: the ranks.
+    """
+
+    index: np.ndarray
+    mesh: Mesh
 
 
 class RowRoute(NamedTuple):
@@ -139,9 +156,7 @@ def move_rows(
     owner: np.ndarray,
     to: np.ndarray,
     mesh: Mesh,
-    axes: Axes,
     kinds: Mapping[str, FieldKind] | None = None,
-    multiple: int = 8,
 ) -> Moved:
     """Send rows from the ranks that have them to others, without padding.
 
@@ -153,44 +168,46 @@ def move_rows(
       fields: values of this rank's rows in the order of their numbers; the same names and dtypes on every rank. int64
         per token is sent as int32, which rows have anyhow: ids, places and numbers of sequences are below 2^31.
       lengths: [B] tokens of each row.
-      owner, to: [B] each row's rank before and after.
+      owner, to: [B] each row's rank before and after, as an index over the row axes of the mesh.
       kinds: by field; "token" where it is not named.
-      multiple: T of the fields per token is the longest row's length rounded up to a multiple of it.
     """
-    ranks, me = mesh.size(axes), int(mesh.index(axes))
-    mine, coming = np.flatnonzero(owner == me), np.flatnonzero(to == me)
+    axes = mesh.row_axes
+    ranks = mesh.size(axes)
+    me = int(mesh.index(axes))
+    mine = np.flatnonzero(owner == me)
+    coming = np.flatnonzero(to == me)
     sends = [mine[to[mine] == peer] for peer in range(ranks)]
     receives = [coming[owner[coming] == peer] for peer in range(ranks)]
     route = RowRoute(mine, coming, sends, receives, mesh, axes)
-    counts = _row_counts(fields, kinds or {}, lengths, owner, mesh, axes)
-    return _moved(fields, kinds or {}, lengths, counts, route, multiple)
+    counts = _row_counts(fields, kinds or {}, lengths, Owners(owner, mesh))
+    return _moved(fields, kinds or {}, lengths, counts, route)
 
 
 def hand_over(
     fields: Mapping[str, Value],
     lengths: np.ndarray,
-    owner: np.ndarray,
-    source: Mesh,
-    to: np.ndarray,
-    target: Mesh,
+    before: Owners,
+    after: Owners,
     kinds: Mapping[str, FieldKind] | None = None,
-    multiple: int = 8,
 ) -> Moved:
     """`move_rows` between two meshes over the same processes, such as the one to generate on and the one to train on.
 
-    A row that several ranks of `source` hold alike is sent by one of them to each rank of `target` that needs it, and
-    by none to a rank that has it.
-
-    Args:
-      owner, to: [B] each row's rank before and after, as indices over the row axes of `source` and of `target`.
+    A row that several ranks hold before the move is sent by one of them to each rank that needs it, and by none to a
+    rank that has it.
     """
-    me, world, everyone = target.rank, target.world, tuple(target.sizes)
-    has, wants = row_indices(source), row_indices(target)
+    owner, source = before
+    to, target = after
+    me = target.rank
+    world = target.world
+    everyone = tuple(target.sizes)
+    has = row_indices(source)
+    wants = row_indices(target)
 
     def sender(index: int, peer: int) -> int:
         return int(_senders(has, index, np.array([peer]))[0])
 
-    mine, coming = np.flatnonzero(owner == has[me]), np.flatnonzero(to == wants[me])
+    mine = np.flatnonzero(owner == has[me])
+    coming = np.flatnonzero(to == wants[me])
     none = mine[:0]
     sends = [mine[to[mine] == wants[peer]] if sender(int(has[me]), peer) == me else none for peer in range(world)]
     from_peer = [sender(index, me) for index in range(source.size(source.row_axes))]
@@ -199,8 +216,8 @@ def hand_over(
     for index, peer in enumerate(from_peer):
         receives[peer] = np.concatenate([receives[peer], by_index[index]])
     route = RowRoute(mine, coming, sends, receives, target, everyone)
-    counts = _row_counts(fields, kinds or {}, lengths, owner, source, source.row_axes)
-    return _moved(fields, kinds or {}, lengths, counts, route, multiple)
+    counts = _row_counts(fields, kinds or {}, lengths, before)
+    return _moved(fields, kinds or {}, lengths, counts, route)
 
 
 def _senders(has: np.ndarray, index: int, peers: np.ndarray) -> np.ndarray:
@@ -234,7 +251,8 @@ def move_traffic(lengths: np.ndarray, owner: np.ndarray, source: Mesh, to: np.nd
     if source.sizes == target.sizes:
         has = wants = np.arange(target.size(target.row_axes))
     else:
-        has, wants = row_indices(source), row_indices(target)
+        has = row_indices(source)
+        wants = row_indices(target)
     ways, of_row = np.unique(np.stack([owner, to]), axis=1, return_inverse=True)
     tokens = np.bincount(of_row.ravel(), lengths, minlength=ways.shape[1]).astype(np.int64)
     sent, received, messages = np.zeros((3, len(has)), dtype=np.int64)
@@ -254,10 +272,10 @@ def token_bytes(fields: Mapping[str, Tensor]) -> int:
 
 def row_indices(mesh: Mesh) -> np.ndarray:
     """[world] the index over the row axes of every rank of a mesh."""
-    at = [coordinates(mesh.sizes, rank) for rank in range(mesh.world)]
+    positions = [coordinates(mesh.sizes, rank) for rank in range(mesh.world)]
     index = np.zeros(mesh.world, dtype=np.int64)
     for axis in mesh.row_axes:
-        index = index * mesh.sizes[axis] + np.array([one[axis] for one in at])
+        index = index * mesh.sizes[axis] + np.array([position[axis] for position in positions])
     return index
 
 
@@ -265,11 +283,11 @@ def _row_counts(
     fields: Mapping[str, Value],
     kinds: Mapping[str, FieldKind],
     lengths: np.ndarray,
-    owner: np.ndarray,
-    mesh: Mesh,
-    axes: Axes,
+    owners: Owners,
 ) -> dict[str, np.ndarray]:
     """[B] lines of all rows, of the fields that are not per token; one collective where there are such fields."""
+    owner, mesh = owners
+    axes = mesh.row_axes
     own = lengths[owner == int(mesh.index(axes))]
     columns = {
         name: torch.from_numpy(kinds[name].counts(x, own))
@@ -285,18 +303,19 @@ def _moved(
     lengths: np.ndarray,
     counts: Mapping[str, np.ndarray],
     route: RowRoute,
-    multiple: int,
 ) -> Moved:
-    """The rows after a move.
+    """The rows after a move; T of the fields per token is the longest row's length rounded up to `ROW_MULTIPLE`.
 
     Args:
       counts: [B] lines of each row, of the fields that are not per token.
     """
-    width = -(-int(lengths[route.after].max(initial=1)) // multiple) * multiple
+    width = -(-int(lengths[route.after].max(initial=1)) // ROW_MULTIPLE) * ROW_MULTIPLE
     per_token = {name: x for name, x in fields.items() if name not in counts}
     groups = [(per_token, lengths)] if per_token else []
     groups += [({name: fields[name]}, of_rows) for name, of_rows in counts.items()]
-    out, sent, received = dict[str, Value](), 0, 0
+    out = dict[str, Value]()
+    sent = 0
+    received = 0
     for group, of_rows in groups:
         some = {name: kinds.get(name, TOKEN) for name in group}
         moved = _exchange_lines(group, some, of_rows, width, route)
@@ -317,7 +336,8 @@ def _exchange_lines(
     """
     send = [int(counts[rows].sum()) for rows in route.sends]
     receive = [int(counts[rows].sum()) for rows in route.receives]
-    sent_rows, received_rows = np.concatenate(route.sends), np.concatenate(route.receives)
+    sent_rows = np.concatenate(route.sends)
+    received_rows = np.concatenate(route.receives)
     lines = {name: kinds[name].lines(x) for name, x in fields.items()}
     sent_places = np.searchsorted(route.before, sent_rows)
     columns = []
@@ -327,9 +347,11 @@ def _exchange_lines(
     arrived = ragged_all_to_all(torch.cat(columns, 1), send, receive, route.mesh, route.axes)  # one line of bytes each
     del columns
     received_places = np.searchsorted(route.after, received_rows)
-    begin, out = 0, {}
+    begin = 0
+    out = {}
     for name, x in lines.items():
-        kind, size = kinds[name], _line_bytes(x, kinds[name].per_token)
+        kind = kinds[name]
+        size = _line_bytes(x, kinds[name].per_token)
         column = arrived[:, begin : begin + size].clone(memory_format=torch.contiguous_format)
         begin += size
         out[name] = kind.blank(x, counts[route.after], width)

@@ -70,7 +70,8 @@ def fully_sharded(rules: Rules, over: str | tuple[str, ...] = "data") -> Rules:
       rules: how parameters are stored, such as `STORED`.
       over: some of `Mesh.token_axes`. Leaving out one of them shards inside a group and replicates across groups.
     """
-    axes, taken = tuple(map(Uneven, _tuple(over))), _tuple(rules["experts"])
+    axes = tuple(map(Uneven, _tuple(over)))
+    taken = _tuple(rules["experts"])
     return {**rules, "embed": axes, "expert_embed": tuple(axis for axis in axes if axis not in taken)}
 
 
@@ -95,12 +96,14 @@ class Layout:
         which are shorter or empty. Rank 0 has one of the longest.
         """
         sizes = dict(zip(AXES, self.sizes, strict=True))
-        at = meshes.coordinates(sizes, rank)
+        position = meshes.coordinates(sizes, rank)
         box = []
         for length, axes in zip(self.shape, self.spec, strict=True):
-            number, parts = 0, 1
+            number = 0
+            parts = 1
             for axis in axes:
-                number, parts = number * sizes[axis] + at[axis], parts * sizes[axis]
+                number = number * sizes[axis] + position[axis]
+                parts = parts * sizes[axis]
             step = -(-length // parts)
             box.append((min(step * number, length), min(step * (number + 1), length)))
         return tuple(box)
@@ -147,7 +150,8 @@ def layout(
             raise MeshError(f"{name}: the rule for {axis!r} names mesh axis {unknown[0]!r}; there are {list(AXES)}")
         parts = math.prod(sizes[a] for a in over)
         if length % parts and isinstance(rule, IfDivides):
-            over, parts = (), 1
+            over = ()
+            parts = 1
         if length % parts and not (over and all(isinstance(a, Uneven) for a in over)):
             shorts = {v: k for k, v in meshes.SHORT.items()}
             over = tuple(a for a in over if sizes[a] > 1)
@@ -193,7 +197,8 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
       MeshError: `compute` splits a dim otherwise than `stored` begins to, or both split one whose parts are not equal;
         `name` is what the error calls the tensor.
     """
-    axes, sizes = [], dict(zip(AXES, stored.sizes, strict=True))
+    axes = []
+    sizes = dict(zip(AXES, stored.sizes, strict=True))
     for dim, (have, want) in enumerate(zip(stored.spec, compute.spec, strict=True)):
         if have[: len(want)] != want:
             raise MeshError(
@@ -216,7 +221,7 @@ def partial_axes(shapes: trees.Tree, axes: trees.Tree, rules: Rules) -> trees.Tr
       shapes, axes: as in `layouts`.
       rules: such as `SPLIT_RESIDUAL`; a logical axis that is not in it has no such axes.
     """
-    return trees.map(lambda _, logical: frozenset(a for one in logical for a in _tuple(rules.get(one))), shapes, axes)
+    return trees.map(lambda _, logical: frozenset(a for name in logical for a in _tuple(rules.get(name))), shapes, axes)
 
 
 def rest_axes(

@@ -50,7 +50,8 @@ def sum_rest(
 
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
-    leaves, rest = trees.leaves(grads), rest_axes(stored, compute, mesh, partial)
+    leaves = trees.leaves(grads)
+    rest = rest_axes(stored, compute, mesh, partial)
     of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
     for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]
@@ -64,14 +65,15 @@ def sum_rest(
 
 
 def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterator[list[int]]:
-    """Numbers of the values of a dtype, in runs of at most so many bytes."""
+    """Indices of the values of a dtype, in runs of at most `most` bytes."""
     bucket: list[int] = []
     room = most
     for i, value in enumerate(values):
         if value.dtype == dtype:
             if bucket and value.nbytes > max(room, 0):
                 yield bucket
-                bucket, room = [], most
+                bucket = []
+                room = most
             bucket.append(i)
             room -= value.nbytes
     if bucket:
@@ -80,5 +82,6 @@ def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterato
 
 def own_range(count: int, mesh: Mesh, axes: Axes) -> range:
     """This rank's contiguous share of `count` things over `axes`; shares differ by at most one."""
-    parts, at = mesh.size(axes), mesh.index(axes)
-    return range(count * at // parts, count * (at + 1) // parts)
+    parts = mesh.size(axes)
+    index = mesh.index(axes)
+    return range(count * index // parts, count * (index + 1) // parts)

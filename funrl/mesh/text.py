@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
@@ -18,6 +19,41 @@ TOKEN_AXES = (*ROW_AXES, "sequence")  # those that split its tokens
 
 class MeshError(ValueError):
     """A mesh that cannot be built; the message says which part and what would be right."""
+
+
+class MeshFlag(NamedTuple):
+    """The value of a flag that gives a mesh.
+
+    Attributes:
+      flag, text: its name and its text.
+      sizes: of all four axes; of auto:N, which is not chosen yet, N over data. Not to be changed.
+      wanted: N of auto:N, the devices over which the mesh is to be chosen; None: the flag gives the mesh.
+    """
+
+    flag: str
+    text: str
+    sizes: dict[str, int]
+    wanted: int | None = None
+
+    @property
+    def chosen(self) -> dict[str, int]:
+        """`sizes` of a mesh that is not to be chosen. Raises: MeshError."""
+        if self.wanted is not None:
+            raise MeshError(f"--{self.flag}={self.text}: no mesh is chosen here; write one such as dp4,tp2")
+        return self.sizes
+
+
+def read_mesh(text: str, flag: str = "mesh", automatic: bool = True) -> MeshFlag:
+    """Parse the text of a flag.
+
+    Args:
+      automatic: whether auto:N is allowed.
+
+    Raises:
+      MeshError: the text is not a mesh.
+    """
+    wanted = wanted_devices(text, flag) if automatic else None
+    return MeshFlag(flag, text, parse(text if wanted is None else f"dp{wanted}", flag), wanted)
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> int:

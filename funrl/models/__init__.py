@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from funrl.models.compile import compile_layer
-    from funrl.models.decoder.config import Config
+    from funrl.models.decoder.config import Config, decoder_config
     from funrl.models.decoder.decoder import decoder_model
     from funrl.models.errors import ModelError
+    from funrl.models.flat import flat_fields, with_fields
     from funrl.models.huggingface.directories import load_model
     from funrl.models.model import Inputs, Model, ModelConfig, Output
     from funrl.models.placed import Placed, place
@@ -25,10 +26,13 @@ _FILES = {
     "Output": "model",
     "Placed": "placed",
     "compile_layer": "compile",
+    "decoder_config": "decoder.config",
     "decoder_model": "decoder.decoder",
+    "flat_fields": "flat",
     "load_model": "huggingface.directories",
     "place": "placed",
     "rematerialized": "remat",
+    "with_fields": "flat",
     "with_value_head": "value_head",
 }
 
@@ -41,10 +45,13 @@ __all__ = [
     "Output",
     "Placed",
     "compile_layer",
+    "decoder_config",
     "decoder_model",
+    "flat_fields",
     "load_model",
     "place",
     "rematerialized",
+    "with_fields",
     "with_value_head",
 ]
 

@@ -55,7 +55,8 @@ def compile_layer(
     compiled = torch.compile(plain, fullgraph=fullgraph, backend=backend)
 
     def layer(config, mesh, params, x_BTD, context):
-        before, start = _graphs(), time.perf_counter()
+        before = _graphs()
+        start = time.perf_counter()
         _mark_dynamic(x_BTD, context)
         out = compiled(config, mesh, params, x_BTD, context)
         if _graphs() > before:

@@ -62,7 +62,9 @@ def deployed(placed: Placed, params: trees.Tree) -> Deployed:
     Args:
       params: this rank's shards of all weights, in the layouts `placed.stored`.
     """
-    model, plain, mesh = placed.model, dict(trees.named(params)), placed.mesh
+    model = placed.model
+    plain = dict(trees.named(params))
+    mesh = placed.mesh
     if model.adapters is None:
         return Deployed(model, mesh, dict(trees.named(placed.stored)), plain.__getitem__)
     factors = factored(model, params)

@@ -134,8 +134,8 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
     if not any(have and message_bytes(have[0].world, 0) for have, _ in pairs):
         return 1
     kinds = dict.fromkeys((tuple(have), tuple(want)) for have, want in pairs)
-    found = [buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have)) for have, want in kinds]
-    return min(layers_together(buffers, itemsize) for buffers in found)
+    plans = [buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have)) for have, want in kinds]
+    return min(layers_together(buffers, itemsize) for buffers in plans)
 
 
 def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
@@ -158,7 +158,8 @@ class Weights(Mapping):
     """A dict of weights that are gathered when they are looked at, each time anew."""
 
     def __init__(self, parts: dict[str, Any], schedule: GatherSchedule) -> None:
-        self.parts, self.schedule = parts, schedule
+        self.parts = parts
+        self.schedule = schedule
 
     def __getitem__(self, name: str) -> Any:
         return _view(self.parts[name], self.schedule)
@@ -182,7 +183,9 @@ class Layers:
     """
 
     def __init__(self, schedule: GatherSchedule, groups: LayerGroups) -> None:
-        self.schedule, self.numbers, self.count = schedule, groups.numbers, groups.layers
+        self.schedule = schedule
+        self.numbers = groups.numbers
+        self.count = groups.layers
         self.at: tuple[int, list[Tensor]] | None = None
 
     def __len__(self) -> int:
@@ -232,7 +235,8 @@ class GatherSchedule:
     """
 
     def __init__(self, groups: list[Group], again: int | None = None) -> None:
-        self.groups, self.again = groups, again
+        self.groups = groups
+        self.again = again
         split = [
             [
                 x
@@ -246,7 +250,8 @@ class GatherSchedule:
         handles = iter(_Landed.apply(self.leaving, *every) if every else ())
         self.handles = [[next(handles) for _ in group] for group in split]
         self.arriving: dict[int, list[Tensor]] = {}
-        self.looks, self.passed = collections.Counter[int](), collections.Counter[int]()
+        self.looks = collections.Counter[int]()
+        self.passed = collections.Counter[int]()
 
     def start(self, i: int) -> None:
         """Begin to gather a group, unless that is on its way or nothing of it is gathered."""
@@ -276,7 +281,8 @@ class GatherSchedule:
         if self.handles[i]:  # made in the forward pass of `_Gather`: to autograd the trained ones come from the shards
             trained = iter(_Gather.apply(self, i, landed, *self.handles[i]))
         else:
-            landed, trained = self.land(i) if group.buffers.buckets else [], iter(())
+            landed = self.land(i) if group.buffers.buckets else []
+            trained = iter(())
 
         def value(name: str, x: Tensor, place: Place | None) -> Tensor:
             if place is None:
@@ -290,7 +296,8 @@ class GatherSchedule:
 
 def start(group: Group) -> list[Tensor]:
     """Begin to gather a group, bucket by bucket; the results are not there yet."""
-    buffers, mesh = group.buffers, group.mesh
+    buffers = group.buffers
+    mesh = group.mesh
     flats = [torch.empty(b.elements, dtype=group.dtype, device=mesh.device) for b in buffers.buckets]
     with torch.no_grad():
         for x, place in zip(trees.leaves(group.shards), buffers.places, strict=True):
@@ -325,14 +332,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.schedule, ctx.i, ctx.dtype = inputs[0], inputs[1], inputs[3].dtype
+        ctx.schedule = inputs[0]
+        ctx.i = inputs[1]
+        ctx.dtype = inputs[3].dtype
         ctx.shapes = [tuple(x.shape) for x in inputs[3:]]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grads):
-        schedule, group = ctx.schedule, ctx.schedule.groups[ctx.i]
-        buffers, mesh = group.buffers, group.mesh
+        schedule = ctx.schedule
+        group = ctx.schedule.groups[ctx.i]
+        buffers = group.buffers
+        mesh = group.mesh
         places: list[Place] = buffers.trained
         rows = {
             number: torch.zeros(bucket.ranks, bucket.elements, dtype=ctx.dtype, device=mesh.device)

@@ -114,7 +114,7 @@ def layers_together(buffers: Buffers, itemsize: int) -> int:
       buffers: of one layer.
       itemsize: bytes of a number that is sent.
     """
-    sizes = [(message_bytes(one.ranks, 0), one.elements * one.ranks * itemsize) for one in buffers.buckets]
+    sizes = [(message_bytes(bucket.ranks, 0), bucket.elements * bucket.ranks * itemsize) for bucket in buffers.buckets]
     far = [(wanted, nbytes) for wanted, nbytes in sizes if wanted]
     if not far:
         return 1

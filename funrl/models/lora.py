@@ -24,14 +24,16 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import LowRank
 from funrl.models.model import Adapters, Inputs, Layer, LayerContext, Lora, Model, ModelConfig, Output
-from funrl.models.value_head import BIAS, HEAD
+from funrl.models.value_head import HEAD, HEAD_BIAS
 
-FIRST, SECOND = "_lora_a", "_lora_b"  # behind the name of a weight, those of its factors
+# behind the name of a weight, those of its factors
+FIRST = "_lora_a"
+SECOND = "_lora_b"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
 SUMMED = ("o", "down", "shared_down", "out")
-WHOLE = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
+REPLICATED = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
 def with_lora(model: Model, lora: Lora) -> Model:
@@ -70,7 +72,7 @@ def full_rank(model: Model, targets: Collection[str]) -> int:
 
 def is_trained(name: str) -> bool:
     """True of the name of a weight that learns, in the tree of a model with adapters."""
-    return name in (HEAD, BIAS) or name.endswith((FIRST, SECOND))
+    return name in (HEAD, HEAD_BIAS) or name.endswith((FIRST, SECOND))
 
 
 def plain_name(name: str) -> str:
@@ -146,9 +148,10 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
         along their rank, which no rule splits.
     """
     assert model.adapters is not None
-    found, scale = dict(trees.named(params)), model.adapters.lora.alpha / model.adapters.lora.rank
+    weights = dict(trees.named(params))
+    scale = model.adapters.lora.alpha / model.adapters.lora.rank
     names = merged_weights(model)
-    return {name: LowRank(found[name], found[name + FIRST], found[name + SECOND], scale) for name in names}
+    return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale) for name in names}
 
 
 def _with_low_rank(layer: Layer, scale: float) -> Layer:
@@ -170,16 +173,18 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
     The factor that the tensor ranks hold alike is used by each for its part of the other one, or where the residual
     stream is `split` for its tokens: its gradient is their sum.
     """
-    found: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
+    weights: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
     for name, x in part.items():
         if name.endswith(FIRST):
-            weight, a, b = name.removesuffix(FIRST), x, part[name.removesuffix(FIRST) + SECOND]
+            weight = name.removesuffix(FIRST)
+            a = x
+            b = part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
                 b = pbroadcast(b, mesh, "tensor")
-            elif split or weight not in WHOLE:
+            elif split or weight not in REPLICATED:
                 a = pbroadcast(a, mesh, "tensor")
-            found[weight] = LowRank(found[weight], a, b, scale)
-    return found
+            weights[weight] = LowRank(weights[weight], a, b, scale)
+    return weights
 
 
 def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[[str, Any], tuple]) -> trees.Tree:
@@ -188,11 +193,11 @@ def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[
         return {**tree, "decoder": _with_factors(tree["decoder"], targets, factors)}
 
     def part(weights: dict[str, Any]) -> dict[str, Any]:
-        found = dict(weights)
+        extended = dict(weights)
         for name in targets:
             if name in weights:
-                found[name + FIRST], found[name + SECOND] = factors(name, weights[name])
-        return found
+                extended[name + FIRST], extended[name + SECOND] = factors(name, weights[name])
+        return extended
 
     def layer(parts: dict[str, Any]) -> dict[str, Any]:
         return {name: part(x) if isinstance(x, dict) else x for name, x in parts.items()}
@@ -225,7 +230,8 @@ def _first(name: str, x: Tensor, generator: torch.Generator) -> Tensor:
 def _init(model: Model, lora: Lora, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree:
     def factors(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         a, b = _factor_shapes(lora.rank, name, x)
-        first, second = _first(name + FIRST, a, generator), _first(name + SECOND, b, generator)
+        first = _first(name + FIRST, a, generator)
+        second = _first(name + SECOND, b, generator)
         return first.to(x.device, dtype), second.to(x.device, dtype)
 
     return _with_factors(model.init(generator, dtype), lora.targets, factors)

@@ -33,6 +33,36 @@ class LayerContext(Protocol):
 
 
 @dataclass(frozen=True)
+class SpecialTokens:
+    """Token ids with a meaning of their own; None: there is none.
+
+    Attributes:
+      bos: begins a sequence.
+      eos: each ends a sequence.
+      pad: fills rows.
+    """
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Facts about the files of a model. What it computes does not depend on them.
+
+    Attributes:
+      dtype: of the weights in the files.
+      family: name of the architecture in the files.
+      generation: JSON text of the defaults of sampling that the files give; "" where they give none.
+    """
+
+    dtype: str = "float32"
+    family: str = "llama"
+    generation: str = ""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and facts that every model has, whatever its architecture.
 
@@ -40,10 +70,8 @@ class ModelConfig:
       vocab, embed, layers: sizes V, D, L.
       tied: the unembedding is the embedding.
       max_positions: longest sequence that the model was made for.
-      dtype: of the weights in the file.
-      family: its model_type in transformers.
-      bos, eos, pad: token ids; there may be several that end a sequence.
-      generation: the JSON text of the model's generation_config.json; "" where it has none.
+      special_tokens: ids of tokens with a meaning of their own.
+      source: facts about its files.
     """
 
     vocab: int
@@ -52,18 +80,11 @@ class ModelConfig:
     _: KW_ONLY
     tied: bool = False
     max_positions: int = 2048
-    dtype: str = "float32"
-    family: str = "llama"
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
-    pad: int | None = None
-    generation: str = ""
+    special_tokens: SpecialTokens = SpecialTokens()
+    source: ModelFiles = ModelFiles()
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head", "mlp"):
-            size = getattr(self, name, 1)
-            if size < 1:
-                raise ModelError(f"{name} is {size}, it must be at least 1")
+        check_sizes(vocab=self.vocab, embed=self.embed, layers=self.layers)
         if self.layers > MOST_LAYERS:
             raise ModelError(f"layers is {self.layers}, it must be at most {MOST_LAYERS}")
 
@@ -75,6 +96,17 @@ class ModelConfig:
     def with_layers(self, layers: int) -> Self:
         """The same sizes with only the first `layers` layers."""
         return replace(self, layers=layers)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Check that sizes are at least 1.
+
+    Raises:
+      ModelError: naming the size that is not.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelError(f"{name} is {size}, it must be at least 1")
 
 
 class Inputs(NamedTuple):

@@ -162,15 +162,16 @@ class Placed:
             if name not in src and name not in HEADS:
                 raise ModelError(f"the model to begin as has no {name}")
             if name in src and src[name].shape != layout.shape:
-                found, wanted = list(src[name].shape), list(layout.shape)
-                raise ModelError(f"the model to begin as has a {name} of shape {found}, this one of {wanted}")
+                shape = list(src[name].shape)
+                wanted = list(layout.shape)
+                raise ModelError(f"the model to begin as has a {name} of shape {shape}, this one of {wanted}")
         shared = [name for name in dst if name in src]
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
         dtypes = None if dtype is None else weight_dtypes(src, dtype)
-        made = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtypes)
-        for name in set(HEADS) & (dst.keys() - made.keys()):
-            made[name] = next(iter(made.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
-        return trees.fill(self.stored, [made[name] for name in dst])
+        copies = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtypes)
+        for name in set(HEADS) & (dst.keys() - copies.keys()):
+            copies[name] = next(iter(copies.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
+        return trees.fill(self.stored, [copies[name] for name in dst])
 
     def _before_tokens(
         self, params: trees.Tree, batch: Batch
@@ -183,10 +184,12 @@ class Placed:
         weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype, tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
         hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
-        load, before_MD = RouterLoad(**aux) if aux else None, rearrange(hidden_BtD, "b t d -> (b t) d")
+        load = RouterLoad(**aux) if aux else None
+        before_MD = rearrange(hidden_BtD, "b t d -> (b t) d")
         w_VD = self.model.unembed(weights)
         over = SINGLE if w_VD.shape[0] == self.model.config.vocab else self.mesh  # a whole one needs no other rank
-        mask_BT, at_N = batch.get("mask"), batch.get("trained")
+        mask_BT = batch.get("mask")
+        at_N = batch.get("trained")
         if mask_BT is None:
             return (before_MD, w_VD, over, slice(None)), load
         if at_N is None:
@@ -281,7 +284,8 @@ def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
     Raises:
       ModelError: the tokens do not divide over the ranks that share them.
     """
-    T, ranks = inputs.tokens.shape[1], mesh.size((SEQUENCE, "tensor") if inputs.split else SEQUENCE)
+    T = inputs.tokens.shape[1]
+    ranks = mesh.size((SEQUENCE, "tensor") if inputs.split else SEQUENCE)
     if T % ranks:
         raise ModelError(f"a row of {T} tokens does not divide over the mesh {mesh}: pad it to a multiple of {ranks}")
     if mesh.size(SEQUENCE) == 1:

@@ -14,7 +14,10 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs, Layer, Model, ModelConfig, Output
 
-HEAD, BIAS = HEADS = ("value", "value_bias")  # names of its weights
+# names of its weights
+HEAD = "value"
+HEAD_BIAS = "value_bias"
+HEADS = (HEAD, HEAD_BIAS)
 
 
 def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
@@ -35,9 +38,9 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         raise ModelError("the model has a value head already")
     if labels not in (1, 2):
         raise ModelError(f"a value head has one label or two, not {labels}")
-    shapes = {HEAD: (labels, model.config.embed)} | ({BIAS: (labels,)} if bias else {})
+    shapes = {HEAD: (labels, model.config.embed)} | ({HEAD_BIAS: (labels,)} if bias else {})
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    axes = {HEAD: ("value", "norm"), BIAS: ("value",)}  # whole on every rank, as norms are
+    axes = {HEAD: ("value", "norm"), HEAD_BIAS: ("value",)}  # whole on every rank, as norms are
     return Model(
         config=model.config,
         shapes=_with_head(model.shapes, meta),
@@ -55,7 +58,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
 
 def is_token_classifier(model: Model) -> bool:
     """True of a model whose value head is one of transformers' token classifiers, with a bias or two labels."""
-    return model.value is not None and (BIAS in model.shapes or len(model.shapes[HEAD]) > 1)
+    return model.value is not None and (HEAD_BIAS in model.shapes or len(model.shapes[HEAD]) > 1)
 
 
 def _with_head(tree: trees.Tree, head: dict[str, Any]) -> trees.Tree:
@@ -87,7 +90,8 @@ def _apply(
 
 def _value(params: trees.Tree, hidden_BTD: Tensor) -> Tensor:
     """[B, T] in float32 or wider."""
-    wide, bias = torch.promote_types(hidden_BTD.dtype, torch.float32), params.get(BIAS)
+    wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
+    bias = params.get(HEAD_BIAS)
     logits = F.linear(hidden_BTD.to(wide), params[HEAD].to(wide), None if bias is None else bias.to(wide))
     return logits[..., -1] - logits[..., 0] if logits.shape[-1] == 2 else logits.squeeze(-1)
 

@@ -46,7 +46,8 @@ def scale_by_adam(
         mu = trees.map(lambda g, m: b1 * m.to(g.dtype) + (1 - b1) * g, grads, state.mu)
         nu = trees.map(lambda g, v: b2 * v + (1 - b2) * g * g, grads, state.nu)
         count = state.count + 1
-        c1, c2 = correction(b1, count), correction(b2, count)
+        c1 = correction(b1, count)
+        c2 = correction(b2, count)
         updates = trees.map(lambda m, v: (m / c1) / ((v / c2).sqrt() + eps), mu, nu)
         mu = trees.map(lambda new, old: new.to(old.dtype), mu, state.mu)
         return updates, AdamState(count, mu, nu)

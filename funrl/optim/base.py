@@ -46,8 +46,8 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
     """
     keys: list[str] = []
     for step in steps:
-        alike = (f"{step.name}_{n}" if n > 1 else step.name for n in itertools.count(1))
-        keys.append(next(key for key in alike if key not in keys))
+        names = (f"{step.name}_{n}" if n > 1 else step.name for n in itertools.count(1))
+        keys.append(next(key for key in names if key not in keys))
 
     def init(params: trees.Tree) -> Any:
         return {key: step.init(params) for key, step in zip(keys, steps, strict=True)}

@@ -39,29 +39,32 @@ def fused_adamw(
     def update(grads: trees.Tree, state: Any, params: trees.Tree) -> tuple[trees.Tree, Any]:
         adam: AdamState = state["adam"]
         count = adam.count + 1
-        c1, c2 = correction(b1, count), correction(b2, count)
-        timer, rate = state["learning_rate"], learning_rate
+        c1 = correction(b1, count)
+        c2 = correction(b2, count)
+        timer = state["learning_rate"]
+        rate = learning_rate
         if callable(rate):
-            timer, rate = ScheduleState(timer.count + 1), rate(timer.count)
-        wide = trees.map(lambda g, v: g.to(v.dtype), grads, adam.nu)
+            rate = rate(timer.count)
+            timer = ScheduleState(timer.count + 1)
+        wide = trees.map(lambda group, v: group.to(v.dtype), grads, adam.nu)
         columns = [trees.leaves(tree) for tree in (wide, adam.mu, adam.nu, params, mask_of(mask, params))]
-        for g, mu, nu, p, on in _groups(columns):
+        for group, mu, nu, p, on in _groups(columns):
             mean = [m.to(v.dtype) for m, v in zip(mu, nu, strict=True)]
             torch._foreach_mul_(mean, b1)
-            torch._foreach_add_(mean, g, alpha=1 - b1)
+            torch._foreach_add_(mean, group, alpha=1 - b1)
             torch._foreach_mul_(nu, b2)
-            torch._foreach_addcmul_(nu, g, g, value=1 - b2)
+            torch._foreach_addcmul_(nu, group, group, value=1 - b2)
             root = torch._foreach_div(nu, c2)
             torch._foreach_sqrt_(root)
             torch._foreach_add_(root, eps)
-            torch._foreach_copy_(g, mean)
+            torch._foreach_copy_(group, mean)
             torch._foreach_copy_(mu, mean)
-            torch._foreach_div_(g, c1)
-            torch._foreach_div_(g, root)
+            torch._foreach_div_(group, c1)
+            torch._foreach_div_(group, root)
             decayed = [i for i, yes in enumerate(on) if yes]
             if weight_decay and decayed:
-                torch._foreach_add_([g[i] for i in decayed], [p[i] for i in decayed], alpha=weight_decay)
-            torch._foreach_mul_(g, -rate)
+                torch._foreach_add_([group[i] for i in decayed], [p[i] for i in decayed], alpha=weight_decay)
+            torch._foreach_mul_(group, -rate)
         return wide, state | {"adam": AdamState(count, adam.mu, adam.nu), "learning_rate": timer}
 
     return stateful("adamw", init, update)
@@ -69,11 +72,13 @@ def fused_adamw(
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:
     """The rows of the columns, the first of which are tensors, in runs of at most `GROUP` elements and one row."""
-    rows, size = [], 0
+    rows = []
+    size = 0
     for row in zip(*columns, strict=True):
         if rows and size + row[0].numel() > GROUP:
             yield [list(column) for column in zip(*rows, strict=True)]
-            rows, size = [], 0
+            rows = []
+            size = 0
         rows.append(row)
         size += row[0].numel()
     if rows:

@@ -43,7 +43,9 @@ def partition(transformations: Mapping[str, Transformation], labels: Labels, nam
         grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
     ) -> tuple[trees.Tree, Any]:
         marks = labels(params) if callable(labels) else labels
-        theirs, after, updates = parts(params, marks), {}, grads
+        theirs = parts(params, marks)
+        after = {}
+        updates = grads
         for label, part in parts(grads, marks).items():
             updated, after[label] = transformations[label].update(part, state[label], theirs[label])
             updates = _join(updates, updated)

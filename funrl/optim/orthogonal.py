@@ -85,7 +85,9 @@ def orthogonalize(
     """
     if scaling not in SCALINGS:
         raise ValueError(f"scaling is {scaling!r}, there are {list(SCALINGS)}")
-    logical, layout_of, world = axes_by_name(axes), dict(trees.named(layouts)), mesh or single()
+    logical = axes_by_name(axes)
+    layout_of = dict(trees.named(layouts))
+    world = mesh or single()
 
     def kind(name: str, x: Tensor) -> _Kind:
         if axes is None and x.ndim != 2:
@@ -101,14 +103,14 @@ def orthogonalize(
         return (newton_schulz(x, coefficients) * SCALINGS[scaling](*x.shape[-2:])).view(whole.shape)
 
     def update(grads: trees.Tree, params: trees.Tree) -> trees.Tree:
-        named = [(name, g.to(ns_dtype or accumulator_dtype(g))) for name, g in trees.named(grads)]
+        named = [(name, grad.to(ns_dtype or accumulator_dtype(grad))) for name, grad in trees.named(grads)]
         kinds = [kind(name, x) for name, x in named]
         done = {}
         for own in dict.fromkeys(kinds):
             members = [(name, x) for (name, x), other in zip(named, kinds, strict=True) if other == own]
             results = _on_owners(lambda x, its=own.view: scaled(x, its), [x for _, x in members], own, world)
             done |= {name: x for (name, _), x in zip(members, results, strict=True)}
-        return trees.map_named(lambda name, g: done[name].to(accumulator_dtype(g)), grads)
+        return trees.map_named(lambda name, grad: done[name].to(accumulator_dtype(grad)), grads)
 
     def init(params: trees.Tree) -> tuple[()]:
         trees.map_named(kind, params)  # what is not a matrix is an error before the first update
@@ -154,7 +156,8 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
     """
     spec = kind.layout.spec if kind.layout else ()
     split = [(axis, d + 1) for d, axes in enumerate(spec) if d >= kind.view.batch for axis in reversed(axes)]
-    parts, copies = mesh.size(tuple(axis for axis, _ in split)), []
+    parts = mesh.size(tuple(axis for axis, _ in split))
+    copies = []
     for axis in AXES:  # ranks that hold copies share the work as long as there is some
         if parts < len(shards) and not any(axis in axes for axes in spec):
             copies.append(axis)
@@ -175,11 +178,11 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
         for axis, dim in reversed(split):
             x = collectives.all_to_all(x, mesh, axis, dim, 0)
         x = collectives.all_gather(x, mesh, tuple(copies))
-        yield from (_cut(one, own) for one in x[:count].unbind(0))
+        yield from (_cut(padded, own) for padded in x[:count].unbind(0))
 
 
 def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """[N, ...] with zeros behind the last of each dim: [N, *shape]."""
+    """Pad [N, ...] with zeros after the last of each dim: [N, *shape]."""
     lacks = [longer - n for n, longer in zip(x.shape[1:], shape, strict=True)]
     return F.pad(x, [n for lack in reversed(lacks) for n in (0, lack)]) if any(lacks) else x
 
@@ -195,5 +198,5 @@ def axes_by_name(axes: trees.Tree) -> dict[str, tuple[str, ...]]:
     def is_leaf(node: trees.Tree) -> bool:
         return isinstance(node, tuple) and len(node) > 0 and all(isinstance(axis, str) for axis in node)
 
-    found, structure = optree.tree_flatten(axes, is_leaf=is_leaf)
-    return dict(zip(trees.names(structure), found, strict=True))
+    by_name, structure = optree.tree_flatten(axes, is_leaf=is_leaf)
+    return dict(zip(trees.names(structure), by_name, strict=True))

@@ -41,11 +41,11 @@ def layouts_of(state: trees.Tree, layouts: trees.Tree) -> trees.Tree:
             return optree.tree_map(lambda x, its: None if x is None else its, node, layouts, none_is_leaf=True)
         return node
 
-    found = optree.tree_map(of_subtree, state, is_leaf=is_like_params)
-    for (name, layout), x in zip(trees.named(found), trees.leaves(state), strict=True):
+    state_layouts = optree.tree_map(of_subtree, state, is_leaf=is_like_params)
+    for (name, layout), x in zip(trees.named(state_layouts), trees.leaves(state), strict=True):
         if not isinstance(layout, Layout) or len(layout.shape) != x.ndim:
             raise ValueError(
                 f"{name} of the optimizer's state has shape {tuple(x.shape)}; it is neither a scalar nor in a tree "
                 "like the parameters, so it has no layout"
             )
-    return found
+    return state_layouts

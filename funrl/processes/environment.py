@@ -11,7 +11,8 @@ class LauncherError(ValueError):
     """Variables of a launcher that say nothing usable; the message says which and what would be right."""
 
 
-FIRST_PORT, PORTS = 15000, 20000  # of the rendezvous of a Slurm job; its number chooses one
+FIRST_PORT = 15000  # of the rendezvous of a Slurm job, whose number chooses one
+PORTS = 20000
 
 
 def read_environment(environment: MutableMapping[str, str] = os.environ) -> int | None:
@@ -43,9 +44,10 @@ def ranks_of_node(environment: Mapping[str, str] = os.environ) -> int | None:
       environment: with the variables of torchrun, as `read_environment` leaves it.
     """
     names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    found = {name: int(environment[name]) for name in names if environment.get(name, "").isdigit()}
-    world, local = found.get("WORLD_SIZE", 1), found.get("LOCAL_WORLD_SIZE", 0)
-    if not 0 < local < world or world % local or found.get("GROUP_WORLD_SIZE", world // local) != world // local:
+    counts = {name: int(environment[name]) for name in names if environment.get(name, "").isdigit()}
+    world = counts.get("WORLD_SIZE", 1)
+    local = counts.get("LOCAL_WORLD_SIZE", 0)
+    if not 0 < local < world or world % local or counts.get("GROUP_WORLD_SIZE", world // local) != world // local:
         return None
     return local
 
@@ -65,17 +67,19 @@ def _take_from_slurm(environment: MutableMapping[str, str]) -> None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     job = int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0)
-    environment.update({
-        "RANK": environment.get("SLURM_PROCID", ""),
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": tasks[0] if tasks else environment["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
-    })  # fmt: skip
+    environment.update(
+        {
+            "RANK": environment.get("SLURM_PROCID", ""),
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+            "LOCAL_WORLD_SIZE": tasks[0] if tasks else environment["SLURM_STEP_NUM_TASKS"],
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
+        }
+    )
 
 
 def first_host(nodes: str) -> str:
     """The first host of a list as Slurm writes it: "node[01-04,07],x3" begins with node01."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return nodes if found is None else "".join(part or "" for part in found.groups())
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    return nodes if match is None else "".join(part or "" for part in match.groups())

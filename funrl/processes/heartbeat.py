@@ -1,11 +1,11 @@
 """Signs of life of a rank: where it is, written at every phase and collective for whoever waits for it.
 
 A rank writes its step, its phase and its last collective in a record of fixed size, at a cost that does not depend on
-the number of ranks. A thread counts on beside it, so that a rank that has stopped is told from one that computes. The
-records are read by `lookout`; on one machine they are in memory that the ranks share with the process that has started
-them (`board`), otherwise they go through the store of the run's rendezvous (`store_signs`).
+the number of ranks. A thread beside the program counts up, so that a stopped rank differs from one that computes. The
+records are read by `stall_monitor`; on one machine they are in memory that the ranks share with the process that has
+started them (`shared_progress`), otherwise they go through the store of the run's rendezvous (`store_progress`).
 
-When a rank has failed, others may still hold the state of the run: what `last_words` was given is called in this thread
+When a rank has failed, others may still hold the state of the run: what `set_rescue` was given is called in this thread
 on the ranks that are chosen for it, while their programs wait in a collective for the one that has failed.
 """
 
@@ -22,15 +22,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 TICK_S = 0.25
-ORDER_S, SAVE_S = 4.0, 120.0  # how long a rank that has failed waits for a decision, and for what is then saved
+ORDER_S = 4.0  # how long a failed rank waits for a decision about what is saved
+SAVE_S = 120.0  # how long it then waits for the save
 RUNNING, FAILED, SAVING, ENDED = range(4)  # states of a rank
 NOBODY = -1  # instead of the number of a replica
 
 _RECORD = struct.Struct("<QQdiIIiiBB2x32s48s64s")
 RECORD_BYTES = 192
-_BEATS, _TICKS, _SINCE, _STEP, _PHASES, _COLLECTIVES, _WHOLE, _REPLICA, STATUS, _WAITING, _PHASE, _COLLECTIVE = (
-    0, 8, 16, 24, 28, 32, 36, 40, 44, 45, 48, 80,
-)  # fmt: skip
+_BEATS = 0
+_TICKS = 8
+_SINCE = 16
+_STEP = 24
+_PHASES = 28
+_COLLECTIVES = 32
+_RECOVERABLE = 36
+_REPLICA = 40
+STATUS = 44
+_WAITING = 45
+_PHASE = 48
+_COLLECTIVE = 80
 
 
 class Sign(NamedTuple):
@@ -44,7 +54,7 @@ class Sign(NamedTuple):
       step, phase: where it is; step 0 is before the first.
       phases: phases that it has entered, the same on every rank that is as far.
       collectives: over all ranks that it has begun, the same on every rank that is as far.
-      whole: the step after which it holds a whole state, its part of it at least; -1: none.
+      recoverable: the step whose recoverable state it holds, or its part of it; -1: none.
       replica: the ranks of one number hold every part of the state together; NOBODY: no ranks do without the others.
       status: RUNNING, FAILED, SAVING or ENDED.
       waiting: whether it is in a collective.
@@ -57,7 +67,7 @@ class Sign(NamedTuple):
     step: int
     phases: int
     collectives: int
-    whole: int
+    recoverable: int
     replica: int
     status: int
     waiting: int
@@ -69,8 +79,8 @@ class Sign(NamedTuple):
 NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, "not begun", "", "an unknown host")
 
 
-def decoded(record: Any) -> Sign:
-    """The sign that the bytes of a record are; `NOT_BEGUN` where nothing has been written."""
+def decode(record: Any) -> Sign:
+    """Unpack the bytes of a record; `NOT_BEGUN` where nothing has been written."""
     *numbers, phase, collective, host = _RECORD.unpack_from(record)
     sign = Sign(*numbers, *(text.rstrip(b"\0").decode(errors="replace") for text in (phase, collective, host)))
     return sign if sign.host else NOT_BEGUN
@@ -91,31 +101,31 @@ class Order(NamedTuple):
 class Link(Protocol):
     """The way from a rank to whoever reads its record."""
 
-    def tick(self, heart: Heart) -> Order | None:
+    def tick(self, heart: Heartbeat) -> Order | None:
         """Called a few times a second; the decision, once there is one."""
         ...
 
-    def failed(self, heart: Heart, error: BaseException, unwritable: bool) -> bool:
-        """Leave word of a failure; False where nobody decides about it."""
+    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
+        """Report a failure; False where nobody decides about it."""
         ...
 
     def elsewhere(self) -> str | None:
         """A folder that all ranks see and that can be written, for what the usual one does not take."""
         ...
 
-    def tell(self, text: str) -> None:
-        """Tell the user, after the error."""
+    def notify(self, text: str) -> None:
+        """Print a line for the user, after the error."""
         ...
 
     def close(self) -> None:
-        """Ask nothing of other ranks from here on, which may end at any moment."""
+        """Stop asking other ranks for anything, as they may end at any moment."""
         ...
 
 
 Save = Callable[[bool, str | None], str]
 
 
-class Heart:
+class Heartbeat:
     """The record of this rank, and the thread that keeps it ticking."""
 
     def __init__(self, record: Any, link: Link) -> None:
@@ -123,11 +133,14 @@ class Heart:
         Args:
           record: `RECORD_BYTES` of writable memory.
         """
-        self.record, self.link = record, link
+        self.record = record
+        self.link = link
         self.beats = self.ticks = self.phases = self.collectives = 0
         self.since = 0.0
         self.save: Save | None = None
-        self.replica, self.settled, self.stop = NOBODY, threading.Event(), threading.Event()
+        self.replica = NOBODY
+        self.settled = threading.Event()
+        self.stop = threading.Event()
         now = time.monotonic()
         _RECORD.pack_into(record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, b"start", b"", _host())
         self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
@@ -141,36 +154,36 @@ class Heart:
                 self._obey(order)
 
     def _obey(self, order: Order) -> None:
-        """Save this rank's part of the state if it is among those that shall."""
+        """Save this rank's part of the state if its replica was chosen."""
         if order.replica != NOBODY and order.replica == self.replica and self.save is not None:
             self.put("<B", STATUS, SAVING)
             try:
-                said = self.save(order.elsewhere, self.link.elsewhere())
+                message = self.save(order.elsewhere, self.link.elsewhere())
             except Exception as error:  # whatever it is, the first failure is the one that counts
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                said = f"the state could not be saved: {first}"
-            if said:
-                self.link.tell(said)
+                message = f"the state could not be saved: {first}"
+            if message:
+                self.link.notify(message)
         self.put("<B", STATUS, ENDED)
         self.settled.set()
 
-    def put(self, form: str, at: int, value: Any) -> None:
+    def put(self, form: str, offset: int, value: Any) -> None:
         """Write one field of the record."""
-        struct.pack_into(form, self.record, at, value)
+        struct.pack_into(form, self.record, offset, value)
 
     def beat(self) -> None:
         self.beats += 1
         struct.pack_into("<Q", self.record, _BEATS, self.beats)
 
 
-_own: Heart | None = None  # of this process
+_own: Heartbeat | None = None  # of this process
 _mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
 _groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
 
 
 @contextlib.contextmanager
-def alive(heart: Heart) -> Iterator[Heart]:
-    """Have the marks of this process go to a record, for as long as the context lasts."""
+def alive(heart: Heartbeat) -> Iterator[Heartbeat]:
+    """Write the marks of this process to a record while the context lasts."""
     global _own
     before, _own = _own, heart
     heart.thread.start()
@@ -188,18 +201,18 @@ def alive(heart: Heart) -> Iterator[Heart]:
 
 
 def name_group(group: str, axes: str, everyone: bool) -> None:
-    """Tell what a process group is, by its name."""
+    """Record the axes of a process group, by its name."""
     _groups[group] = (f" over {axes}".encode(), everyone)
 
 
 def beat() -> None:
-    """Something has been done: a token of each completion, a micro-batch."""
+    """Mark progress: a token of each completion, a micro-batch."""
     if _own is not None:
         _own.beat()
 
 
 def at_step(number: int) -> None:
-    """The step that begins, from 1."""
+    """Mark the begin of a step; the first is 1."""
     if _own is not None:
         _own.put("<i", _STEP, number)
         _own.beat()
@@ -207,7 +220,7 @@ def at_step(number: int) -> None:
 
 def in_steps() -> bool:
     """True once the first step of this rank's program has begun."""
-    return _own is not None and decoded(_own.record).step > 0
+    return _own is not None and decode(_own.record).step > 0
 
 
 def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None) -> None:
@@ -218,7 +231,7 @@ def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A phase of the program, which every rank enters. Behind it the record says that it was the last one."""
+    """Mark a phase of the program, which every rank enters; afterwards the record names it as the last one."""
     heart = _own
     if heart is not None:
         heart.phases += 1
@@ -236,14 +249,15 @@ def phase(name: str) -> Iterator[None]:
 
 
 def entered(name: str, group: str = "") -> None:
-    """A collective begins; where it raises, `left` is not called, and the record keeps it.
+    """Mark the begin of a collective. Where it raises, `left` is not called, and the record keeps it.
 
     Args:
       group: name of its process group; "": it is not one of a group.
     """
     if torch.compiler.is_compiling() or _own is None:
         return
-    heart, (axes, everyone) = _own, _groups.get(group, (b"", False))
+    heart = _own
+    (axes, everyone) = _groups.get(group, (b"", False))
     if everyone:
         heart.collectives += 1
         heart.put("<I", _COLLECTIVES, heart.collectives)
@@ -255,33 +269,34 @@ def entered(name: str, group: str = "") -> None:
 
 
 def left() -> None:
-    """A collective has ended, or has been handed to a device."""
+    """Mark that a collective has ended, or has been handed to a device."""
     if torch.compiler.is_compiling() or _own is None:
         return
     _own.put("<B", _WAITING, 0)
     _own.beat()
 
 
-def last_words(save: Save | None, replica: int) -> None:
-    """Give what saves this rank's part of the state when another one has failed.
+def set_rescue(save: Save | None, replica: int) -> None:
+    """Set the function that saves this rank's part of the state when another rank has failed.
 
     Args:
-      save: (whether the usual folder cannot be written, another one that all ranks see or None) -> what is to be told.
+      save: (whether the usual folder cannot be written, another one that all ranks see or None) -> message.
       replica: see `Sign`.
     """
     if _own is not None:
-        _own.save, _own.replica = save, replica
+        _own.save = save
+        _own.replica = replica
         _own.put("<i", _REPLICA, replica)
 
 
-def holds(step: int) -> None:
-    """The step after which this rank holds its part of a whole state from here on; -1: of none."""
+def mark_recoverable(step: int) -> None:
+    """Record the step whose recoverable state this rank holds its part of; -1: of none."""
     if _own is not None:
-        _own.put("<i", _WHOLE, step)
+        _own.put("<i", _RECOVERABLE, step)
 
 
 def failed(error: BaseException, unwritable: bool = False) -> bool:
-    """This rank fails. Wait until what can be saved has been: its own part too, in the thread beside.
+    """Report that this rank fails, and wait until the state is saved: its own part too, in the heartbeat's thread.
 
     Args:
       unwritable: whether it is the usual folder that failed.
@@ -309,7 +324,7 @@ def failed(error: BaseException, unwritable: bool = False) -> bool:
 
 
 def closing() -> None:
-    """The program ends, and so do other ranks."""
+    """Mark the end of the program; other ranks end too."""
     if _own is not None:
         _own.link.close()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 VARIABLE = "MKL_CBWR"  # which `funrl` sets to AUTO where the user has not set it
 SYMBOLS = ("mkl_serv_cbwr_get", "mkl_cbwr_get")  # inside libtorch, where MKL is linked into it; in a library of its own
-ALL, OFF = -1, 1  # a question for branch and flags; the branch whose bits depend on the alignment of memory
+BRANCH_AND_FLAGS = -1  # asks for branch and flags
+OFF = 1  # the branch whose bits depend on the alignment of memory
 
 
 def processor_facts() -> dict[str, str]:
@@ -87,5 +88,5 @@ def _branch() -> int | None:
             library = ctypes.CDLL(None if path is None else str(path))
             for symbol in SYMBOLS:
                 if hasattr(library, symbol):
-                    return getattr(library, symbol)(ALL)
+                    return getattr(library, symbol)(BRANCH_AND_FLAGS)
     return None

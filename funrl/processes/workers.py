@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from funrl.processes import heartbeat, lookout
-from funrl.processes.board import Board, Supervision
+from funrl.processes import heartbeat, stall_monitor
 from funrl.processes.heartbeat import SAVE_S
 from funrl.processes.output import lasting_output
 from funrl.processes.parent import end_with_parent
+from funrl.processes.shared_progress import SharedProgress, Supervision
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
-SETTLE_S = 0.3  # how long the failure of one is waited on by those that it causes
+SETTLE_S = 0.3  # how long to wait for the failures that one failure causes
 REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
 
 STOPPING = "interrupted: the run finishes this step, saves and ends; another Ctrl-C ends it at once"
@@ -49,7 +49,7 @@ class RankProgram(NamedTuple):
     """The program of every process.
 
     Attributes:
-      run: (rank, folder that all processes share) -> a result, of which that of rank 0 counts.
+      run: (rank, folder that all processes share) -> a result; rank 0's counts.
       plain: exceptions whose message is all that a user needs; no traceback is shown of them.
     """
 
@@ -58,14 +58,18 @@ class RankProgram(NamedTuple):
 
 
 def run_processes(
-    task: RankProgram, count: int, fork: bool, heartbeat_s: float | None = None, timeout_s: float | None = None,
+    task: RankProgram,
+    count: int,
+    fork: bool,
+    heartbeat_s: float | None = None,
+    timeout_s: float | None = None,
     stalled_s: float | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
       fork: whether the processes are forks of this one; see `can_fork`.
-      heartbeat_s, timeout_s, stalled_s: see `board.Supervision`.
+      heartbeat_s, timeout_s, stalled_s: see `shared_progress.Supervision`.
 
     Raises:
       WorkerError: a process failed, or does not answer.
@@ -73,7 +77,7 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
         pids: dict[int, int] = {}
-        supervision = Supervision(Board(folder, count, create=True), heartbeat_s, timeout_s, stalled_s)
+        supervision = Supervision(SharedProgress(folder, count, create=True), heartbeat_s, timeout_s, stalled_s)
         if not fork:
             _leave(task, folder)
         _flush()
@@ -93,14 +97,14 @@ def run_processes(
         result = os.path.join(folder, "result")
         if first_is_done and not os.path.exists(result):
             raise WorkerError("rank 0 ended before the program did, as os._exit does")
-        if failed or supervision.ordered:  # one may have left word that it fails, and not end
-            raise WorkerError((supervision.explained(failed) or _explain(folder, failed)) + supervision.said())
+        if failed or supervision.ordered:  # one may have reported a failure, and not end
+            raise WorkerError((supervision.explained(failed) or _explain(folder, failed)) + supervision.notices())
         with open(result, "rb") as file:
             return pickle.load(file)
 
 
 def ask_to_stop(sign: int = signal.SIGTERM) -> bool:
-    """Ask this process, and the ranks that it has started, to stop where their state is whole; True if it has some.
+    """Ask this process and its ranks to stop where their state is recoverable; True if it has started ranks.
 
     Args:
       sign: the signal that this process has received.
@@ -156,7 +160,7 @@ def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterato
         ask_to_stop(signal.SIGINT)
         if os.environ.get("RANK", "0") == "0":
             # In a thread: the signal may have come in the middle of a line that is being printed.
-            threading.Thread(target=lookout.say, args=(STOPPING,)).start()
+            threading.Thread(target=stall_monitor.say, args=(STOPPING,)).start()
 
     def terminate(*_: Any) -> None:
         ask_to_stop()
@@ -249,7 +253,8 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     signal.signal(signal.SIGINT, lambda *_: None)  # the process that started this rank decides what it means
     signal.signal(END_AT_ONCE, _interrupted if rank == 0 else lambda *_: os._exit(130))
-    status, plain = 1, ()
+    status = 1
+    plain = ()
     try:
         run, plain = task()
         with lasting_output():
@@ -269,14 +274,15 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
 
 
 def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
-    """Wait until all ranks end well, or one does not: then the wait statuses of those that failed, by rank.
+    """Wait until all ranks end well, or one does not; return the wait statuses of failed ranks, by rank.
 
-    A rank that loses its peer fails within moments of it, so the others are looked at once more before the verdict.
-    Then those that are left may save the state, if they hold it.
+    A rank that loses its peer fails within moments of it, so the others are polled once more before the verdict. Then
+    the remaining ranks may save the state, if they hold it.
     """
     failed: dict[int, int] = {}
     dead: set[int] = set()
-    verdict, deadline = float("inf"), float("inf")
+    verdict = float("inf")
+    deadline = float("inf")
     while pids and time.monotonic() < deadline:
         for pid in list(pids):
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -287,21 +293,23 @@ def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
                 if status:
                     failed[rank] = status
         now = time.monotonic()
-        if supervision.look() or failed:
+        if supervision.poll() or failed:
             verdict = min(verdict, now + SETTLE_S)
         if now >= verdict and not supervision.ordered:
             supervision.order(dead)
             deadline = now + SAVE_S
         if supervision.ordered and not supervision.saving(dead):
-            # One that has left word that it fails writes its report now.
+            # A rank that has reported a failure writes its traceback now.
             deadline = min(deadline, now if failed or supervision.stalled else now + REPORT_S)
         time.sleep(0.02)
     return failed
 
 
 def _end(pids: dict[int, int], sign: signal.Signals) -> None:
-    """Ask the remaining ranks to end, and kill those that have not after a few seconds. One that the kernel does not
-    end, as it waits for a disk, is left behind."""
+    """Ask the remaining ranks to end, and kill those that have not after a few seconds.
+
+    One that the kernel cannot end, as it waits for a disk, is abandoned.
+    """
     for signal_now in (sign, signal.SIGKILL):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -51,12 +51,12 @@ class EngineCost(NamedTuple):
       pages: in all, each `cache_bytes / pages`.
       used_pages: by requests in flight; the most so far is `peak_pages`.
       peak_pages: the most that were in use at once.
-      rows: completions that are drawn together at most.
+      rows: completions that are sampled together at most.
       passes: forward passes.
       prefilled, cached, decoded: prompt tokens that were computed, prompt tokens that were found in the cache, and
-        tokens that were drawn.
+        tokens that were sampled.
       preempted: requests that were put back because there were no pages, and computed again.
-      drafted, accepted: tokens of drafts, and those of them that were drawn; see `native_engine`.
+      drafted, accepted: tokens of drafts, and those of them that were sampled; see `native_engine`.
     """
 
     cache_bytes: int

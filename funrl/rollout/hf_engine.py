@@ -37,7 +37,7 @@ class HFEngine:
     def __init__(self, config: ModelConfig, weights: WeightSpec):
         self.weights = weights
         self.version, self.paused = None, False
-        self._config, self._stored = config, stored_in(config.family, weights.names)
+        self._config, self._stored = config, stored_in(config.source.family, weights.names)
         self._waiting: list[Request] = []
         self._passes = self._decoded = 0
 
@@ -61,7 +61,7 @@ class HFEngine:
         self.version = None
         expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
         state = trees.from_named(expected, named_weights)
-        tensors = dict(fused(self._config.family, self.weights.names, state.items()))
+        tensors = dict(fused(self._config.source.family, self.weights.names, state.items()))
         found = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
         lacking = set(found.missing_keys) - set(self.model.all_tied_weights_keys)
         if lacking or found.unexpected_keys:
@@ -133,7 +133,7 @@ class HFEngine:
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         from transformers import GenerationConfig
 
-        pad, width = self._config.pad or 0, max(len(request.prompt) for request in requests)
+        pad, width = self._config.special_tokens.pad or 0, max(len(request.prompt) for request in requests)
         device, prompts = self.model.device, [list(request.prompt) for request in requests]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -195,7 +195,7 @@ def no_engine(model: Model) -> str | None:
     if model.pages or model.abilities.code or model.abilities.routers is None:
         return None
     return (
-        f"layers of a {model.config.family} keep a state and no pages, which the native engine needs, and "
+        f"layers of a {model.config.source.family} keep a state and no pages, which the native engine needs, and "
         "transformers' engine takes no experts: it can be trained and scored, but not generate"
     )
 

@@ -20,11 +20,11 @@ class Request(NamedTuple):
       prompt: token ids, at least one.
       sampling: parameters of the draws; `samples` plays no part, one request is one completion.
       seed: start of the request's own stream of noise, a signed number of 64 bits. A completion depends on prompt,
-        sampling, seed and weights only: not on what else is in flight, nor on when or where it is drawn.
+        sampling, seed and weights only: not on what else is in flight, nor on when or where it is sampled.
       begun: what has been written already, in an earlier step or by an engine that was stopped; the completion goes on
         behind it and `max_new_tokens` counts it.
-      most: tokens that are drawn now, at most; None: as many as `max_new_tokens` allows. Where it ends a completion its
-        finish is "paused".
+      most: limit of the tokens sampled now; None: as many as `max_new_tokens` allows. A completion that ends by it has
+        the finish "paused".
     """
 
     number: int
@@ -39,14 +39,14 @@ Finish = Literal["stop", "string", "length", "paused", "cancelled"]
 
 
 class Completion(NamedTuple):
-    """Tokens that an engine has drawn behind a prompt, on the host.
+    """Tokens that an engine has sampled behind a prompt, on the host.
 
     Attributes:
       number: of the request.
-      tokens: [T] int64; a stop token that was drawn is part of it.
-      sampling_logp: [T] nats, of the distribution that was drawn from (tempered, truncated); greedy: the raw one.
+      tokens: [T] int64; a stop token that was sampled is part of it.
+      sampling_logp: [T] nats, of the distribution that was sampled from (tempered, truncated); greedy: the raw one.
       raw_logp: [T] nats, of the model's own distribution (temperature 1, nothing truncated).
-      versions: [T] int64, of the weights that each token was drawn with.
+      versions: [T] int64, of the weights that each token was sampled with.
       finish: "stop", by a stop token; "string", by a stop string; "length", by `max_new_tokens`; "paused", by
         `Request.most`; "cancelled".
       routes: [P + T - 1, choices] int16, the experts that the tokens of prompt and completion went to but the last,

@@ -67,7 +67,7 @@ def sample_tokens(
       seen_RV: bool, the tokens of each row's prompt and completion so far; needed with a repetition penalty.
       static: let no shape depend on numbers, so that the host need not know them, as it is on every device but a CPU.
 
-    Returns: token [R] int64; its log-probability in the distribution that was drawn from (greedy: the model's own),
+    Returns: token [R] int64; its log-probability in the distribution that was sampled from (greedy: the model's own),
       and in the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where the
       logits are not finite, whatever the token.
     Raises:
@@ -130,9 +130,9 @@ def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_truncated(
     prob_RV: Tensor, noise_R: Tensor, sampling: Sampling, static: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The token [R, 1], and the probability [R, 1] of all tokens that could have been drawn.
+    """The token [R, 1], and the probability [R, 1] of all tokens that could have been sampled.
 
-    On the CPU most rows are drawn from a short list of their most probable tokens; the rows that it does not settle
+    On the CPU most rows are sampled from a short list of their most probable tokens; the rows that it does not settle
     take the way that all rows take on other devices, where asking which ones these are would make the host wait.
     """
     short = None if static else shortlist(prob_RV, sampling)

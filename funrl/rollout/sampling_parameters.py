@@ -73,10 +73,10 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """True if some tokens cannot be drawn although the model gives them a probability."""
+        """True if some tokens cannot be sampled although the model gives them a probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def reshaped(self) -> bool:
-        """True if what is drawn from is not the model's distribution at the temperature: truncated or penalised."""
+        """True if what is sampled from is not the model's distribution at the temperature: truncated or penalised."""
         return self.truncated or self.repetition_penalty != 1

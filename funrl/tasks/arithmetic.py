@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,13 +16,14 @@ import numpy as np
 
 from funrl.data.prompts import Prompt
 from funrl.data.tokenizer import character_tokenizer, character_vocabulary
+from funrl.tasks.task import EmbeddedTask
 
 if TYPE_CHECKING:
     from funrl.models.decoder.config import Config
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
-HEAD, VLLM_HEAD = 16, 32  # size of the decoder's heads; vLLM's attention on a CPU takes none below 32
+HEAD = 16  # size of the decoder's heads
 ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
@@ -90,6 +90,16 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
     forgets = np.random.default_rng((seed, 1)).random(count) < error
     answers = np.where(forgets, sum_without_carries(pairs), pairs.sum(1))
     return [(prompt_text(pair), answer_text(answer)) for pair, answer in zip(pairs, answers, strict=True)]
+
+
+def right_answers(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str]]:
+    """Problems as (prompt, completion) pairs without errors; held-out ones are the same for every seed.
+
+    Args: as in `problems`.
+    """
+    if split == "train":
+        return demonstrations(seed, count, digits, error=0.0)
+    return [(prompt.prompt, prompt.fields["answer"]) for prompt in heldout_prompts(count, digits)]
 
 
 def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str]]:
@@ -194,16 +204,42 @@ def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
       model: one of `MODELS`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large together as the
         other's mlp.
     """
-    from funrl.models.decoder.config import Config  # here, for flags are read without torch
+    from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
     from funrl.models.decoder.routing import Experts
+    from funrl.models.flat import with_fields
 
-    dense = Config(
+    dense = decoder_config(
         vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
         rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
     )  # fmt: skip
     if model == "arithmetic":
         return dense
-    return replace(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
+    return with_fields(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
+
+
+def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
+    """The task, learned by one of `MODELS`."""
+    return EmbeddedTask(
+        name="arithmetic",
+        training_prompts=training_prompts,
+        heldout_prompts=heldout_prompts,
+        reward=reward,
+        demonstrations=demonstrations,
+        texts={
+            "demonstrations": right_answers,
+            "preferences": preferences,
+            "triples": triples,
+            "ratings": ratings,
+            "steps": steps,
+        },
+        tokenizer=tokenizer,
+        is_its_tokenizer=is_its_tokenizer,
+        model_config=lambda head: model_config(max(head, HEAD), model),
+        max_new_tokens=MAX_NEW_TOKENS,
+        warmstart_steps=WARMSTART_STEPS,
+        demonstration_field="answer",
+        readable=in_usual_order,
+    )
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:

@@ -27,8 +27,10 @@ MASKS = (
 )
 GROUP_NUMBERS = (7, -2, 7, 40, 7, -2, 3)  # 40 and 3 are alone, any order, any numbers
 SEQUENCE_LENGTHS = (7, 11, 12, 3, 6, 8, 8)
-PACKED_ROWS, PACKED_WIDTH = ([0, 3, 4], [2], [1], [5, 6]), 20  # several sequences to a row
-WHOLE_GROUPS, ANY_ROWS = ([3, 0, 2, 4], [6, 1, 5]), ([4, 0, 1], [2], [6, 3, 5])  # rows of each rank
+PACKED_ROWS = ([0, 3, 4], [2], [1], [5, 6])  # several sequences to a row
+PACKED_WIDTH = 20
+WHOLE_GROUPS = ([3, 0, 2, 4], [6, 1, 5])  # rows of each rank
+ANY_ROWS = ([4, 0, 1], [2], [6, 3, 5])
 
 
 def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
@@ -81,7 +83,8 @@ def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
 
 def with_own_fields(batch: Batch, fields: Mapping[str, Field], seed: int = 3) -> Batch:
     """The batch with example values of fields that an algorithm or a piece declares."""
-    draw, batch = torch.Generator().manual_seed(seed), declare(batch, fields)
+    draw = torch.Generator().manual_seed(seed)
+    batch = declare(batch, fields)
     values = {name: field.example_value(draw, batch.mask) for name, field in fields.items()}
     return batch._replace(**trees.cast(values, batch.score.dtype))
 
@@ -159,7 +162,8 @@ class ThreadRanks:
         Args:
           owned: rows of each rank.
         """
-        self.owned, self.box = owned, [None] * len(owned)
+        self.owned = owned
+        self.box = [None] * len(owned)
         self.barrier = threading.Barrier(len(owned), timeout=60)
 
     def batch_of(self, rank: int, batch: Batch) -> Batch:

@@ -123,7 +123,9 @@ def constants(subject: Subject) -> None:
     total = torch.stack([f.num for f in parts]).sum()
     if total.requires_grad:
         grads = torch.autograd.grad(total, list(held.values()), allow_unused=True)
-        reached = [k for k, g in zip(held, grads, strict=True) if g is not None and g.abs().max() > 0]
+        reached = [
+            k for k, gradient in zip(held, grads, strict=True) if gradient is not None and gradient.abs().max() > 0
+        ]
         demand(not reached, f"a gradient goes through batch.{', batch.'.join(reached)}: detach it")
 
 
@@ -131,22 +133,24 @@ def finite_gradient(subject: Subject) -> None:
     """The gradient is finite, and there is one: by log-probabilities, or by what else the step writes."""
     batch = subject.batch()
     moving = {k: x.clone().requires_grad_() for k in schema_of(batch).by("step") if (x := batch.get(k)) is not None}
-    for at, x_BT in (("", nearby_logp(batch)), (" at a ratio of 1", batch.old_logp)):
+    for where, x_BT in (("", nearby_logp(batch)), (" at a ratio of 1", batch.old_logp)):
         leaf = x_BT.clone().requires_grad_()
         for loss in subject.losses():
             parts, _ = loss_parts(loss, leaf, batch._replace(**moving))
             total = torch.stack([f.num for f in parts]).sum()
             demand(total.requires_grad, "it depends on nothing that is trained: it has no gradient")
             grads = torch.autograd.grad(total, [leaf, *moving.values()], allow_unused=True)
-            for name, g in zip(("log-probabilities", *moving), grads, strict=True):
-                demand(g is None or g.isfinite().all(), f"its gradient by {name} is not finite{at}")
+            for name, gradient in zip(("log-probabilities", *moving), grads, strict=True):
+                demand(gradient is None or gradient.isfinite().all(), f"its gradient by {name} is not finite{where}")
 
 
 def reference_gradient(subject: Subject) -> None:
     """The gradient is that of the reference, by differences."""
-    batch, reference = subject.batch(), subject.reference
+    batch = subject.batch()
+    reference = subject.reference
     assert reference is not None
-    b, logp = plain_batch(batch), nearby_logp(batch)
+    b = plain_batch(batch)
+    logp = nearby_logp(batch)
 
     def total(values: list[list[float]]) -> float:
         out = reference(values, b)
@@ -159,11 +163,14 @@ def reference_gradient(subject: Subject) -> None:
         ours = torch.stack([f.num for f in loss_parts(subject.piece, leaf, batch)[0]]).sum()
     else:
         ours = term_output(subject.piece, leaf, batch)[0][batch.mask].sum()
-    gradient, step = gradient_by(leaf, ours), 1e-6
+    gradient = gradient_by(leaf, ours)
+    step = 1e-6
     for i, t in batch.mask.nonzero().tolist()[::3]:
-        up, down = logp.clone(), logp.clone()
+        up = logp.clone()
+        down = logp.clone()
         up[i, t] += step
         down[i, t] -= step
-        slope, got = (total(up.tolist()) - total(down.tolist())) / (2 * step), gradient[i, t].item()
+        slope = (total(up.tolist()) - total(down.tolist())) / (2 * step)
+        got = gradient[i, t].item()
         same = math.isclose(got, slope, rel_tol=1e-5, abs_tol=1e-7)
         demand(same, f"the gradient by token {t} of row {i} is {got:.6g}, the reference's by differences {slope:.6g}")

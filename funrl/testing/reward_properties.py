@@ -15,9 +15,23 @@ from funrl.rewards.call import Completed, Reward, RewardError, RewardFunction, r
 from funrl.rewards.load import check_fields
 
 ODD_COMPLETIONS = (
-    "", " ", "\n\n", "0", "-1", "1e999", "nan", "yes", "{", "```python\nprint(1)\n```", "<answer></answer>",
-    "\\boxed{}", "\\boxed{\\frac{1}{0}}", "a\x00b", "\u0663\u2212\u00bd \U0001f431", "42 " * 3000,
-)  # fmt: skip
+    "",
+    " ",
+    "\n\n",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "yes",
+    "{",
+    "```python\nprint(1)\n```",
+    "<answer></answer>",
+    "\\boxed{}",
+    "\\boxed{\\frac{1}{0}}",
+    "a\x00b",
+    "\u0663\u2212\u00bd \U0001f431",
+    "42 " * 3000,
+)
 
 
 class RewardSubject(NamedTuple):
@@ -84,7 +98,8 @@ def finite_numbers(one: RewardSubject) -> None:
 
 def same_again(one: RewardSubject) -> None:
     """It gives the same number for the same completion, whatever the global random state."""
-    state, torch_state = random.getstate(), torch.random.get_rng_state()
+    state = random.getstate()
+    torch_state = torch.random.get_rng_state()
     try:
         runs = []
         for seed in (0, 1):
@@ -99,7 +114,8 @@ def same_again(one: RewardSubject) -> None:
 
 def rows_alone(one: RewardSubject) -> None:
     """The number of a completion depends neither on the others of its call nor on their order."""
-    together, backwards = one.scores(), one.scores(one.rows[::-1])[::-1]
+    together = one.scores()
+    backwards = one.scores(one.rows[::-1])[::-1]
     _demand_same(one.rows, together, backwards, "in another order")
     alone = [number for row in one.rows for number in one.scores([row])]
     _demand_same(one.rows, together, alone, "when it is called for this completion alone")

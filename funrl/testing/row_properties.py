@@ -20,22 +20,26 @@ ROW_ORDER = (3, 0, 6, 5, 1, 4, 2)
 
 def advantage_outside_the_mask(subject: Subject) -> None:
     """NaN in everything that is outside the mask changes no bit."""
-    batch, piece = subject.batch(), subject.piece
-    one, signal = advantage_output(subject, batch), subject.signal(batch)
+    batch = subject.batch()
+    piece = subject.piece
+    row = advantage_output(subject, batch)
+    signal = subject.signal(batch)
     if subject.tokens:
         signal = signal._replace(x=torch.where(batch.mask, signal.x, torch.nan))
     if signal.weight is not None:
         signal = signal._replace(weight=torch.where(batch.mask, signal.weight, torch.nan))
     other = signal_fields(run_piece(piece, signal, piece.init(), poisoned(batch))[0])
-    for name, value in signal_fields(one).items():
-        on = one.mask if value.dim() == 2 and name != "mask" else torch.ones_like(value, dtype=torch.bool)
+    for name, value in signal_fields(row).items():
+        on = row.mask if value.dim() == 2 and name != "mask" else torch.ones_like(value, dtype=torch.bool)
         same = torch.equal(other[name][on], value[on])
         demand(same, f"{name} on sampled tokens is another where NaN is outside the mask: use where_masked")
 
 
 def row_order(subject: Subject) -> None:
     """The order of rows does not matter."""
-    batch, order, piece = subject.batch(), torch.tensor(ROW_ORDER), subject.piece
+    batch = subject.batch()
+    order = torch.tensor(ROW_ORDER)
+    piece = subject.piece
     moved = select(batch, order)
     if subject.kind == "filter":
         demand(torch.equal(piece(moved), piece(batch)[order]), "it keeps other rows where they have another order")
@@ -63,22 +67,24 @@ def ranks(subject: Subject) -> None:
 
 def _on_thread_ranks(subject: Subject, batch: Batch, owned: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Of each rank, what it gets, and what one that holds all rows gets."""
-    exchange, piece, whole = ThreadRanks(owned), subject.piece, subject.signal(batch)
+    exchange = ThreadRanks(owned)
+    piece = subject.piece
+    whole = subject.signal(batch)
 
-    def made(given: Signal, rows: Batch) -> dict[str, Tensor]:
+    def outputs(given: Signal, rows: Batch) -> dict[str, Tensor]:
         if subject.kind == "filter":
             return {"kept rows": piece(rows)}
         signal, state = run_piece(piece, given, piece.init(), rows)
-        found = signal_fields(signal)
-        found |= {f"/metric {name} {i}": x for name, m in signal.metrics.items() for i, x in enumerate(m)}
-        return found | {f"/state {i}": torch.as_tensor(x) for i, x in enumerate(trees.leaves(state), 1)}
+        values = signal_fields(signal)
+        values |= {f"/metric {name} {i}": x for name, m in signal.metrics.items() for i, x in enumerate(m)}
+        return values | {f"/state {i}": torch.as_tensor(x) for i, x in enumerate(trees.leaves(state), 1)}
 
     def on_rank(rank: int) -> dict[str, Tensor] | BaseException:
         own = torch.tensor(owned[rank])
         x = whole.x if whole.x.dim() == 1 else whole.x[own]
         weight = None if whole.weight is None else whole.weight[own]
         try:
-            return made(Signal(x, whole.mask[own], weight=weight), exchange.batch_of(rank, batch))
+            return outputs(Signal(x, whole.mask[own], weight=weight), exchange.batch_of(rank, batch))
         except BaseException as error:
             exchange.barrier.abort()  # others wait for this rank
             return error
@@ -88,12 +94,13 @@ def _on_thread_ranks(subject: Subject, batch: Batch, owned: Any) -> list[tuple[d
     failed = [out for out in outs if isinstance(out, BaseException)]
     for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
-    alone = made(whole, batch)
+    alone = outputs(whole, batch)
     return [(out, alone) for out in outs if isinstance(out, dict)]
 
 
 def truth_per_row(subject: Subject) -> None:
     """A filter gives a truth value per row."""
-    kept, rows = subject.piece(subject.batch()), len(subject.batch().mask)
+    kept = subject.piece(subject.batch())
+    rows = len(subject.batch().mask)
     right = isinstance(kept, Tensor) and kept.dtype == torch.bool and kept.shape == (rows,)
     demand(right, f"it gave {kept!r}: a tensor [{rows}] of truth values is needed")

@@ -31,8 +31,10 @@ SINGLE_PRECISION = 2e-4  # tolerance in float32
 
 def in_place(subject: Subject) -> None:
     """Inputs are left as they were."""
-    batch, logp = subject.batch(), nearby_logp(subject.batch())
-    signal, state = subject.signal(batch), subject.piece.init() if subject.kind == "advantage" else ()
+    batch = subject.batch()
+    logp = nearby_logp(subject.batch())
+    signal = subject.signal(batch)
+    state = subject.piece.init() if subject.kind == "advantage" else ()
     inputs = {f"batch.{name}": x for name, x in trees.named(as_dict(batch))} | {"x": logp}
     inputs |= {f"signal.{name}": x for name, x in signal._asdict().items() if isinstance(x, Tensor)}
     inputs |= {f"state {i}": x for i, x in enumerate(trees.leaves(state), 1) if isinstance(x, Tensor)}
@@ -62,10 +64,12 @@ def determinism(subject: Subject) -> None:
 
 def fields(subject: Subject) -> None:
     """The fields that `reads` finds are enough, and none of the required ones can be missing."""
-    batch, piece = subject.batch(), subject.piece
-    logp, found = nearby_logp(batch), reads(piece)
+    batch = subject.batch()
+    piece = subject.piece
+    logp = nearby_logp(batch)
+    needs = reads(piece)
     carried = {"mask", "score"} | ({"weight"} if subject.weighted else set())
-    needed = found.required | found.optional | carried
+    needed = needs.required | needs.optional | carried
     bare = Batch(schema_of(batch), **{k: v for k, v in as_dict(batch).items() if k in needed})
     want = output(subject, batch, logp)
     try:
@@ -78,7 +82,7 @@ def fields(subject: Subject) -> None:
     demand(set(got) == set(want), f"without other fields it gives {sorted(got)} instead of {sorted(want)}")
     for name, value in want.items():
         demand_close(got[name], value, f"{name} without the fields that it does not read")
-    for field in found.required - {"mask", "score"}:
+    for field in needs.required - {"mask", "score"}:
         try:
             output(subject, batch._replace(**{field: None}), logp)
         except MissingField as error:
@@ -91,13 +95,16 @@ def fields(subject: Subject) -> None:
 
 def equals_reference(subject: Subject) -> None:
     """Values are those of the reference."""
-    batch, reference = subject.batch(), subject.reference
+    batch = subject.batch()
+    reference = subject.reference
     assert reference is not None
-    b, logp = plain_batch(batch), nearby_logp(batch)
+    b = plain_batch(batch)
+    logp = nearby_logp(batch)
     as_tensor = lambda x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     if subject.kind == "advantage":
         signal = advantage_output(subject, batch)
-        expected, got = reference(subject.signal(batch).x.tolist(), b), signal_fields(signal)
+        expected = reference(subject.signal(batch).x.tolist(), b)
+        got = signal_fields(signal)
         for name, want in expected.items():
             demand_close(got[name].double(), as_tensor(want), name)
         for name in set(got) & set(expected) - {"rows", "mask"}:
@@ -110,10 +117,12 @@ def equals_reference(subject: Subject) -> None:
         demand_close(term_output(subject.piece, logp, batch)[0][batch.mask], want[batch.mask], "the loss")
     else:
         if subject.kind == "loss":
-            parts, wanted = loss_parts(subject.piece, logp, batch)[0], reference(logp.tolist(), b)
+            parts = loss_parts(subject.piece, logp, batch)[0]
+            wanted = reference(logp.tolist(), b)
         else:
             rewards = token_rewards_like(batch)
-            parts, wanted = reduction_parts(subject.piece, rewards, batch.mask), [reference(rewards.tolist(), b)]
+            parts = reduction_parts(subject.piece, rewards, batch.mask)
+            wanted = [reference(rewards.tolist(), b)]
         demand(len(parts) == len(wanted), f"it has {len(parts)} parts, the reference {len(wanted)}")
         for got, (num, den) in zip(parts, wanted, strict=True):
             demand_close(got.num, as_tensor(num), "the numerator")
@@ -123,7 +132,8 @@ def equals_reference(subject: Subject) -> None:
 def padding(subject: Subject) -> None:
     """More padding changes nothing."""
     batch = subject.batch()
-    logp, wide = nearby_logp(batch), with_padding(batch, 4)
+    logp = nearby_logp(batch)
+    wide = with_padding(batch, 4)
     if subject.kind == "advantage":
         signal = subject.signal(batch)
         weight = None if signal.weight is None else pad(signal.weight, (0, 4))
@@ -172,17 +182,20 @@ def compilation(subject: Subject) -> None:
     batch = subject.batch()
     torch._dynamo.reset()
     if subject.kind == "advantage":
-        signal, state = subject.signal(batch), subject.piece.init()
+        signal = subject.signal(batch)
+        state = subject.piece.init()
 
         def step(x: Tensor) -> dict[str, Tensor]:
             return signal_fields(subject.piece.update(signal._replace(x=x), state, batch)[0])
 
-        got, want = torch.compile(step, fullgraph=True, backend="eager")(signal.x), step(signal.x)
+        got = torch.compile(step, fullgraph=True, backend="eager")(signal.x)
+        want = step(signal.x)
         demand(set(got) == set(want), f"compiled it gives {sorted(got)} instead of {sorted(want)}")
         for name, value in want.items():
             demand_close(got[name], value, f"{name} compiled")
         return
-    loss, results = subject.losses()[-1], []
+    loss = subject.losses()[-1]
+    results = []
 
     def update(logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = loss(logp, batch)

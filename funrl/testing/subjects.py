@@ -72,7 +72,8 @@ def loss_parts(loss: Loss, x: Tensor, batch: Batch) -> tuple[tuple[Mean, ...], d
 
 def reduction_parts(reduction: Reduction, loss: Tensor, mask: Tensor, segments: Tensor | None = None) -> list[Mean]:
     """The parts of a reduction."""
-    nums, dens = reduction.numerators(loss, mask, segments), reduction.denominators(mask, segments)
+    nums = reduction.numerators(loss, mask, segments)
+    dens = reduction.denominators(mask, segments)
     return [Mean(num, den) for num, den in zip(nums, dens, strict=True)]
 
 
@@ -138,9 +139,9 @@ def demand_close(got: Tensor, want: Tensor, what: str, tolerance: float = EXACT)
     demand(got.dtype == want.dtype, f"{what} is {got.dtype} instead of {want.dtype}")
     if not torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
         gap = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
-        at = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)) if gap.dim() else ()
-        where = f" at {list(at)}" if at else ""
-        raise AssertionError(f"{what}{where} is {got[at].item():.6g} instead of {want[at].item():.6g}")
+        index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)) if gap.dim() else ()
+        where = f" at {list(index)}" if index else ""
+        raise AssertionError(f"{what}{where} is {got[index].item():.6g} instead of {want[index].item():.6g}")
 
 
 def demand_equal(got: dict[str, Tensor], want: dict[str, Tensor], when: str) -> None:

@@ -19,7 +19,7 @@ from funrl.mesh import launch
 from funrl.models import Inputs, decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
-from funrl.processes import lookout
+from funrl.processes import stall_monitor
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
@@ -359,7 +359,7 @@ def test_a_reward_that_takes_long_is_told_after_a_heartbeat(tmp_path, monkeypatc
         r"; the run ends when a rank has waited 60 minutes \(--timeout\)$",
         re.MULTILINE,
     )
-    said, say = tmp_path / "said", lookout.say
+    said, say = tmp_path / "said", stall_monitor.say
     said.touch()
 
     def also_written(text):
@@ -367,7 +367,7 @@ def test_a_reward_that_takes_long_is_told_after_a_heartbeat(tmp_path, monkeypatc
         with said.open("a") as out:
             out.write(f"{text}\n")
 
-    monkeypatch.setattr(lookout, "say", also_written)
+    monkeypatch.setattr(stall_monitor, "say", also_written)
 
     def slow(prompt, completion, wanted):
         end = time.monotonic() + 120

@@ -1,6 +1,5 @@
 """Bad inputs, made by rule: each gives one clear line that names it, no traceback, before any work starts."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -14,7 +13,7 @@ import torch
 
 from funrl.cli.run import main
 from funrl.flags.arguments import arguments_of, find_recipe
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.settings import settings_flags
@@ -119,7 +118,7 @@ def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     model, tokenizer = decoder_model(arithmetic.model_config()), arithmetic.tokenizer()
     hf.save(folder / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
-    wide = decoder_model(dataclasses.replace(arithmetic.model_config(), mlp=8))
+    wide = decoder_model(with_fields(arithmetic.model_config(), mlp=8))
     hf.save(folder / "wide", wide, wide.init(torch.Generator().manual_seed(0)), tokenizer)
     (folder / "p.jsonl").write_text(GOOD_LINE + "\n")
     (folder / "r.py").write_text("def reward(prompt, completion):\n    return 1")

@@ -49,7 +49,7 @@ def check_loads_in_transformers(folder):
         continued = theirs.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
     engine = native_engine(model, single(), torch.float32)
     engine.load(trees.named(params))
-    how = Sampling(max_new_tokens=24, stop=model.config.eos, greedy=True)
+    how = Sampling(max_new_tokens=24, stop=model.config.special_tokens.eos, greedy=True)
     (done,) = complete(engine, requests_of(ids.tolist(), how, seed=0))
     assert done.tokens.tolist() == continued
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
-from funrl.models import Config, Inputs, decoder_model
+from funrl.models import Inputs, decoder_config, decoder_model
 from funrl.models.decoder.decoder import decoder_layer
 from funrl.models.decoder.sequence_parallel import with_blocks
 
@@ -64,7 +64,7 @@ def test_it_is_asked_for_by_name():
     assert (varlen_attention(q, k, v, offsets, blockwise=True) - plain).abs().max() < 1e-12
 
 
-CONFIG = Config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4, mlp=16, family="qwen3", qk_norm=True)
+CONFIG = decoder_config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4, mlp=16, family="qwen3", qk_norm=True)
 MODEL = decoder_model(CONFIG)
 
 
@@ -94,7 +94,7 @@ def test_a_packed_layer_has_static_shapes_and_memory_linear_in_the_row():
         assert all(isinstance(size, int) for x in values for size in x.shape)
         assert not any("funrl" in str(node.target) or "local_scalar" in str(node.target) for node in graph.nodes)
         most[T] = max(x.numel() for x in values)
-    assert most[1024] == 1024 * 512 * CONFIG.heads
+    assert most[1024] == 1024 * 512 * CONFIG.attention.heads
     assert most[4096] == 4 * most[1024]
 
 

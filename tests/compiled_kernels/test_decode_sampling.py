@@ -8,7 +8,7 @@ import torch
 from funrl.compiled_kernels.decode_step import packed_decoder
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.models.decoder.compiled_step import step_sizes
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 from funrl.models.decoder.decoder import decoder_model
 from funrl.rollout.sampling import invert
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
 @pytest.fixture(scope="module")
 def sampler():
-    config = Config(vocab=10, embed=16, layers=1, heads=1, kv_heads=1, head=16, mlp=16)
+    config = decoder_config(vocab=10, embed=16, layers=1, heads=1, kv_heads=1, head=16, mlp=16)
     params = decoder_model(config).init(torch.Generator().manual_seed(0))
     return packed_decoder(step_sizes(config), params, torch.float32, 2)
 

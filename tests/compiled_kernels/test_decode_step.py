@@ -20,7 +20,7 @@ from funrl.compiled_kernels.decode_step import (
     page_bytes,
 )
 from funrl.models.decoder.compiled_step import step_sizes
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.model import Inputs
@@ -45,7 +45,7 @@ CONFIGS = {
 
 
 def config_of(name):
-    return Config(**(_SIZES | CONFIGS[name]))
+    return decoder_config(**(_SIZES | CONFIGS[name]))
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def test_bfloat16_is_as_near_to_float64_as_torch_s_bfloat16(name):
 def test_the_reference_is_the_model(name):
     config = config_of(name)
     params = cast(weights(config), torch.float64)
-    shape = (config.layers, 9, PAGE, config.kv_heads, config.head)
+    shape = (config.layers, 9, PAGE, config.attention.kv_heads, config.attention.head)
     cache = PagedKeyValues(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
     tokens = torch.randint(config.vocab, (40,), generator=torch.Generator().manual_seed(3))
     table = torch.tensor([[8, 2, 5]], dtype=torch.int32)

@@ -24,7 +24,7 @@ from funrl.compiled_kernels.packed import (
 )
 from funrl.compiled_kernels.paged_attention import paged_attention, paging_of
 from funrl.models.decoder.compiled_step import step_sizes
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import decoder_config
 from funrl.models.decoder.decoder import decoder_model
 
 NO_KERNEL = library_problem()
@@ -93,7 +93,7 @@ def test_attention_over_sequences(memory, heads, kv_heads, size, window, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 17, 257, 700])
 def test_decoding_step(memory, vocab, dtype, monkeypatch):
-    config = Config(
+    config = decoder_config(
         vocab=vocab, embed=26, layers=2, heads=6, kv_heads=2, head=10, mlp=37, family="qwen3", qk_norm=True,
         attention_bias=True, output_bias=True, windows=(9, None),
     )  # fmt: skip

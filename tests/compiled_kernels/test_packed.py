@@ -9,7 +9,7 @@ from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.compiled_step import step_sizes
 
 NO_KERNEL = library_problem()
@@ -73,14 +73,14 @@ def test_a_forward_pass_of_these_is_that_of_the_engine(name):
     """The trainer's pass with these products and attention, beside one call of the decoding step over the same texts:
     what is left between them is the rounding of norms, rotations and the gate."""
     more = {"family": "qwen3", "qk_norm": True} if name == "qwen3" else {}
-    config = Config(vocab=70, embed=48, layers=3, heads=6, kv_heads=2, head=16, mlp=80, **more)
+    config = decoder_config(vocab=70, embed=48, layers=3, heads=6, kv_heads=2, head=16, mlp=80, **more)
     params = decoder_model(config).init(torch.Generator().manual_seed(0))
     lengths = [5, 21, 40]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(n) for n in lengths])
     tokens = torch.randint(0, 70, (len(positions),), generator=torch.Generator().manual_seed(1))
     rope, x = (
-        rotary(positions, frequencies(config.head, config.rope_theta, None), torch.float32),
+        rotary(positions, frequencies(config.attention.head, config.rope.theta, None), torch.float32),
         params["embed"][tokens],
     )
 
@@ -88,15 +88,15 @@ def test_a_forward_pass_of_these_is_that_of_the_engine(name):
         return packed_linear(h, pack_linear(weight))
 
     for layer in params["layers"]:
-        attn, mlp, h = layer["attn"], layer["mlp"], rms_norm(x, layer["attn_norm"], config.norm_eps)
+        attn, mlp, h = layer["attn"], layer["mlp"], rms_norm(x, layer["attn_norm"], config.norm.eps)
         q, k, v = (linear(h, attn[one].flatten(0, 1)).unflatten(1, attn[one].shape[:2]) for one in "qkv")
-        if config.qk_norm:
-            q, k = (rms_norm(y, attn[f"{one}_norm"], config.norm_eps) for y, one in ((q, "q"), (k, "k")))
+        if config.attention.qk_norm:
+            q, k = (rms_norm(y, attn[f"{one}_norm"], config.norm.eps) for y, one in ((q, "q"), (k, "k")))
         out = packed_attention(*(rotate(y[None], rope)[0] for y in (q, k)), v, offsets)
         x = x + linear(out.flatten(1), attn["o"].flatten(1))
-        h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        h = rms_norm(x, layer["mlp_norm"], config.norm.eps)
         x = x + linear(torch.nn.functional.silu(linear(h, mlp["gate"])) * linear(h, mlp["up"]), mlp["down"])
-    logits = linear(rms_norm(x, params["norm"], config.norm_eps), params["unembed"])
+    logits = linear(rms_norm(x, params["norm"], config.norm.eps), params["unembed"])
     decoder = packed_decoder(step_sizes(config), params, torch.float32)
     tables = torch.arange(9, dtype=torch.int32).view(3, 3)
     sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))

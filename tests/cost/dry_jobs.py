@@ -1,12 +1,11 @@
 """Small jobs to estimate, and configurations of models that have no weights."""
 
-import dataclasses
 import json
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
 from funrl.cost.tracing.hardware import HARDWARE
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
 from funrl.trainer.settings.settings import settings_of
 
@@ -38,7 +37,7 @@ def plain(algorithm="ppo", memory=CPU.memory, arguments=None, **given):
 def small(algorithm="ppo", arguments=None, sizes=None, **given):
     """The same with models of tiny sizes, but for those that have a directory of their own."""
     job = plain(algorithm, arguments=arguments, **given)
-    model = decoder_model(dataclasses.replace(job.model.config, **SIZES | (sizes or {})))
+    model = decoder_model(with_fields(job.model.config, **SIZES | (sizes or {})))
     valued = with_value_head(model)
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
     own |= {n: with_lora(own[n], one.adapters.lora) for n, one in job.models.items() if one.adapters is not None}

@@ -223,7 +223,7 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     sizes = packed_sizes(scoring_budget(with_it.settings), 33, 8, SCORE_PARTS)
     size = int(pack(np.full(16, 33), 1, sizes, 16).size.sum())
     layer = sum(x.numel() for name, x in trees.named(grader.shapes) if x.ndim > 1 and "layers/0" in name)
-    attention = 16 * 4 * (33 * 34 // 2) * grader.config.heads * grader.config.head
+    attention = 16 * 4 * (33 * 34 // 2) * grader.config.attention.heads * grader.config.attention.head
     assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * size + attention), rel=0.01)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from funrl.data.tokenizer import character_tokenizer
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.processes.environment import FIRST_PORT, PORTS
 
@@ -64,7 +64,7 @@ def free_port(low, high):
 @pytest.fixture
 def shared(tmp_path):
     """What all nodes see, with the scripts on their path in bin/."""
-    config = Config(
+    config = decoder_config(
         vocab=104, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=16, max_positions=128, eos=(1,), pad=0
     )
     tokenizer, model = character_tokenizer(string.printable), decoder_model(config)

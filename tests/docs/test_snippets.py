@@ -77,11 +77,11 @@ def test_python_blocks_run(page, tmp_path):
 
 def tiny_model(folder: Path, made_of: Callable[[Any], Any] = lambda model: model, positions: int = 128) -> None:
     from funrl.data.tokenizer import character_tokenizer
-    from funrl.models import Config, decoder_model
+    from funrl.models import decoder_config, decoder_model
     from funrl.models.huggingface import directories as hf
 
     tokenizer = character_tokenizer(string.printable)
-    config = Config(
+    config = decoder_config(
         vocab=len(tokenizer),
         embed=16,
         layers=1,

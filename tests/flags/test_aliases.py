@@ -13,8 +13,8 @@ from funrl.cli import run
 from funrl.cli.command import Experiment, read_command
 from funrl.cli.import_config import imported
 from funrl.flags.config_file import read_config
-from funrl.flags.foreign import names_verl
-from funrl.flags.foreign.renaming import TEXT_RECIPES, NameContext
+from funrl.flags.foreign import verl
+from funrl.flags.foreign.meaning import TEXT_RECIPES, NameContext
 from funrl.trainer.settings.declaration import SettingsError, kinds_of
 from funrl.trainer.settings.settings import flag_values
 
@@ -283,4 +283,4 @@ def test_a_preset_fits_by_the_dry_run(preset, tmp_path, capsys):
 @pytest.mark.parametrize("place", ["custom_reward_function", "reward.custom_reward_function"])
 def test_a_reward_of_verl_is_found_in_either_place(place):
     context = NameContext({f"{place}.path": "r.py", f"{place}.name": "f"}, {}, frozenset(), "grpo")
-    assert names_verl.VERL[f"{place}.path"]("r.py", context).flags == {"reward": "r.py:f"}
+    assert verl.VERL[f"{place}.path"]("r.py", context).flags == {"reward": "r.py:f"}

@@ -58,7 +58,7 @@ def test_a_file_gives_flags_and_the_command_line_overrides_them(name, text, tmp_
         ("a.yaml", "setps: 3", r"a\.yaml: --setps is not a flag; did you mean --steps\?"),
         ("a.yaml", "steps: none", r"a\.yaml: --steps=none: a whole number is needed"),
         ("a.yaml", "steps: 3\nsteps: 4", "'steps' is there twice"),
-        ("a.yaml", "actor_rollout_ref:\n  actor: {a: 1}", "actor_rollout_ref has entries of its own.*funrl import"),
+        ("a.yaml", "actor_rollout_ref:\n  actor: {a: 1}", "actor_rollout_ref is a nested table.*funrl import"),
         ("a.yaml", "- steps", "names of flags with values are needed"),
         ("a.py", "def reward():\n    pass", "names of flags with values are needed"),
         ("a.yaml", "temperature: 0.5\ntop_k: 3", r"--temperature=0\.5 with --top_k=3"),

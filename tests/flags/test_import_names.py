@@ -10,11 +10,11 @@ import pytest
 
 from funrl.cli import main as cli
 from funrl.cli.import_config import imported
-from funrl.flags.foreign import names_verl
-from funrl.flags.foreign.foreign_files import shell_expanded
-from funrl.flags.foreign.names_trl import TRL
-from funrl.flags.foreign.names_trl_trainers import CLASSES, TRAINERS, TRL_NO_EFFECT
-from funrl.flags.foreign.names_verl import VERL
+from funrl.flags.foreign import verl
+from funrl.flags.foreign.files import shell_expanded
+from funrl.flags.foreign.trainers import CLASSES, IDLE, TRAINERS
+from funrl.flags.foreign.trl import TRL
+from funrl.flags.foreign.verl import VERL
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ONE = {"max_steps": 12}
@@ -33,6 +33,12 @@ OF_TRL = {
     "dataset_name": ("grpo", {"dataset_name": "trl-lib/tldr"}, STOPS),
     "dataset_config": ("grpo", {"dataset_config": "main"}, STOPS),
     "dataset_train_split": ("grpo", {"dataset_train_split": "all"}, STOPS),
+    "dataset_test_split": ("sft", {"dataset_test_split": "test"}, {}),
+    "dataset_streaming": ("sft", {"dataset_streaming": True}, STOPS),
+    "remove_unused_columns": ("grpo", {"remove_unused_columns": True}, {}),
+    "trust_remote_code": ("sft", {"trust_remote_code": True}, {}),
+    "torch_compile": ("sft", {"torch_compile": True}, {}),
+    "eval_on_start": ("sft", {"eval_on_start": False}, {}),
     "dataset_text_field": ("sft", {"dataset_text_field": "body"}, STOPS),
     "reward_funcs": ("grpo", {"reward_funcs": ["a.b.f", "x.py:g"]}, {"reward": "a.b:f,x.py:g"}),
     "reward_weights": ("grpo", {"reward_weights": [1.0, 0.5]}, {"reward_weights": "1.0,0.5"}),
@@ -344,7 +350,7 @@ OF_VERL = {
     "trainer.experiment_name": (GROUPS, {"trainer.experiment_name": "p"}, {}),
     "trainer.resume_mode": (GROUPS, {"trainer.resume_mode": "disable"}, {}),
     "trainer.val_before_train": (GROUPS, {"trainer.val_before_train": False}, {}),
-    **{name: (GROUPS, {name: "another"}, STOPS) for name in names_verl.FIXED},
+    **{name: (GROUPS, {name: "another"}, STOPS) for name in verl.FIXED},
 }  # fmt: skip
 
 
@@ -379,7 +385,7 @@ def test_the_meaning_of_a_name_of_verl(name, tmp_path):
 
 def test_no_meaning_is_declared_of_a_name_that_is_not_known():
     assert set(OF_TRL) == set(TRL) and set(OF_VERL) == set(VERL)
-    assert not TRL_NO_EFFECT & set(TRL)
+    assert not IDLE & set(TRL)
     assert set(CLASSES) == set(TRAINERS)
 
 

@@ -17,12 +17,12 @@ import torch
 
 from funrl.mesh import collectives, mesh
 from funrl.mesh import launch as launching
-from funrl.mesh.launch import WorkerError, launch, submesh, view
+from funrl.mesh.launch import Waiting, WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
 from funrl.processes import heartbeat
 from funrl.processes import workers as processes
-from funrl.processes.heartbeat import RECORD_BYTES, Heart
-from funrl.processes.store_signs import Alone
+from funrl.processes.heartbeat import RECORD_BYTES, Heartbeat
+from funrl.processes.store_progress import Alone
 from funrl.processes.workers import can_fork
 
 pytestmark = pytest.mark.gloo
@@ -165,7 +165,7 @@ def test_a_first_rank_that_leaves_no_result_is_an_error():
 
 INTERRUPTED = """
 import time, torch
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import Waiting, launch
 from funrl.mesh.mesh import parse
 def program(m):
     print("ready", flush=True)
@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_no_process():
 
 
 def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
-    with heartbeat.alive(Heart(bytearray(RECORD_BYTES), Alone(None))), processes.stops_when_asked():
+    with heartbeat.alive(Heartbeat(bytearray(RECORD_BYTES), Alone(None))), processes.stops_when_asked():
         signal.raise_signal(signal.SIGTERM)
         assert processes.stop_asked() and not processes.interrupt_asked()
         heartbeat.at_step(1)
@@ -264,7 +264,7 @@ def test_the_time_that_a_rank_waits_is_that_of_every_group():
 
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 ended before the program did"):
-        launch(program, parse("dp2,tp2"), "cpu", timeout=timedelta(seconds=1))
+        launch(program, parse("dp2,tp2"), "cpu", waiting=Waiting(timeout=timedelta(seconds=1)))
     assert time.monotonic() - start < 15
 
 

@@ -22,7 +22,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
 from funrl.mesh.reshard import export_weights, reshard, unshard
 from funrl.mesh.rules import Layout
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface.names import names_of
 
 pytestmark = pytest.mark.gloo
@@ -87,7 +87,9 @@ def test_unshard_is_the_inverse_of_shard():
     assert launch(program, parse("dp2,tp2"), "cpu")
 
 
-CONFIG = Config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, attention_bias=True, family="qwen2")
+CONFIG = decoder_config(
+    vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, attention_bias=True, family="qwen2"
+)
 
 
 @pytest.mark.parametrize("table", [rules.STORED, FULLY], ids=["stored", "fully sharded"])

@@ -11,7 +11,17 @@ from funrl.across import ALONE, row_sums
 from funrl.mesh.collectives import gather_objects, psum, ragged_all_to_all
 from funrl.mesh.launch import launch, view
 from funrl.mesh.mesh import parse, single
-from funrl.mesh.rows import across, gather_table, hand_over, kth_largest, move_rows, move_traffic, own_rows, token_bytes
+from funrl.mesh.rows import (
+    Owners,
+    across,
+    gather_table,
+    hand_over,
+    kth_largest,
+    move_rows,
+    move_traffic,
+    own_rows,
+    token_bytes,
+)
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 ROWS = ("data", "expert")
@@ -150,7 +160,7 @@ def moves(mesh, ranks):
     for turn in range(4):
         to = rng.integers(0, ranks, len(owner)) if turn else np.zeros(len(owner), dtype=np.int64)
         mine = {name: share(f, lengths, own_rows(owner, mesh, ROWS)) for name, f in whole.items()}
-        moved = move_rows(mine, lengths, owner, to, mesh, ROWS)
+        moved = move_rows(mine, lengths, owner, to, mesh)
         own = own_rows(to, mesh, ROWS)
         width = max(8, -(-int(lengths[own.numpy()].max(initial=0)) // 8) * 8)
         for name, f in whole.items():
@@ -183,7 +193,7 @@ def hands_over(mesh, text):
     for _ in range(2):
         to = rng.integers(0, target.size(ROWS), len(owner))
         mine = {name: share(f, lengths, own_rows(owner, source, ROWS)) for name, f in whole.items()}
-        moved = hand_over(mine, lengths, owner, source, to, target)
+        moved = hand_over(mine, lengths, Owners(owner, source), Owners(to, target))
         own = own_rows(to, target, ROWS)
         for name, f in whole.items():
             width = moved.fields[name].shape[1]

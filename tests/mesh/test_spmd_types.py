@@ -19,7 +19,7 @@ from funrl.compiled_kernels import linear_logprob
 from funrl.mesh import collectives
 from funrl.mesh import mesh as meshes
 from funrl.mesh.rules import shard
-from funrl.models import Config, decoder_model, low_rank, place, split_residual, with_value_head
+from funrl.models import decoder_config, decoder_model, low_rank, place, split_residual, with_value_head
 from funrl.models.decoder import attention
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step import fields_of, gradient
@@ -32,7 +32,7 @@ RANK = 1
 
 def config_of(heads, kv_heads, **more):
     more |= {"family": "qwen3", "qk_norm": True, "attention_bias": True, "output_bias": True}
-    return Config(vocab=8, embed=4, layers=1, heads=heads, kv_heads=kv_heads, head=4, mlp=8, **more)
+    return decoder_config(vocab=8, embed=4, layers=1, heads=heads, kv_heads=kv_heads, head=4, mlp=8, **more)
 
 
 FULL = ("tp4", config_of(8, 2))  # key-value heads are replicated: every collective of the model is there

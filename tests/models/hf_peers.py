@@ -46,7 +46,11 @@ def peer_of(raw, folder=None, dtype=torch.float32):
 
 
 def capped(config: Config, logits):
-    return logits if config.logit_cap is None else config.logit_cap * (logits / config.logit_cap).tanh()
+    return (
+        logits
+        if config.scales.logit_cap is None
+        else config.scales.logit_cap * (logits / config.scales.logit_cap).tanh()
+    )
 
 
 def logits_of(model: Model, params, tokens_BT):

@@ -120,7 +120,7 @@ def test_a_rank_reads_its_own_experts(tmp_path, monkeypatch):
     for rank in range(4):
         read.clear()
         mesh = Mesh(sizes, rank=rank)
-        local = own_part(tmp_path, model, getattr(torch, model.config.dtype), layouts, rank)
+        local = own_part(tmp_path, model, getattr(torch, model.config.source.dtype), layouts, rank)
         expected = rules.shard(params, layouts, mesh)
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
         numbers = {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name}

@@ -11,7 +11,7 @@ from own_parts import own_part
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import kernel_problem
-from funrl.models import Inputs, ModelError, place
+from funrl.models import Inputs, ModelError, flat_fields, place
 from funrl.models.decoder.compiled_step import step_sizes
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
@@ -166,11 +166,11 @@ def test_what_a_family_does_not_support_is_named(name, change, message):
 def test_the_compiled_step_says_what_it_does_not_take(name):
     config = config_from_hf(SMALL | CONFIGS[name])
     problem = kernel_problem(step_sizes(config), torch.float32) or ""
-    taken = config.family in ("mistral", "phi3")
+    taken = config.source.family in ("mistral", "phi3")
     assert ("does not take" in problem) != taken
     if not taken:
         switch, value = problem.split("does not take ")[1].split("=", 1)
-        assert str(getattr(config, switch)) == value
+        assert str(flat_fields(config)[switch]) == value
 
 
 def test_a_fused_tensor_of_the_wrong_size_is_named(tmp_path):
@@ -191,7 +191,7 @@ def test_a_rank_reads_its_own_part_of_fused_tensors(tmp_path):
     layouts = rules.layouts(model.shapes, model.axes, rules.fully_sharded(rules.STORED) | {"vocab": None}, sizes)
     for rank in range(4):
         mesh = Mesh(sizes, rank=rank)
-        local = own_part(tmp_path, model, getattr(torch, model.config.dtype), layouts, rank)
+        local = own_part(tmp_path, model, getattr(torch, model.config.source.dtype), layouts, rank)
         expected = rules.shard(params, layouts, mesh)
         assert all(torch.equal(a, b) for a, b in zip(trees.leaves(local), trees.leaves(expected), strict=True))
 

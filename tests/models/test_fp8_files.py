@@ -110,7 +110,7 @@ def test_a_rank_reads_its_own_part(tmp_path):
     sizes = parse("dp2,tp2")
     placed = layouts(model.shapes, model.axes, fully_sharded(STORED) | {"vocab": None}, sizes)
     for rank in range(4):
-        own = own_part(fp8, model, getattr(torch, model.config.dtype), placed, rank)
+        own = own_part(fp8, model, getattr(torch, model.config.source.dtype), placed, rank)
         box = trees.map(lambda x, layout, rank=rank: x[tuple(slice(*b) for b in layout.box(rank))], whole, placed)
         assert same(own, box)
 

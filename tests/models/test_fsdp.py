@@ -20,7 +20,16 @@ from funrl.mesh.mesh import Mesh, MeshError, parse, single
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
 from funrl.mesh.sums import sum_rest
-from funrl.models import Config, decoder_model, fsdp, gather_buffers, place, rematerialized, with_value_head
+from funrl.models import (
+    decoder_config,
+    decoder_model,
+    fsdp,
+    gather_buffers,
+    place,
+    rematerialized,
+    with_fields,
+    with_value_head,
+)
 from funrl.models.decoder.decoder import decoder_layer
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
@@ -28,18 +37,18 @@ from funrl.models.model import Inputs
 
 pytestmark = pytest.mark.gloo
 
-CONFIG = Config(
+CONFIG = decoder_config(
     vocab=24, embed=16, layers=4, heads=4, kv_heads=2, head=4, mlp=16, family="qwen3", qk_norm=True,
     attention_bias=True, output_bias=True,
 )  # fmt: skip
 TIED = dataclasses.replace(CONFIG, tied=True)
-GEMMA = dataclasses.replace(
+GEMMA = with_fields(
     TIED, norms="sandwich", norm_offset=1.0, activation="gelu", attention_cap=0.8, logit_cap=1.5, embed_scale=4.0,
     attention_scale=0.4, windows=(3, None, 3, None), local_rope_theta=100.0,
 )  # fmt: skip
 NARROW = dataclasses.replace(TIED, embed=6)  # 4 ranks have 2, 2, 2 and 0 of it
-OLMO = dataclasses.replace(CONFIG, norms="post", qk_norm_over="projection", rotates=(True, True, True, False))
-NEXT = dataclasses.replace(
+OLMO = with_fields(CONFIG, norms="post", qk_norm_over="projection", rotates=(True, True, True, False))
+NEXT = with_fields(
     CONFIG, layers=3, norm_offset=1.0, output_gate=True, rotary_part=2,
     mixers=(GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
     experts=Experts(4, 2, 8, shared=4, shared_weighted=True),

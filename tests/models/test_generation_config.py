@@ -1,17 +1,16 @@
 """generation_config.json: read, kept, and saved as transformers reads it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from funrl.models import Config, ModelError, decoder_model, load_model, with_value_head
+from funrl.models import ModelError, decoder_config, decoder_model, load_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults, with_generation_config
 
-CONFIG = Config(31, 16, 1, 2, 2, 8, 24, eos=(2,))
+CONFIG = decoder_config(vocab=31, embed=16, layers=1, heads=2, kv_heads=2, head=8, mlp=24, eos=(2,))
 MODEL = decoder_model(CONFIG)
 SAYS = {
     "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05,
@@ -31,8 +30,13 @@ def saved(tmp_path):
 def test_it_is_read_and_saved_with_the_model(saved, tmp_path):
     given = GenerationConfig.from_pretrained(saved)
     model, params = hf.load(saved)
-    assert model.config.eos == (2, 5, 7) == hf.check_directory(saved).config.eos == load_model(saved).config.eos
-    assert replace(model.config, generation="", eos=(2,)) == CONFIG
+    assert (
+        model.config.special_tokens.eos
+        == (2, 5, 7)
+        == hf.check_directory(saved).config.special_tokens.eos
+        == load_model(saved).config.special_tokens.eos
+    )
+    assert with_fields(model.config, generation="", eos=(2,)) == CONFIG
     hf.save(tmp_path / "again", model, params)
     again = GenerationConfig.from_pretrained(tmp_path / "again")
     assert again.to_dict() == given.to_dict() and again.to_dict()["some_field"] == SAYS["some_field"]
@@ -55,14 +59,14 @@ def test_a_reward_model_has_none(saved, tmp_path):
     hf.save(tmp_path / "reward", model, model.init(torch.Generator().manual_seed(0)))
     assert not (tmp_path / "reward" / "generation_config.json").exists()
     GenerationConfig(**SAYS).save_pretrained(tmp_path / "reward")
-    assert load_model(tmp_path / "reward").config.generation == ""
+    assert load_model(tmp_path / "reward").config.source.generation == ""
 
 
 @pytest.mark.parametrize(
     ("eos", "expected"), [(None, (2,)), (2, (2,)), (4, (2, 4)), ([4, 2, 4, 3], (2, 4, 3)), ([31, -1, 30], (2, 30))]
 )
 def test_further_tokens_of_the_vocabulary_end_a_text(eos, expected):
-    assert with_generation_config(CONFIG, {"eos_token_id": eos}).eos == expected
+    assert with_generation_config(CONFIG, {"eos_token_id": eos}).special_tokens.eos == expected
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
 from funrl.models.lora import with_lora
@@ -51,7 +51,7 @@ class PreviousToken:
         return cost
 
 
-MIXED = decoder_model(Config(**SIZES, mixers=(PreviousToken(), None)))
+MIXED = decoder_model(decoder_config(**SIZES, mixers=(PreviousToken(), None)))
 
 
 def test_another_mixer_takes_its_turn_and_begins_as_it_says():
@@ -105,7 +105,7 @@ def test_equal_layers_are_one_record_that_a_layer_is_given():
     ids=["windows", "experts", "latent"],
 )
 def test_a_model_says_what_it_takes(more):
-    model = decoder_model(Config(**SIZES | more))
+    model = decoder_model(decoder_config(**SIZES | more))
     cost = model.abilities.cost
     cache = model.init_cache(place(model).mesh, 1, 1, torch.float32)
     assert cost.cached() == trees.count(cache)

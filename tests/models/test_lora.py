@@ -12,7 +12,7 @@ from funrl.batch import Batch
 from funrl.mesh.mesh import SINGLE, Mesh, parse, single
 from funrl.mesh.rules import STORED, fully_sharded, shard
 from funrl.mesh.simulate import gather, scatter, simulate
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 from funrl.models.deployed import deployed
 from funrl.models.huggingface.config import config_from_hf
 from funrl.models.huggingface.names import names_of
@@ -21,7 +21,7 @@ from funrl.models.lora import PROJECTIONS, first_trained, on_base, trained_part,
 from funrl.models.model import Lora
 
 WIDE = torch.float64
-CONFIG = Config(vocab=24, embed=12, layers=2, heads=4, kv_heads=2, head=4, mlp=16)
+CONFIG = decoder_config(vocab=24, embed=12, layers=2, heads=4, kv_heads=2, head=4, mlp=16)
 MODEL = decoder_model(CONFIG)
 
 

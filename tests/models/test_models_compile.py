@@ -1,7 +1,6 @@
 """One compiled layer serves training, scoring and decoding of every size without being compiled again."""
 
 import collections
-import dataclasses
 import logging
 
 import pytest
@@ -12,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.models import Config, compile_layer, decoder_model, place
+from funrl.models import compile_layer, decoder_config, decoder_model, place, with_fields
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
 
-CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
+CONFIG = decoder_config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24)
 MODEL = decoder_model(CONFIG)
 
 
@@ -73,8 +72,8 @@ def test_nothing_is_compiled_again_after_warm_up(caplog):
     assert counts["unique_graphs"] == warm
 
 
-QWEN = dataclasses.replace(CONFIG, family="qwen3", qk_norm=True, head=4)
-MIXTURE = dataclasses.replace(QWEN, family="qwen3_moe", experts=Experts(4, 2, 8, True))
+QWEN = with_fields(CONFIG, family="qwen3", qk_norm=True, head=4)
+MIXTURE = with_fields(QWEN, family="qwen3_moe", experts=Experts(4, 2, 8, True))
 
 
 def counted(graphs):
@@ -123,7 +122,7 @@ def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(confi
         for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
             assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
     forward, backward = graphs  # one of each
-    experts = config.experts is not None
+    experts = config.mlp.experts is not None
     assert forward["aten.mm"] == 4 + (1 if experts else 3) and forward["funrl.varlen_attention"] == 1
     assert forward["funrl.grouped_linear"] == (3 if experts else 0)
     # What is sent back through 7 products are 14; the last of them need not be computed again.
@@ -137,7 +136,7 @@ def test_a_gated_delta_net_is_compiled_once():
     """For rows of at most two chunks, of which shorter ones have as many too."""
     torch._dynamo.reset()
     graphs = []
-    model = decoder_model(dataclasses.replace(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),)))
+    model = decoder_model(with_fields(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),)))
     params = model.init(torch.Generator().manual_seed(0), torch.float64)
     layer = compile_layer(model, "on", remat="selective", backend=counted(graphs))
     for lengths, padding in (((5, 9, 2), 4), ((30, 70, 16), 4), ((20, 1, 2), 1)):

@@ -10,12 +10,12 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.paged_attention import paging_of
 from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
 from funrl.models.huggingface.names import names_of
 
-CONFIG = Config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
+CONFIG = decoder_config(vocab=31, embed=16, layers=3, heads=4, kv_heads=2, head=6, mlp=24, windows=(None, 4, None))
 MODEL = decoder_model(CONFIG)
 PLACED = place(MODEL, dtype=torch.float64)
 CRITIC = place(with_value_head(MODEL), dtype=torch.float64)
@@ -133,8 +133,19 @@ def test_values_speak_of_the_state_before_the_token(params):
 @pytest.mark.parametrize("tied", [False, True])
 def test_trees_have_one_structure(tied):
     chex = pytest.importorskip("chex")  # which imports JAX, and starts none of its threads
-    config = Config(
-        31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, tied=tied
+    config = decoder_config(
+        vocab=31,
+        embed=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head=6,
+        mlp=24,
+        family="qwen3",
+        qk_norm=True,
+        attention_bias=True,
+        output_bias=True,
+        tied=tied,
     )
     model = decoder_model(config)
     assert len(trees.leaves(model.shapes)) == 2 * 15 + (2 if tied else 3)
@@ -151,7 +162,11 @@ def test_init_is_the_same_in_every_dtype():
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-RAW = config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias=True))
+RAW = config_to_hf(
+    decoder_config(
+        vocab=31, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, family="qwen2", attention_bias=True
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +205,35 @@ def test_unsupported_config_names_the_field(change, message):
 
 def test_config_that_no_file_can_say_is_refused():
     with pytest.raises(ModelError, match="qk_norm=True"):
-        config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="llama", qk_norm=True))
+        config_to_hf(
+            decoder_config(
+                vocab=31, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, family="llama", qk_norm=True
+            )
+        )
     with pytest.raises(ModelError, match="windows has sizes"):
-        config_to_hf(Config(31, 16, 2, 4, 2, 4, 24, family="qwen2", attention_bias=True, windows=(3, 4)))
-    scaled = Config(31, 16, 2, 4, 2, 4, 24, rope_scaling=RopeScaling("linear", 2.0), max_positions=64)
+        config_to_hf(
+            decoder_config(
+                vocab=31,
+                embed=16,
+                layers=2,
+                heads=4,
+                kv_heads=2,
+                head=4,
+                mlp=24,
+                family="qwen2",
+                attention_bias=True,
+                windows=(3, 4),
+            )
+        )
+    scaled = decoder_config(
+        vocab=31,
+        embed=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head=4,
+        mlp=24,
+        rope_scaling=RopeScaling("linear", 2.0),
+        max_positions=64,
+    )
     assert config_from_hf(config_to_hf(scaled)) == scaled

@@ -1,6 +1,5 @@
 """Hugging Face directories: what is refused, sharded files, a rank's own slice."""
 
-import dataclasses
 import json
 import os
 import types
@@ -14,12 +13,25 @@ from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh import rules
 from funrl.mesh.mesh import Mesh
-from funrl.models import Config, ModelError, decoder_model, load_model, with_value_head
+from funrl.models import ModelError, decoder_config, decoder_model, load_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface import weight_slices
 from funrl.trainer.settings.settings import settings_of
 
-CONFIG = Config(31, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True, eos=(2, 3))
+CONFIG = decoder_config(
+    vocab=31,
+    embed=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head=6,
+    mlp=24,
+    family="qwen3",
+    qk_norm=True,
+    attention_bias=True,
+    output_bias=True,
+    eos=(2, 3),
+)
 MODEL = decoder_model(CONFIG)
 
 
@@ -47,12 +59,24 @@ def test_saving_again_leaves_no_stale_weights(tmp_path, params):
     hf.save(tmp_path, MODEL, trees.cast(params, torch.bfloat16))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     model, loaded = hf.load(tmp_path)
-    assert model.config.dtype == "bfloat16" and loaded["norm"].dtype == torch.bfloat16
+    assert model.config.source.dtype == "bfloat16" and loaded["norm"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2,tp4"])
 def test_a_rank_reads_its_own_slice(tmp_path, params, text):
-    config = Config(32, 16, 2, 4, 2, 6, 24, family="qwen3", qk_norm=True, attention_bias=True, output_bias=True)
+    config = decoder_config(
+        vocab=32,
+        embed=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head=6,
+        mlp=24,
+        family="qwen3",
+        qk_norm=True,
+        attention_bias=True,
+        output_bias=True,
+    )
     model = decoder_model(config)
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params, max_shard_bytes=4000)
@@ -149,7 +173,7 @@ def test_files_can_be_read_by_whom_the_umask_lets(tmp_path, params):
 def test_the_padding_token_is_written(own, padding, reads, saved, tmp_path):
     """The model's own, or the tokenizer's; that of a reward model says where a text ends, so the tokenizer's."""
     tokenizer = types.SimpleNamespace(pad_token_id=padding, save_pretrained=lambda folder: None)
-    model = decoder_model(dataclasses.replace(CONFIG, pad=own))
+    model = decoder_model(with_fields(CONFIG, pad=own))
     model = with_value_head(model) if reads else model
     hf.save(tmp_path, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == saved
@@ -173,7 +197,7 @@ def test_index_naming_what_is_not_there(tmp_path, params):
 
 
 def test_a_second_copy_of_tied_embeddings_is_ignored(tmp_path):
-    config = Config(31, 16, 1, 4, 2, 4, 24, tied=True)
+    config = decoder_config(vocab=31, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=24, tied=True)
     model = decoder_model(config)
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params)

@@ -9,7 +9,7 @@ from funrl.batch import Batch
 from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
-from funrl.models import Config, Inputs, decoder_model, place, with_value_head
+from funrl.models import Config, Inputs, decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
@@ -20,7 +20,7 @@ WANT = ("logp", "entropy", "sum_pi_squared")
 def _config(heads, kv_heads, **more) -> Config:
     more = {"family": "qwen3", "qk_norm": True, "attention_bias": True, "output_bias": True} | more
     sizes = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16}
-    return Config(heads=heads, kv_heads=kv_heads, **sizes | more)
+    return decoder_config(heads=heads, kv_heads=kv_heads, **sizes | more)
 
 
 GEMMA = {

@@ -11,9 +11,11 @@ from funrl.mesh import rules
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
 from funrl.mesh.reshard import unshard
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 
-CONFIG = Config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=16, windows=(None, 3, 5), qk_norm=True)
+CONFIG = decoder_config(
+    vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=16, windows=(None, 3, 5), qk_norm=True
+)
 MODEL = decoder_model(CONFIG)
 BATCH = Batch(tokens=torch.arange(12).view(2, 6), mask=None)
 
@@ -26,7 +28,7 @@ def _params(model, seed=0, dtype=torch.float32):
 def test_a_model_of_fewer_layers_is_the_beginning_of_it(make):
     whole = make(CONFIG)
     part = whole.with_layers(2)
-    assert part.config.windows == (None, 3)
+    assert part.config.attention.windows == (None, 3)
     kept = {name for name, _ in trees.named(whole.shapes) if "layers/2/" not in name}
     assert {name for name, _ in trees.named(part.shapes)} == kept
     params = _params(part)
@@ -71,7 +73,9 @@ def test_a_copy_that_cannot_be_is_refused():
     shallow = place(MODEL.with_layers(1))
     with pytest.raises(ModelError, match="has no layers/1/attn/k"):
         policy.copy_from(shallow, _params(shallow.model))
-    wide = place(decoder_model(Config(vocab=25, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=16, qk_norm=True)))
+    wide = place(
+        decoder_model(decoder_config(vocab=25, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=16, qk_norm=True))
+    )
     with pytest.raises(ModelError, match=r"embed of shape \[25, 16\], this one of \[24, 16\]"):
         policy.copy_from(wide, _params(wide.model))
 

@@ -153,7 +153,7 @@ def test_it_is_read_as_it_is(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = hf.load_model(tmp_path)
     assert trees.count(model.shapes) == parameters
-    assert model.config.dtype == raw["torch_dtype"]
+    assert model.config.source.dtype == raw["torch_dtype"]
     renamed = {key: value for key, value in raw.items() if key != "torch_dtype"} | {"dtype": raw["torch_dtype"]}
     (tmp_path / "config.json").write_text(json.dumps(renamed))
     assert hf.load_model(tmp_path).config == model.config

@@ -1,17 +1,15 @@
 """Computing layers again: the same gradients for less memory, and what is computed again is what should be."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.batch import Batch
-from funrl.models import Config, Inputs, decoder_model, place, rematerialized
+from funrl.models import Inputs, decoder_config, decoder_model, place, rematerialized, with_fields
 from funrl.models.remat import MODES
 
-CONFIG = Config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
+CONFIG = decoder_config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
 MODEL = decoder_model(CONFIG)
 TOKENS = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(2))
 
@@ -72,7 +70,7 @@ def test_what_is_kept_and_what_is_computed_again():
 
 def test_products_by_onednn_are_kept_too():
     """They are in float32, of weights that are large enough."""
-    model = decoder_model(dataclasses.replace(CONFIG, embed=128, kv_heads=4, head=32, mlp=128))
+    model = decoder_model(with_fields(CONFIG, embed=128, kv_heads=4, head=32, mlp=128))
     params, batch = model.init(torch.Generator().manual_seed(0)), Batch(tokens=TOKENS, mask=None)
     found = {}
     for mode in MODES:

@@ -11,7 +11,7 @@ from funrl.cli.run import main
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import parse
 from funrl.mesh.rules import STORED, fully_sharded, layouts
-from funrl.models import Config, decoder_model, with_value_head
+from funrl.models import decoder_config, decoder_model, with_value_head
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.resize import with_vocabulary
@@ -22,7 +22,7 @@ SIZES = {"embed": 8, "layers": 1, "heads": 2, "kv_heads": 2, "head": 4, "mlp": 8
 def directory(folder, tied, tokens="0123456789+="):
     """A model whose tokenizer has had a padding token added behind the vocabulary."""
     tokenizer = character_tokenizer(tokens)
-    model = decoder_model(Config(vocab=len(tokenizer), tied=tied, **SIZES))
+    model = decoder_model(decoder_config(vocab=len(tokenizer), tied=tied, **SIZES))
     params = model.init(torch.Generator().manual_seed(0))
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     hf.save(folder, model, params, tokenizer)

@@ -19,7 +19,7 @@ from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import shard
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.mesh.sums import sum_rest
-from funrl.models import Config, ModelError, decoder_model, place, placed, rematerialized, with_value_head
+from funrl.models import ModelError, decoder_config, decoder_model, place, placed, rematerialized, with_value_head
 from funrl.models import split_residual as residual
 from funrl.models.decoder import ring_attention
 from funrl.models.decoder import sequence_parallel as sequence
@@ -96,7 +96,7 @@ def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
 def config(heads, kv_heads, **more):
     sizes: dict[str, Any] = {"vocab": 24, "embed": 12, "layers": 2, "head": 4, "mlp": 16, "family": "qwen3"}
     sizes |= {"qk_norm": True, "attention_bias": True, "output_bias": True}
-    return Config(heads=heads, kv_heads=kv_heads, **sizes | more)
+    return decoder_config(heads=heads, kv_heads=kv_heads, **sizes | more)
 
 
 def packed():

@@ -13,13 +13,13 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import AXES, Mesh, parse
 from funrl.mesh.reading import contiguous_layout
 from funrl.mesh.rules import STORED, Layout, fully_sharded, layouts
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface import weight_slices
 
-DENSE = Config(vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3", qk_norm=True)
-MIXED = Config(
+DENSE = decoder_config(vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3", qk_norm=True)
+MIXED = decoder_config(
     vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3_moe", qk_norm=True,
     experts=Experts(count=2, per_token=1, mlp=6),
 )  # fmt: skip

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.weight_files import TABLE_LIMIT, read_table
 
-CONFIG = Config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4, mlp=8, tied=True, eos=(1,), pad=0)
+CONFIG = decoder_config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4, mlp=8, tied=True, eos=(1,), pad=0)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_of_another_family_too_nothing_odd_is_a_traceback(value, folder):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_no_numbers_are_refused_with_their_tensor(value, tmp_path):
-    model = decoder_model(Config(vocab=8, embed=8, layers=2, heads=2, kv_heads=2, head=4, mlp=8))
+    model = decoder_model(decoder_config(vocab=8, embed=8, layers=2, heads=2, kv_heads=2, head=4, mlp=8))
     hf.save(tmp_path, model, model.init(torch.Generator().manual_seed(0)))
     hf.load(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from funrl.mesh import collectives
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import parse
-from funrl.processes import heartbeat, lookout, store_signs
-from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RECORD_BYTES, RUNNING, Heart, Order, Sign, decoded
-from funrl.processes.store_signs import Alone
+from funrl.processes import heartbeat, stall_monitor, store_progress
+from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RECORD_BYTES, RUNNING, Heartbeat, Order, Sign, decode
+from funrl.processes.store_progress import Alone
 
 SIGN = Sign(1, 1, 0.0, 3, 7, 40, -1, NOBODY, RUNNING, 0, "generate", "all_reduce over data", "host7")
 WAITING = SIGN._replace(waiting=1, phase="reward")
@@ -36,59 +36,59 @@ WAITING = SIGN._replace(waiting=1, phase="reward")
     ],
 )
 def test_who_is_waited_for(signs, silent, ranks):
-    assert lookout.late(signs, silent) == ranks
+    assert stall_monitor.late(signs, silent) == ranks
 
 
 def test_a_lookout_speaks_after_a_heartbeat_without_progress_and_then_ever_less_often():
-    watch, signs = lookout.Lookout(10.0, "; the end"), {0: WAITING, 1: SIGN}
+    watch, signs = stall_monitor.StallMonitor(10.0, "; the end"), {0: WAITING, 1: SIGN}
     said = {}
     for second in range(100):
         signs = {rank: sign._replace(ticks=second) for rank, sign in signs.items()}
-        if text := watch.look(signs, float(second)):
+        if text := watch.poll(signs, float(second)):
             said[second] = text
     assert list(said) == [10, 20, 40, 80]
     assert said[10] == (
         "no progress for 10 s: the run waits for rank 1 on host7 (step 3, generate, last all_reduce over data); the end"
     )
     goes_on = {rank: sign._replace(beats=2, ticks=100) for rank, sign in signs.items()}
-    assert watch.look(goes_on, 100.0) is None
+    assert watch.poll(goes_on, 100.0) is None
     assert "rank 0 on host7 (step 3, reward, in all_reduce over data), which does not answer" in str(
-        watch.look(goes_on | {1: goes_on[1]._replace(ticks=110, waiting=1)}, 111.0)
+        watch.poll(goes_on | {1: goes_on[1]._replace(ticks=110, waiting=1)}, 111.0)
     )
 
 
 def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_not():
-    watch, signs = lookout.Lookout(10.0, stalled_s=60.0), {0: WAITING, 1: SIGN}
-    said = [watch.look({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]
+    watch, signs = stall_monitor.StallMonitor(10.0, stalled_s=60.0), {0: WAITING, 1: SIGN}
+    said = [watch.poll({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]
     assert watch.stalled(signs) == []
     assert "; after 60 s without an answer the run ends (--stalled_after)" in str(said[10])
-    watch.look({0: WAITING._replace(ticks=99), 1: SIGN}, 60.0)
+    watch.poll({0: WAITING._replace(ticks=99), 1: SIGN}, 60.0)
     assert watch.stalled(signs) == [1]
     assert watch.stall([1], signs) == (
         "no answer for 60 s (--stalled_after) from rank 1 on host7 (step 3, generate, last all_reduce over data): the "
         "process is stopped, swapped out or in a call that holds it"
     )
-    assert watch.stalled({1: SIGN._replace(status=ENDED)}) == [] == lookout.Lookout(10.0).stalled(signs)
+    assert watch.stalled({1: SIGN._replace(status=ENDED)}) == [] == stall_monitor.StallMonitor(10.0).stalled(signs)
 
 
 def test_time_in_which_the_watcher_itself_is_stopped_stalls_nobody():
     """As after Ctrl-Z and fg: the launcher goes on before its ranks have given a sign."""
-    watch = lookout.Lookout(10.0, stalled_s=60.0)
-    watch.look({0: SIGN}, 0.0)
-    watch.look({0: SIGN}, 3600.0)
+    watch = stall_monitor.StallMonitor(10.0, stalled_s=60.0)
+    watch.poll({0: SIGN}, 0.0)
+    watch.poll({0: SIGN}, 3600.0)
     assert watch.stalled({0: SIGN}) == []
 
 
 def test_a_rank_that_has_not_begun_does_not_stall():
     """Its interpreter may be loading for minutes from a slow disk."""
-    watch, sign = lookout.Lookout(10.0, stalled_s=60.0), NOT_BEGUN._replace(host="host7")
+    watch, sign = stall_monitor.StallMonitor(10.0, stalled_s=60.0), NOT_BEGUN._replace(host="host7")
     for second in range(100):
-        watch.look({0: sign}, float(second))
+        watch.poll({0: sign}, float(second))
     assert watch.stalled({0: sign}) == []
 
 
 def test_of_many_ranks_a_line_names_a_few():
-    text = lookout.named_ranks(range(9), dict.fromkeys(range(9), SIGN))
+    text = stall_monitor.named_ranks(range(9), dict.fromkeys(range(9), SIGN))
     assert text.count("host7") == 4 and text.endswith(" and 5 more")
 
 
@@ -101,21 +101,23 @@ def test_of_many_ranks_a_line_names_a_few():
     ],
 )  # fmt: skip
 def test_who_saves_the_state_of_a_run_that_fails(replicas, whole, dead, replica):
-    signs = {rank: SIGN._replace(replica=r, whole=w) for rank, (r, w) in enumerate(zip(replicas, whole, strict=True))}
-    assert lookout.rescuers(signs, dead, False) == Order(replica, False)
+    signs = {
+        rank: SIGN._replace(replica=r, recoverable=w) for rank, (r, w) in enumerate(zip(replicas, whole, strict=True))
+    }
+    assert stall_monitor.rescuers(signs, dead, False) == Order(replica, False)
 
 
 @pytest.mark.timed
 def test_a_rank_writes_where_it_is():
     record = bytearray(RECORD_BYTES)
-    with heartbeat.alive(Heart(record, Alone(None))):
+    with heartbeat.alive(Heartbeat(record, Alone(None))):
         heartbeat.at_step(5)
         heartbeat.name_group("g", "data+tensor", True)
         with heartbeat.phase("score_policy"):
             heartbeat.entered("all_reduce", "g")
-            inside = decoded(record)
+            inside = decode(record)
             heartbeat.left()
-        after = decoded(record)
+        after = decode(record)
         begin = time.perf_counter()
         for _ in range(10_000):
             heartbeat.entered("all_reduce", "g")
@@ -124,7 +126,7 @@ def test_a_rank_writes_where_it_is():
     assert (inside.step, inside.phase, inside.phases, inside.collectives) == (5, "score_policy", 1, 1)
     assert (inside.collective, inside.waiting, inside.status) == ("all_reduce over data+tensor", 1, RUNNING)
     assert (after.phase, after.waiting) == ("after score_policy", 0)
-    assert decoded(record).status == ENDED and inside.beats < after.beats < decoded(record).beats
+    assert decode(record).status == ENDED and inside.beats < after.beats < decode(record).beats
 
 
 def stopped(rank):
@@ -147,7 +149,7 @@ def stopped(rank):
 def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(rank), parse(mesh), "cpu", timeout=timedelta(seconds=2), heartbeat_s=1.0)
+        launch(stopped(rank), parse(mesh), "cpu", waiting=Waiting(timeout=timedelta(seconds=2), heartbeat_s=1.0))
     assert time.monotonic() - begin < 8
     said, late = capfd.readouterr().err, f"rank {rank} on {os.uname().nodename} (step 2, update_policy"
     assert f"no progress for 1 s: the run waits for {late}), which does not answer" in said
@@ -160,7 +162,7 @@ def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
 @pytest.mark.gloo
 def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(1), parse("dp2"), "cpu", timeout=timedelta(minutes=1), stalled_s=3.0)
+        launch(stopped(1), parse("dp2"), "cpu", waiting=Waiting(timeout=timedelta(minutes=1), stalled_s=3.0))
     said = rf"no answer for 3 s \(--stalled_after\) from rank 1 on {os.uname().nodename} \(step 2, update_policy"
     assert re.match(said, str(caught.value))
 
@@ -168,7 +170,7 @@ def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
 @pytest.fixture
 def told(tmp_path, monkeypatch):
     """A file of the lines that are said, which ranks see too: they may wait for one instead of for some time."""
-    file, say = tmp_path / "told", lookout.say
+    file, say = tmp_path / "told", stall_monitor.say
     file.touch()
 
     def also_written(text):
@@ -176,7 +178,7 @@ def told(tmp_path, monkeypatch):
         with file.open("a") as out:
             out.write(f"{text}\n")
 
-    monkeypatch.setattr(lookout, "say", also_written)
+    monkeypatch.setattr(stall_monitor, "say", also_written)
     return file
 
 
@@ -202,7 +204,7 @@ def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(tol
                 waited(lambda: line.search(told.read_text()))
         return collectives.psum(torch.ones(1), m, "data").item()
 
-    assert launch(program, parse("dp2"), "cpu", heartbeat_s=1.0) == 2
+    assert launch(program, parse("dp2"), "cpu", waiting=Waiting(heartbeat_s=1.0)) == 2
     assert line.search(capfd.readouterr().err)
 
 
@@ -211,7 +213,7 @@ def test_a_single_rank_says_what_it_does(told, capfd):
         with heartbeat.phase("reward"):
             return waited(lambda: "the run waits for rank 0 on" in told.read_text())
 
-    assert launch(program, parse(""), "cpu", heartbeat_s=1.0)
+    assert launch(program, parse(""), "cpu", waiting=Waiting(heartbeat_s=1.0))
     assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)
 
 
@@ -229,8 +231,8 @@ def free_port():
 
 def in_the_store(rank):
     """True if the store has a rank's record of the phase that both ranks are in."""
-    store, key = dist.distributed_c10d._get_default_store(), f"{store_signs.PREFIX}/{rank}"
-    return store.check([key]) and decoded(bytes(store.get(key))).phase == "generate"
+    store, key = dist.distributed_c10d._get_default_store(), f"{store_progress.PREFIX}/{rank}"
+    return store.check([key]) and decode(bytes(store.get(key))).phase == "generate"
 
 
 def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S):
@@ -245,7 +247,9 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             try:
                 timeout = timedelta(seconds=wait_s)
-                launch(program, parse("dp2"), "cpu", timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s)
+                launch(
+                    program, parse("dp2"), "cpu", waiting=Waiting(timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s)
+                )
             except (WorkerError, MemoryError) as error:
                 print(f"{type(error).__name__}: {error}", file=file, flush=True)
     finally:
@@ -305,8 +309,8 @@ def test_ranks_of_another_launcher_end_when_one_does_not_answer(late, said, tmp_
     def program(m):
         heartbeat.at_step(3)
         with heartbeat.phase("generate"):
-            heartbeat.last_words(lambda *_: f"rank {m.rank} saves", m.rank)
-            heartbeat.holds(2)
+            heartbeat.set_rescue(lambda *_: f"rank {m.rank} saves", m.rank)
+            heartbeat.mark_recoverable(2)
             collectives.psum(torch.ones(1), m, "data")
             assert waited(lambda: in_the_store(0) and in_the_store(1))
             collectives.psum(torch.ones(1), m, "data")

@@ -15,7 +15,7 @@ from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
-from funrl.models import Config, Inputs, decoder_model
+from funrl.models import Config, Inputs, decoder_config, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import native_engine
@@ -26,18 +26,18 @@ from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
-    "llama": Config(**SMALL),
-    "llama tied": Config(**SMALL | {"kv_heads": 4}, tied=True),
-    "qwen2": Config(**SMALL, family="qwen2", attention_bias=True),
-    "qwen3": Config(**SMALL | {"head": 16}, family="qwen3", qk_norm=True),
-    "qwen3 window": Config(**SMALL, family="qwen3", qk_norm=True, windows=(None, 6)),
+    "llama": decoder_config(**SMALL),
+    "llama tied": decoder_config(**SMALL | {"kv_heads": 4}, tied=True),
+    "qwen2": decoder_config(**SMALL, family="qwen2", attention_bias=True),
+    "qwen3": decoder_config(**SMALL | {"head": 16}, family="qwen3", qk_norm=True),
+    "qwen3 window": decoder_config(**SMALL, family="qwen3", qk_norm=True, windows=(None, 6)),
 }
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10, 11, 12, 13], [4, 4], [30, 20, 10], [39] * 6, [2, 3, 5, 7, 11, 13, 17]]
 NO_PACKING = library_problem()  # the reason why there is no compiled decoding step here
 # The same of vLLM, which has an environment of its own.
 NO_VLLM = None if importlib.util.find_spec("vllm") else "no vLLM here: ./test --all makes .venv-vllm for it"
 # Heads of a size that vLLM's attention on a CPU takes.
-WIDE = Config(**SMALL | {"head": 32}, family="qwen3", qk_norm=True)
+WIDE = decoder_config(**SMALL | {"head": 32}, family="qwen3", qk_norm=True)
 
 
 def weights(config, dtype=torch.float32, seed=0):

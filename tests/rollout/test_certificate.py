@@ -12,14 +12,14 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.mesh import AXES, parse
 from funrl.mesh.rules import Layout
-from funrl.models import Config, decoder_model, place
+from funrl.models import decoder_config, decoder_model, place
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeEngine, native_engine
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
-CONFIG = Config(**SMALL)
+CONFIG = decoder_config(**SMALL)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WRONG = "layers/1/mlp/up"
 ONE = (1, 1, 1, 1)

@@ -13,7 +13,7 @@ from funrl.mesh.mesh import parse
 from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import STORED, fully_sharded
-from funrl.models import Config, decoder_model, place
+from funrl.models import decoder_config, decoder_model, place
 from funrl.models.deployed import deployed
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, compare_weights, digest, probe_gap
@@ -36,9 +36,10 @@ BF16 = {"dtype": torch.bfloat16}
 FINE = {  # training mesh: engines that are right
     "dp2,tp2": [
         ("tp2,dp2", {"splits": True}), ("dp4", {}), ("tp4", {}), ("dp4", BF16), ("dp2,tp2", BF16),
-        ("tp4", {"config": Config(**SMALL, tied=True)}), ("tp4", {"config": Config(**SMALL | {"kv_heads": 1})}),
-        ("dp2,tp2", {"config": Config(**SMALL | {"kv_heads": 1}), "stored": fully_sharded(STORED)}),
-        ("dp4", {"config": Config(**SMALL, family="qwen2", attention_bias=True, tied=True), **BF16}),
+        ("tp4", {"config": decoder_config(**SMALL, tied=True)}),
+        ("tp4", {"config": decoder_config(**SMALL | {"kv_heads": 1})}),
+        ("dp2,tp2", {"config": decoder_config(**SMALL | {"kv_heads": 1}), "stored": fully_sharded(STORED)}),
+        ("dp4", {"config": decoder_config(**SMALL, family="qwen2", attention_bias=True, tied=True), **BF16}),
     ],
     "dp4": [
         ("tp4", {}), ("dp4", {}), ("tp4", {"stored": fully_sharded(STORED)}),

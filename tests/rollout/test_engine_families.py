@@ -5,7 +5,7 @@ import torch
 from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 
 from funrl.batch import Batch
-from funrl.models import Config, decoder_model, place
+from funrl.models import decoder_config, decoder_model, place
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
 from funrl.rollout.hf_engine import hf_engine
@@ -17,21 +17,25 @@ GEMMA = {
     "windows": (6, None), "tied": True,
 }  # fmt: skip
 CONFIGS = {
-    "gemma2": Config(**SMALL, **GEMMA, family="gemma2", attention_cap=0.7, logit_cap=2.0),
-    "gemma3": Config(**SMALL, **GEMMA, family="gemma3_text", qk_norm=True, local_rope_theta=100.0, rope_theta=1e6),
-    "olmo2": Config(**SMALL, family="olmo2", norms="post", qk_norm=True, qk_norm_over="projection"),
-    "smollm3": Config(**SMALL, family="smollm3", rotates=(True, False)),
-    "granite": Config(
+    "gemma2": decoder_config(**SMALL, **GEMMA, family="gemma2", attention_cap=0.7, logit_cap=2.0),
+    "gemma3": decoder_config(
+        **SMALL, **GEMMA, family="gemma3_text", qk_norm=True, local_rope_theta=100.0, rope_theta=1e6
+    ),
+    "olmo2": decoder_config(**SMALL, family="olmo2", norms="post", qk_norm=True, qk_norm_over="projection"),
+    "smollm3": decoder_config(**SMALL, family="smollm3", rotates=(True, False)),
+    "granite": decoder_config(
         **SMALL, family="granite", embed_scale=2.0, residual_scale=0.5, attention_scale=0.2, logit_divisor=3.0
     ),
-    "phi3": Config(**SMALL, family="phi3", windows=(6, 6)),
-    "mistral": Config(**SMALL | {"head": 16}, family="mistral", windows=(6, 6)),
+    "phi3": decoder_config(**SMALL, family="phi3", windows=(6, 6)),
+    "mistral": decoder_config(**SMALL | {"head": 16}, family="mistral", windows=(6, 6)),
 }
 
 
 EXPERTS = {
-    "qwen3_moe": Config(**SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16)),
-    "deepseek_v3": Config(
+    "qwen3_moe": decoder_config(
+        **SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16)
+    ),
+    "deepseek_v3": decoder_config(
         **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
         experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
     ),

@@ -8,7 +8,7 @@ from small_engines import KINDS, NO_PACKING, NO_VLLM, PROMPTS, assert_same, comp
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.rollout.engine import awake, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -166,7 +166,7 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
     engine = kind.engine(kind.config, mesh)
     good = requests_of(PROMPTS[:4], FREE, 0)
     for prompt, how, change, message in WRONG:
-        bad = Request(5, prompt, dataclasses.replace(FREE, **how), 0)._replace(**change)
+        bad = Request(5, prompt, with_fields(FREE, **how), 0)._replace(**change)
         for refuses in (engine.check, engine.submit):
             with pytest.raises(ValueError, match=message):
                 refuses([*good, bad])
@@ -179,7 +179,7 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
     assert_same(done, complete(engine, good))  # the numbers are free again
     for count in ("samples", "max_new_tokens"):
         with pytest.raises(ValueError, match=f"{count} is 0"):
-            dataclasses.replace(FREE, **{count: 0})
+            with_fields(FREE, **{count: 0})
 
 
 def cancelled_requests_end_at_once(kind, mesh):

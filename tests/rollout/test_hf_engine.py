@@ -6,11 +6,11 @@ from plain_sampling import plain_logp
 from small_engines import completed, rows
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
-from funrl.models import Config, Inputs, decoder_model
+from funrl.models import Inputs, decoder_config, decoder_model
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.sampling_parameters import Sampling
 
-CONFIG = Config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=64, eos=(2,))
+CONFIG = decoder_config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=64, eos=(2,))
 MODEL = decoder_model(CONFIG)
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10]]
 HOWS = [

@@ -26,7 +26,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
-from funrl.models import Config, Inputs, ModelError, decoder_model, place, with_value_head
+from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
@@ -62,7 +62,7 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells(packed):
     model, params = hf.load(folder)
     tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
-    how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.eos)
+    how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.special_tokens.eos)
     ours = rows(completed(load(native_engine(model, packed=packed), params), prompts, how))
     for prompt, row in zip(prompts, ours, strict=True):
         theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
@@ -177,7 +177,7 @@ def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monke
     if tokens := how.pop("pass_tokens", None):
         monkeypatch.setattr(native, "pass_tokens", lambda device: tokens)
     if passes := how.pop("look_every", None):
-        monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": passes})
+        monkeypatch.setattr(native, "POLL_EVERY", {"cpu": passes})
     got, engine = answers(dtype, kind, requests, **how)
     assert_same(got, expected, close)
     cost, (pages, most) = engine.cost(), (how.get("pages", 10**9), how.get("max_rows", 512))
@@ -188,18 +188,18 @@ def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monke
 
 def test_without_looking_the_host_waits_for_nothing(monkeypatch):
     """The completions are the same, but passes go on a little behind the end of a row, and find nothing of it kept."""
-    monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 1000})
+    monkeypatch.setattr(native, "POLL_EVERY", {"cpu": 1000})
     how = Sampling(max_new_tokens=30, stop=(3, 17))
     engine, plain = engine_of(CONFIGS["llama"]), engine_of(CONFIGS["llama"])
-    looks, look = [], engine._flights.look
-    monkeypatch.setattr(engine._flights, "look", lambda: (looks.append(1), look()))
+    polls, poll = [], engine._sequences.poll
+    monkeypatch.setattr(engine._sequences, "poll", lambda: (polls.append(1), poll()))
     assert_same(completed(engine, PROMPTS, how), completed(plain, PROMPTS, how), 0.0)
-    assert len(looks) < 5 and engine.cost().decoded == plain.cost().decoded
+    assert len(polls) < 5 and engine.cost().decoded == plain.cost().decoded
 
 
 def test_what_ended_behind_the_last_look_is_not_lost(monkeypatch):
     """Cancelled or paused, all that was drawn is there; and an error is no reason to keep a request."""
-    monkeypatch.setattr(native, "LOOK_EVERY", {"cpu": 1000})
+    monkeypatch.setattr(native, "POLL_EVERY", {"cpu": 1000})
     how, config = Sampling(max_new_tokens=30, stop=(3, 17, 28)), CONFIGS["llama"]
     expected = completed(engine_of(config), PROMPTS, how)
     assert any(len(one.tokens) < 10 for one in expected)
@@ -314,7 +314,9 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "static"), [("llama", False), ("qwen3", True)])
 def test_tensor_parallel_ranks_draw_what_one_device_draws(name, static):
-    config = CONFIGS[name] if name == "llama" else Config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
+    config = (
+        CONFIGS[name] if name == "llama" else decoder_config(**SMALL | {"kv_heads": 1}, family="qwen3", qk_norm=True)
+    )
     requests = requests_of(PROMPTS, Sampling(max_new_tokens=12, stop=(3, 17), samples=2), 0)
 
     def program(mesh):

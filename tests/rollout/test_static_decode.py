@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, parse
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.rollout.native import static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
@@ -112,7 +112,7 @@ def test_recorded_passes_draw_the_same(monkeypatch):
     """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
     monkeypatch.setattr(CapturedFunctions, "_captured_now", recorded)
     monkeypatch.setattr(static_decode, "HostCopy", ClonedCopy)
-    config = Config(**SMALL | {"layers": 1}, windows=(6,))
+    config = decoder_config(**SMALL | {"layers": 1}, windows=(6,))
     how = {"packed": False, "max_rows": 6, "dtype": torch.float64}
     plain, engine = engine_of(config, **how), engine_of(config, **how, static=True)
     graphs = engine._static._graphs
@@ -180,7 +180,7 @@ def test_where_there_are_none_the_reason_is_told(caplog):
 @pytest.mark.parametrize("static", [True, False])
 def test_the_hosts_work_in_a_pass_does_not_grow_with_the_rows(static):
     """Python calls of passes in which nobody comes, goes or needs a page."""
-    counts, config = [], Config(**SMALL | {"layers": 1, "vocab": 8, "max_positions": 512})
+    counts, config = [], decoder_config(**SMALL | {"layers": 1, "vocab": 8, "max_positions": 512})
     for rows in (16, 64):
         engine = engine_of(config, packed=False, static=static)
         engine.submit(requests_of([[1, 2]] * rows, Sampling(max_new_tokens=400), 0))
@@ -244,7 +244,7 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_onc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype,close", [(torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=["float32", "bfloat16"])
 def test_graphs_on_a_gpu_draw_what_passes_without_them_draw(dtype, close):
-    config, mesh = Config(**SMALL | {"head": 16, "vocab": 300}), Mesh(parse("dp1"), 0, torch.device("cuda"))
+    config, mesh = decoder_config(**SMALL | {"head": 16, "vocab": 300}), Mesh(parse("dp1"), 0, torch.device("cuda"))
     how, made = Sampling(max_new_tokens=40, stop=(3, 17), samples=4, top_p=0.95), []
     for static in (None, False):
         engine = native_engine(decoder_model(config), mesh, dtype, static=static)

@@ -1,7 +1,5 @@
 """The engine over vLLM beyond what every engine promises: families, the certificate, weights in and out, refusals."""
 
-import dataclasses
-
 import pytest
 import torch
 from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, completed, load, weights
@@ -9,7 +7,7 @@ from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, c
 from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
-from funrl.models import decoder_model, place
+from funrl.models import decoder_model, place, with_fields
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.certificate import SyncError, certify
@@ -21,8 +19,8 @@ from funrl.rollout.vllm.engine import WholeWeights
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
 FAMILIES = {
     "qwen3": WIDE,
-    "llama tied": dataclasses.replace(CONFIGS["llama tied"], head=32),
-    "qwen2": dataclasses.replace(CONFIGS["qwen2"], head=32, embed=128),
+    "llama tied": with_fields(CONFIGS["llama tied"], head=32),
+    "qwen2": with_fields(CONFIGS["qwen2"], head=32, embed=128),
 }
 WRONG = [
     ({"head": 8}, torch.float32, "heads have size 8; vLLM's attention on a CPU takes 32, 64,"),
@@ -36,7 +34,7 @@ WRONG = [
 @pytest.mark.parametrize(("change", "dtype", "message"), WRONG)
 def test_a_model_that_vllm_does_not_take_is_refused_by_name(change, dtype, message):
     with pytest.raises(ModelError, match=message):
-        check_vllm(decoder_model(dataclasses.replace(WIDE, **change)), "cpu", dtype)
+        check_vllm(decoder_model(with_fields(WIDE, **change)), "cpu", dtype)
 
 
 def test_a_cache_below_the_longest_sequence_is_refused():

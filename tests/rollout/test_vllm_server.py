@@ -19,7 +19,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm import server as vllm_server
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
-from funrl.rollout.vllm.core import CacheCounts, CoreRequest, DrawnTokens
+from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.server import CoreHandler, CoreServer, plain_requests, request_of
 
 MODEL = decoder_model(WIDE)
@@ -73,7 +73,7 @@ class CountingCore:
     def step(self):
         found = []
         for number, one in list(self.requests.items()):
-            found.append(DrawnTokens(number, [one.written + 1], [-1.0], [-2.0], 0))
+            found.append(SampledTokens(number, [one.written + 1], [-1.0], [-2.0], 0))
             self.requests[number] = one._replace(written=one.written + 1, count=one.count - 1)
             if one.count == 1:
                 del self.requests[number]

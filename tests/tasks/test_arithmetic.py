@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from funrl.data.supervised import TEXT_FIELDS
+from funrl.tasks import TASKS
 from funrl.tasks import arithmetic as a
 
 
@@ -85,7 +87,7 @@ def test_a_prompt_of_another_kind_is_an_error():
 def test_the_text_fits_the_tokenizer_and_the_model():
     tokenizer, config = a.tokenizer(), a.model_config()
     assert len(tokenizer) == config.vocab
-    assert (tokenizer.pad_token_id, (tokenizer.eos_token_id,)) == (config.pad, config.eos)
+    assert (tokenizer.pad_token_id, (tokenizer.eos_token_id,)) == (config.special_tokens.pad, config.special_tokens.eos)
     longest = 0
     for prompt, completion in a.demonstrations(0, 300):
         ids = tokenizer.encode(prompt + completion)
@@ -102,3 +104,18 @@ def test_the_global_random_states_are_left_alone():
     a.demonstrations(0, 10), a.training_prompts(0, 10), a.heldout_prompts(10)
     after = torch.random.get_rng_state(), np.random.get_state()[1], random.getstate()
     assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_record_of_a_task_fits_together(name):
+    task = TASKS[name]
+    tokenizer = task.tokenizer()
+    assert set(task.texts) == set(TEXT_FIELDS)
+    assert len(tokenizer.get_vocab()) == task.model_config(1).vocab
+    assert task.model_config(32).head == 32
+    for prompt in (*task.training_prompts(3)[:20], *task.heldout_prompts(20)):
+        answer = prompt.fields[task.demonstration_field]
+        assert task.reward(prompt.prompt, answer, **prompt.fields) == 1.0
+        assert len(tokenizer.encode(answer)) <= task.max_new_tokens
+    right = task.texts["demonstrations"]
+    assert right(0, 9, split="heldout") == right(5, 9, split="heldout") != right(0, 9, split="train")

@@ -1,6 +1,5 @@
 """A very small job, and what the tests of the trainer run of it."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -89,7 +88,7 @@ def small_job(compose=PPO, sizes=SIZES, reward=digits_reward, **settings):
 
 def resized(job, sizes):
     """The job with models of other sizes, but for those from directories."""
-    model = decoder_model(dataclasses.replace(job.model.config, **sizes))
+    model = decoder_model(with_fields(job.model.config, **sizes))
     layouts(model.shapes, model.axes, STORED, job.sizes)
     valued = with_value_head(model)
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}

@@ -17,7 +17,7 @@ from funrl.cli.run import main
 from funrl.data.json_lines import DataError
 from funrl.data.packing import pad_rows
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, place, with_value_head
+from funrl.models import Inputs, decoder_model, place, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.load import RewardError
 from funrl.tasks import arithmetic
@@ -27,7 +27,7 @@ from funrl.trainer.sources.completion_scores import completion_scores
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import rows_of
 
-DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
+DECODER = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MODEL = with_value_head(DECODER)
 
 

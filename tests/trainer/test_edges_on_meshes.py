@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl.algos import corrected, filtered, mask_truncated, not_truncated, recipe
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.loop import learn_batch
@@ -109,7 +109,7 @@ def evaluated_step(job, mesh):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """mesh -> what every run at an edge gives on it."""
-    model, folder = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES)), tmp_path_factory.mktemp("m")
+    model, folder = decoder_model(with_fields(arithmetic.model_config(), **SIZES)), tmp_path_factory.mktemp("m")
     valued = with_value_head(model)
     params = valued.init(torch.Generator().manual_seed(3), torch.float64)
     hf.save(folder, valued, params | {"value": torch.ones_like(params["value"])}, arithmetic.tokenizer())

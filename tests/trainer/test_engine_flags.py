@@ -63,7 +63,9 @@ def test_a_cache_that_the_longest_prompt_does_not_fit_into_is_refused_before_the
     job = small_job(GRPO, max_new_tokens=40)
     longest = max(len(e.tokens) for e in (*job.task.prompts, *job.task.heldout)) + 40
     config = arithmetic.model_config()
-    page = 2 * config.layers * PAGE * config.kv_heads * config.head * 8 / 1e9  # keys and values in float64
+    page = (
+        2 * config.layers * PAGE * config.attention.kv_heads * config.attention.head * 8 / 1e9
+    )  # keys and values in float64
     needed = page * -(-longest // PAGE)
     assert small_job(GRPO, max_new_tokens=40, kv_cache_gb=1.01 * needed)
     with pytest.raises(SettingsError, match=rf"--kv_cache_gb=.*: the longest prompt .* {longest} tokens"):

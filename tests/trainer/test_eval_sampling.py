@@ -1,14 +1,13 @@
 """How completions are drawn: from the flags, and for evaluation from the model's generation_config.json."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from small_runs import GRPO, SMALL, Quiet, begin, small_job
 
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.datasets import Given
@@ -22,7 +21,7 @@ FLAGS: dict[str, Any] = {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_pen
 
 def job_of(says: dict[str, Any] | None = None, **settings: Any):
     """A job that begins with a model whose generation_config.json says this."""
-    config = replace(arithmetic.model_config(), generation=json.dumps(says) if says is not None else "")
+    config = with_fields(arithmetic.model_config(), generation=json.dumps(says) if says is not None else "")
     return prepare(settings_of(**SMALL | settings), GRPO, Given(model=decoder_model(config)))
 
 

@@ -5,7 +5,6 @@ How a flag is changed, and what it should change, is in its declaration: type, b
 
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.cli.run import main
 from funrl.data.tokenizer import character_tokenizer
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import EFFECTS
@@ -106,7 +105,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("flags")
     tokenizer = character_tokenizer(CHARACTERS)
     sizes = {"vocab": len(CHARACTERS) + 2, "embed": 16, "layers": 1, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
-    model = decoder_model(dataclasses.replace(arithmetic.model_config(), max_positions=128, **sizes))
+    model = decoder_model(with_fields(arithmetic.model_config(), max_positions=128, **sizes))
     for seed, (name, one) in enumerate(
         {"model": model, "other": model, "scorer": with_value_head(model), "scorer2": with_value_head(model)}.items()
     ):

@@ -8,7 +8,7 @@ import pytest
 
 from funrl.data.prompts import prompt_batch
 from funrl.data.tokenizer import character_tokenizer
-from funrl.models import Config
+from funrl.models import decoder_config
 from funrl.trainer.jobs.datasets import Given, prompts_of, texts_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of
@@ -26,7 +26,7 @@ def reward(prompt, completion, **fields):
 
 
 GIVEN = Given(rewards=(reward,))
-SMALL = Config(vocab=16, embed=8, layers=1, heads=1, kv_heads=1, head=8, mlp=8, max_positions=32)
+SMALL = decoder_config(vocab=16, embed=8, layers=1, heads=1, kv_heads=1, head=8, mlp=8, max_positions=32)
 
 
 def test_fields_name_the_columns_of_prompts_and_texts(tmp_path):

@@ -6,7 +6,7 @@ from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.algos.recipes.ppo import ppo
 from funrl.flags.parser import help_text
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.trainer.jobs.learning_rates import (
     HIGHEST,
     LOWEST,
@@ -59,7 +59,7 @@ def test_texts_make_distillation_supervised():
 
 
 def model_of(embed):
-    config = Config(vocab=64, embed=embed, layers=2, heads=4, kv_heads=2, head=embed // 4, mlp=2 * embed)
+    config = decoder_config(vocab=64, embed=embed, layers=2, heads=4, kv_heads=2, head=embed // 4, mlp=2 * embed)
     return decoder_model(config)
 
 

@@ -3,7 +3,6 @@
 Rows are of very uneven lengths, and some mini-batches have fewer rows than there are ranks for them.
 """
 
-import dataclasses
 import functools
 
 import pytest
@@ -13,7 +12,7 @@ from small_runs import SIZES, assert_same, small_job, steps_program, uneven
 from funrl.algos import recipes
 from funrl.loading import load_function
 from funrl.mesh.launch import launch
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import run_kind
@@ -46,7 +45,7 @@ def _one_step_each(jobs, mesh):
 def steps(tmp_path_factory):
     """What a step of algorithms gives on a mesh: of all of them, or of those that are named."""
     folder = tmp_path_factory.mktemp("teacher")
-    model = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES))
+    model = decoder_model(with_fields(arithmetic.model_config(), **SIZES))
     hf.save(folder, model, model.init(torch.Generator().manual_seed(9)), arithmetic.tokenizer())
 
     @functools.cache

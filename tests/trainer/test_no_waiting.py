@@ -1,6 +1,5 @@
 """No micro-batch waits for the device: on "meta", of which the host can read nothing, every such wait is an error."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -17,7 +16,7 @@ from funrl.algos.recipes.ppo import ppo
 from funrl.algos.recipes.prime import prime
 from funrl.batch import map_fields
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.sources.completion_scores import as_read, end_values
@@ -50,7 +49,7 @@ class NoBlockingCopies(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    decoder = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
+    decoder = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
     made = {"decoder": decoder, "value": with_value_head(decoder)}
     for name, model in made.items():
         folder = tmp_path_factory.mktemp(name)

@@ -17,7 +17,7 @@ from funrl.loading import load_function
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch, view
 from funrl.mesh.mesh import parse, single
-from funrl.mesh.rows import hand_over, move_rows
+from funrl.mesh.rows import Owners, hand_over, move_rows
 from funrl.testing import check_algorithm
 from funrl.trainer.checkpoints.saved_rows import open_rows, read_rows, save_rows
 from funrl.trainer.jobs.row_source import make_source
@@ -200,7 +200,7 @@ def travels(mesh, folder):
     to[2] = OWNERS[2]
     fields = {name: as_dict(rows.batch)[name] for name in PICTURES}
     kinds = {name: field.kind for name, field in PICTURES.items()}
-    result = move_rows(fields, LENGTHS, OWNERS, to, mesh, mesh.row_axes, kinds)
+    result = move_rows(fields, LENGTHS, OWNERS, to, mesh, kinds)
     line = 12 + 16  # bytes of a picture and of its sizes
     assert result.sent == line * COUNTS[(me == OWNERS) & (to != me)].sum()
     assert result.received == line * COUNTS[(me != OWNERS) & (to == me)].sum()
@@ -259,7 +259,9 @@ def test_ragged_fields_are_handed_over_between_meshes():
         after = moved(rows, to, mesh)
         assert_same(after.batch, own_rows_of(rows_of_all(whole), after))
         fields, kinds = {"sizes": rows.batch.sizes}, {"sizes": PICTURES["sizes"].kind}
-        assert hand_over(fields, LENGTHS, owner, source, to, mesh, kinds).sent == 0  # both ranks have all rows
+        assert (
+            hand_over(fields, LENGTHS, Owners(owner, source), Owners(to, mesh), kinds).sent == 0
+        )  # both ranks have all rows
         return True
 
     assert launch(program, parse("dp2"))

@@ -15,14 +15,14 @@ from funrl.data.prompts import Example
 from funrl.data.supervised import text_batch, text_example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import Inputs, decoder_model, place, with_value_head
+from funrl.models import Inputs, decoder_model, place, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import RewardError
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.settings import SettingsError
 from funrl.trainer.sources.own_texts import SolutionStep, WrittenRow, reads_tokens, steps_of, whole_tokens
 
-DECODER = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
+DECODER = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
 OTHER = arithmetic.ALPHABET[::-1]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 PIECES = [b"ab", b".\n", b"\n", b"c \xc3", b"\xa9\n", b" \n", b"d", b"x"]

@@ -13,14 +13,14 @@ from funrl.data.supervised import TextFile
 from funrl.data.text_lengths import fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import Config
+from funrl.models import decoder_config, flat_fields
 from funrl.trainer.jobs.datasets import Given, fields_of_texts, prompts_of, texts_of
 from funrl.trainer.jobs.prompts import split, with_chat_template
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of
 
 TOKENIZER = character_tokenizer("abcdefgh:;? \n")
-SMALL = Config(vocab=16, embed=8, layers=1, heads=1, kv_heads=1, head=8, mlp=8, max_positions=32)
+SMALL = decoder_config(vocab=16, embed=8, layers=1, heads=1, kv_heads=1, head=8, mlp=8, max_positions=32)
 REWARD = Given(rewards=(lambda prompt, completion, **fields: 1.0,))
 TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
@@ -66,7 +66,7 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
             settings_of(data=f"{second},{first}"),
             "preferences",
             TOKENIZER,
-            Config(**vars(SMALL) | {"max_positions": 4}),
+            decoder_config(**flat_fields(SMALL) | {"max_positions": 4}),
             Given(),
         )
 

@@ -11,7 +11,7 @@ import torch
 from small_runs import GRPO, Quiet, small_job
 
 from funrl import trees
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
 from funrl.trainer import loop
@@ -46,7 +46,7 @@ def run(folder, mesh, fail=None, stalled_s=None, **settings):
             loop.score_batch = score
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
-    return launch(program, job.sizes, "cpu", stalled_s=stalled_s)
+    return launch(program, job.sizes, "cpu", waiting=Waiting(stalled_s=stalled_s))
 
 
 def stopped(rank):

@@ -30,7 +30,7 @@ from funrl.algos.recipes.prime import prime
 from funrl.data.tokenizer import character_tokenizer
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
@@ -41,7 +41,7 @@ from funrl.trainer.settings.devices import ROLES
 from funrl.trainer.settings.settings import Settings, SettingsError, settings_of, with_flags
 from funrl.trainer.steps.roles import WRITES, role_names
 
-TINY = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES | {"layers": 1}))
+TINY = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
 MADE = {name: make() for name, make in MAKERS.items()}
 GENERATING = [name for name, made in MADE.items() if made.advantage is not None and run_kind(made, None) == "rl"]

@@ -1,7 +1,5 @@
 """Balance of experts by the bias that they are chosen by: a router becomes even without a loss."""
 
-import dataclasses
-
 import pytest
 import torch
 from small_runs import GRPO, begin, one_step, small_job
@@ -9,7 +7,7 @@ from test_experts_on_meshes import DEEPSEEK
 
 from funrl import trees
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model
+from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import cast_weights
 from funrl.rollout.certificate import certify
@@ -69,7 +67,7 @@ def test_biases_stay_in_float32_wherever_other_weights_are_bfloat16(tmp_path):
     assert biases_of(run.frozen["reference"])[0].dtype == torch.float32
     hf.save(tmp_path, role.placed.model, cast_weights(state.roles["policy"].params, torch.bfloat16))
     model, params = hf.load(tmp_path)
-    assert biases_of(params)[0].equal(bias) and model.config.dtype == "bfloat16"
+    assert biases_of(params)[0].equal(bias) and model.config.source.dtype == "bfloat16"
     assert params["embed"].dtype == torch.bfloat16
 
 
@@ -77,7 +75,7 @@ def test_models_without_such_a_bias_and_adapters_are_refused():
     for task, said in (("arithmetic", "no model of this run has experts"), ("arithmetic_moe", "chosen without a bias")):
         with pytest.raises(SettingsError, match=f"--router_bias_rate=0.001: .*{said}"):
             small_job(GRPO, None, task=task, router_bias_rate=0.001)
-    model = decoder_model(dataclasses.replace(arithmetic.model_config(), **DEEPSEEK))
+    model = decoder_model(with_fields(arithmetic.model_config(), **DEEPSEEK))
     check_experts(settings_of(router_bias_rate=0.001), [model])
     with pytest.raises(SettingsError, match=r"--lora_rank=2: the biases are weights of the base"):
         check_experts(settings_of(router_bias_rate=0.001, lora_rank=2), [model])

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, single
-from funrl.models import Inputs, decoder_model
+from funrl.models import Inputs, decoder_model, with_fields
 from funrl.models.decoder.routing import Experts
 from funrl.models.model import RouterLoad
 from funrl.tasks import arithmetic
@@ -72,7 +72,7 @@ def test_flags_of_routers_need_experts():
 
 def test_a_models_parts_have_experts_where_it_says():
     config = dataclasses.replace(arithmetic.model_config(model="arithmetic_moe"), layers=3)
-    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, dense=(1,)))
+    config = with_fields(config, experts=dataclasses.replace(config.mlp.experts, dense=(1,)))
     model = decoder_model(config)
     out = model.apply(model.init(torch.Generator().manual_seed(0)), Inputs(torch.arange(12).view(2, 6)))
     assert out.aux["counts_E"].sum(-1).tolist() == [24, 24] and out.aux["ids_TK"].shape == (2, 12, 2)

@@ -1,7 +1,5 @@
 """Passes without a gradient have a token budget of their own, which changes their sizes and no number."""
 
-import dataclasses
-
 import pytest
 import torch
 from small_runs import PPO, SIZES, assert_same, begin, one_step, run_steps, small_job
@@ -9,7 +7,7 @@ from small_runs import PPO, SIZES, assert_same, begin, one_step, run_steps, smal
 from funrl.algos.recipes.dpo import dpo
 from funrl.algos.recipes.grpo import grpo
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, with_value_head
+from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs import build
@@ -34,7 +32,7 @@ def passes(monkeypatch):
 
 
 def reward_model(folder):
-    model = with_value_head(decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES)))
+    model = with_value_head(decoder_model(with_fields(arithmetic.model_config(), **SIZES)))
     hf.save(folder, model, model.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
     return {"reward_model": str(folder)}
 

@@ -10,7 +10,7 @@ from funrl.algos.recipes.dpo import dpo
 from funrl.batch import TOKEN_INT, Batch, as_dict
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
-from funrl.models import decoder_model, place
+from funrl.models import decoder_model, place, with_fields
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
 from funrl.trainer.steps import learn as learning
@@ -48,7 +48,7 @@ def test_so_do_those_that_are_given_wide_or_added():
 
 def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_bytes():
     given = []
-    plain = decoder_model(dataclasses.replace(arithmetic.model_config(), **SIZES))
+    plain = decoder_model(with_fields(arithmetic.model_config(), **SIZES))
 
     def watched(params, inputs, *rest, **more):
         given.append(inputs)

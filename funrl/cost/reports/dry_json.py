@@ -18,7 +18,7 @@ def as_object(found: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str
     job, settings, rates = found.job, found.job.settings, rates_of(found, hardware)
     return {
         "model": {
-            "family": job.model.config.family,
+            "family": job.model.config.source.family,
             "parameters": found.parameters,
             "trained_parameters": found.trained,
             "dtype": settings.models.dtype,

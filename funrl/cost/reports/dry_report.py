@@ -21,7 +21,6 @@ from funrl.cost.tracing.hardware import HARDWARE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.text import wanted_devices
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.settings.settings import Settings, with_flags
 
@@ -44,7 +43,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     def costs(settings: Settings, hardware: Hardware) -> Estimate:
         return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
 
-    if wanted_devices(settings.devices.mesh) is not None:
+    if settings.devices.train.wanted is not None:
         return searched(settings, algorithm, costs, line)
     node = ranks_of_node() or RANKS_PER_NODE  # of a run that is asked about from elsewhere
     settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
@@ -100,8 +99,9 @@ def title(found: Estimate, settings: Settings) -> str:
     world = meshes.Mesh(job.sizes).world
     trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
     return (
-        f"{job.model.config.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, {settings.models.dtype}, "
-        f"{world} device{'s' * (world > 1)} ({settings.estimate.hardware}): train {train}{generate}\n"
+        f"{job.model.config.source.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, "
+        f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
+        f"train {train}{generate}\n"
         f"a step: {found.step}"
     )
 

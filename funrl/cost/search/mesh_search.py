@@ -31,7 +31,7 @@ from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.mesh.text import AXES, ROW_AXES, SHORT, wanted_devices
+from funrl.mesh.text import AXES, ROW_AXES, SHORT
 from funrl.models import Model
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.settings.declaration import SettingsError
@@ -132,7 +132,7 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     Raises:
       ValueError: a flag that cannot work on any mesh; or the first reason, where no mesh can be.
     """
-    world, tokens = wanted_devices(settings.devices.mesh) or 1, tokens_of(settings, algorithm)
+    world, tokens = settings.devices.train.wanted or 1, tokens_of(settings, algorithm)
     ranked = ranked_splits(settings, algorithm, world, hardware)
 
     def trace(candidate: Candidate) -> Traced:
@@ -282,7 +282,7 @@ def usable_axes(settings: Settings, models: Mapping[str, Model]) -> tuple[tuple[
         probe = with_flags(settings, mesh=f"{short}2", generate_mesh=None, fsdp=axis in ROW_AXES)
         probe = with_flags(probe, fsdp_axes=settings.devices.fsdp_axes if settings.devices.fsdp else None)
         try:
-            check_meshes(probe, models, meshes.parse(probe.devices.mesh), float("inf"))
+            check_meshes(probe, models, probe.devices.train.chosen, float("inf"))
             usable.append(axis)
         except ValueError as error:
             unused[short] = str(error).rpartition(f"{short}2: ")[2]

@@ -16,7 +16,7 @@ from funrl.cost.search.closed_form import closed_form
 from funrl.cost.search.mesh_search import has_experts
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
-from funrl.mesh.text import SHORT, TOKEN_AXES, devices, wanted_devices
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.settings import Settings, with_flags
 
 
@@ -34,10 +34,10 @@ def with_groups(
         not settings.devices.fsdp
         or settings.devices.fsdp_axes is not None
         or node is None
-        or wanted_devices(settings.devices.mesh) is not None
+        or settings.devices.train.wanted is not None
     ):
         return settings, None
-    sizes = meshes.parse(settings.devices.mesh)
+    sizes = settings.devices.train.chosen
     world, over = devices(sizes), devices(sizes, TOKEN_AXES)
     if world <= node or world % node:
         return settings, None

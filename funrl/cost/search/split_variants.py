@@ -110,7 +110,7 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
         text = meshes.text({"data": world // tensor, "expert": 1, "sequence": 1, "tensor": tensor})
         probe = with_flags(settings, mesh=text, generate_mesh=text, fsdp=False, fsdp_axes=None)
         try:
-            check_meshes(probe, {"policy": space.shallow["policy"]}, meshes.parse(text), space.hardware.memory)
+            check_meshes(probe, {"policy": space.shallow["policy"]}, probe.devices.train.sizes, space.hardware.memory)
         except ValueError:
             continue
         found.append(text)
@@ -137,7 +137,7 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
       ValueError: the models cannot be laid out so.
     """
     check_together(split)
-    base, sizes, memory = space.base, meshes.parse(split.devices.mesh), space.hardware.memory
+    base, sizes, memory = space.base, split.devices.train.chosen, space.hardware.memory
     default = generate_sizes(split, sizes, base.models["policy"], memory) if base.generates else sizes
     laid_out = with_flags(split, generate_mesh=meshes.text(default)) if base.generates else split
     check_meshes(laid_out, space.shallow, sizes, memory)

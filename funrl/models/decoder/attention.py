@@ -63,7 +63,10 @@ class Attention:
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights, as `Mixer.shapes`."""
-        D, H, K, N = embed, self.heads, self.kv_heads, self.head
+        D = embed
+        H = self.heads
+        K = self.kv_heads
+        N = self.head
         rows = 2 * N if self.gated else N
         shapes = {"q": (H, rows, D), "k": (K, N, D), "v": (K, N, D), "o": (D, H, N)}
         if self.bias:
@@ -134,7 +137,8 @@ class Attention:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
         q_BTHN, k_BTKN, v_BTKN = self._heads(q_BTHN, params, h_BTD, mesh)
         if context.rope is not None:
-            q_BTHN, k_BTKN = rotate(q_BTHN, context.rope), rotate(k_BTKN, context.rope)
+            q_BTHN = rotate(q_BTHN, context.rope)
+            k_BTKN = rotate(k_BTKN, context.rope)
         options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])

@@ -6,6 +6,7 @@ from typing import Any
 
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.models.decoder.config import Config
+from funrl.models.flat import flat_fields
 
 # Switches of a decoder that the compiled step does not know, as it has them.
 AS_COMPILED: dict[str, Any] = {
@@ -31,18 +32,19 @@ AS_COMPILED: dict[str, Any] = {
 
 def step_sizes(config: Config) -> StepSizes | str:
     """The sizes that `decode_step.packed_decoder` takes, or the reason why it does not take this decoder."""
+    fields = flat_fields(config)
     for name, value in AS_COMPILED.items():
-        if getattr(config, name) != value:
-            return f"the C++ decoding step does not take {name}={getattr(config, name)}"
+        if fields[name] != value:
+            return f"the C++ decoding step does not take {name}={fields[name]}"
     return StepSizes(
         vocab=config.vocab,
         embed=config.embed,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head=config.head,
-        mlp=config.mlp,
-        norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
-        windows=tuple(config.window(i) for i in range(config.layers)),
+        heads=config.attention.heads,
+        kv_heads=config.attention.kv_heads,
+        head=config.attention.head,
+        mlp=config.mlp.inner,
+        norm_eps=config.norm.eps,
+        rope_theta=config.rope.theta,
+        rope_scaling=config.rope.scaling,
+        windows=tuple(config.attention.window(i) for i in range(config.layers)),
     )

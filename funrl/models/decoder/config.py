@@ -1,10 +1,10 @@
-"""Sizes and switches of a decoder: one frozen record."""
+"""Sizes and switches of a decoder: a tree of frozen records by subject."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, Self
 
 from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.dense import Dense
@@ -13,84 +13,50 @@ from funrl.models.decoder.latent_attention import Latent, LatentAttention
 from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, RopeScaling
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
-from funrl.models.model import LayerCost, ModelConfig, ModelCost
+from funrl.models.flat import by_record
+from funrl.models.model import LayerCost, ModelConfig, ModelCost, ModelFiles, SpecialTokens, check_sizes
 
 
 @dataclass(frozen=True)
-class Config(ModelConfig):
-    """Sizes and switches of a decoder, besides those of every model.
+class AttentionConfig:
+    """Sizes and switches of attention.
 
     Attributes:
-      heads, kv_heads, head, mlp: sizes H, K, N, F.
-      norm_eps: added to the mean square in every norm.
-      norm_offset: added to the weight of every norm.
-      norms: where they are: "pre", before attention and mlp; "post", behind them; "sandwich", both.
-      activation: of the mlp's gate; "gelu" is the approximation by tanh.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: stretching of these; None: none.
-      local_rope_theta: base in layers with a window, which are not stretched; None: these are like the others.
-      rotates: per layer, whether q and k are rotated; None: in all of them.
-      qk_norm: q and k are normalised before rotation.
-      qk_norm_over: "head", each head by itself; "projection", all heads of q together, and of k.
-      attention_bias, output_bias: q, k, v have a bias; the attention's output has one.
-      attention_scale: factor of q k^T; None: 1 / sqrt(N).
-      attention_cap: attention logits x become cap tanh(x / cap); None: they stay.
-      embed_scale: factor of the embeddings.
-      residual_scale: factor of what attention and mlp add to the residual stream.
-      logit_divisor: divides the logits; the hidden states that leave the model are divided by it already.
-      logit_cap: as attention_cap, of the logits.
+      heads, kv_heads, head: sizes H, K, N.
+      bias, output_bias: q, k, v have a bias; the output has one.
+      qk_norm: q and k are normalized before rotation: "head", each head by itself; "projection", all heads of q
+        together, and of k; None: they are not.
+      scale: factor of q k^T; None: 1 / sqrt(N).
+      cap: attention logits x become cap tanh(x / cap); None: they stay.
       windows: per layer, the number of tokens that a token sees, itself and those before it, or None: all of them;
         None: there is no window.
-      experts: layers with several mlps of which each token takes some; None: every layer has one.
+      gated: results are multiplied by the sigmoid of gates, which the weights of the queries make too.
       latent: keys and values are made of a small vector a token; `head` is then the size of queries and keys, and
-        attention has neither bias nor window. None: they are made of the hidden states.
-      output_gate: the results of attention are multiplied by the sigmoid of gates, which queries' weights make too.
-      rotary_part: size of the part of a head that is rotated, its first numbers; None: all of it.
-      mixers: further mixers, which layers take in turn: layer i has number i modulo their count. None in its place, or
-        no mixers at all: attention of the sizes above.
+        there is neither a bias nor a window. None: they are made of the hidden states.
+      mixers: layers take these in turn: layer i has number i modulo their count. None in its place, or no mixers at
+        all: attention of the sizes above.
     """
 
     heads: int
     kv_heads: int
     head: int
-    mlp: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    qk_norm: bool = False
-    attention_bias: bool = False
+    _: KW_ONLY
+    bias: bool = False
     output_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    scale: float | None = None
+    cap: float | None = None
     windows: tuple[int | None, ...] | None = None
-    norm_offset: float = 0.0
-    norms: Literal["pre", "post", "sandwich"] = "pre"
-    activation: Literal["silu", "gelu"] = "silu"
-    local_rope_theta: float | None = None
-    rotates: tuple[bool, ...] | None = None
-    qk_norm_over: Literal["head", "projection"] = "head"
-    attention_scale: float | None = None
-    attention_cap: float | None = None
-    embed_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_divisor: float = 1.0
-    logit_cap: float | None = None
-    experts: Experts | None = None
+    gated: bool = False
     latent: Latent | None = None
-    output_gate: bool = False
-    rotary_part: int | None = None
     mixers: tuple[Mixer | None, ...] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_sizes(heads=self.heads, kv_heads=self.kv_heads, head=self.head)
         if self.heads % self.kv_heads:
             raise ModelError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self._rotated % 2:
-            raise ModelError(f"head is {self.head}, rotary positions need an even head size")
         if self.latent is not None:
             self._check_latent(self.latent)
-        for name in ("windows", "rotates"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.layers:
-                raise ModelError(f"{name} has {len(values)} entries for {self.layers} layers")
 
     def _check_latent(self, latent: Latent) -> None:
         if self.head != latent.nope + latent.rope or self.kv_heads != self.heads:
@@ -98,72 +64,214 @@ class Config(ModelConfig):
                 f"heads of size {self.head} with {self.kv_heads} keys are not those of latent attention: "
                 f"{self.heads} of {latent.nope} + {latent.rope}"
             )
-        for name in ("windows", "rotates", "qk_norm", "attention_bias", "output_bias", "attention_cap"):
-            if getattr(self, name):
-                raise ModelError(f"{name} is {getattr(self, name)}, which latent attention does not have")
+        switches = {
+            "windows": self.windows,
+            "qk_norm": self.qk_norm,
+            "attention_bias": self.bias,
+            "output_bias": self.output_bias,
+            "attention_cap": self.cap,
+        }
+        for name, value in switches.items():
+            if value:
+                raise ModelError(f"{name} is {value}, which latent attention does not have")
+
+    def window(self, layer: int) -> int | None:
+        """Window of one layer; None: a token sees all tokens before it."""
+        return None if self.windows is None else self.windows[layer]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions of a decoder.
+
+    Attributes:
+      theta: base of the frequencies.
+      scaling: stretching of these; None: none.
+      local_theta: base in layers with a window, which are not stretched; None: these are like the others.
+      rotates: per layer, whether q and k are rotated; None: in all of them.
+      part: size of the part of a head that is rotated, its first numbers; None: all of it.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    local_theta: float | None = None
+    rotates: tuple[bool, ...] | None = None
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Root mean square norms of a decoder.
+
+    Attributes:
+      eps: added to the mean square.
+      offset: added to the weight.
+      places: "pre", before attention and mlp; "post", after them; "sandwich", both.
+    """
+
+    eps: float = 1e-6
+    offset: float = 0.0
+    places: Literal["pre", "post", "sandwich"] = "pre"
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Mlps of a decoder.
+
+    Attributes:
+      inner: size F.
+      activation: of the gate; "gelu" is the approximation by tanh.
+      experts: layers with several mlps of which each token takes some; None: every layer has one.
+    """
+
+    inner: int
+    activation: Literal["silu", "gelu"] = "silu"
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(mlp=self.inner)
+
+    def layer(self, layer: int) -> Mlp:
+        """The mlp of one layer."""
+        if self.experts is not None and layer not in self.experts.dense:
+            return Moe(self.experts)
+        return Dense(self.inner, self.activation)
+
+
+@dataclass(frozen=True)
+class ScaleConfig:
+    """Factors on the way from tokens to logits.
+
+    Attributes:
+      embed: of the embeddings.
+      residual: of what attention and mlp add to the residual stream.
+      logit_divisor: divides the logits; the hidden states that leave the model are divided by it already.
+      logit_cap: logits x become cap tanh(x / cap); None: they stay.
+    """
+
+    embed: float = 1.0
+    residual: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    """Sizes and switches of a decoder, besides those of every model.
+
+    Attributes:
+      attention: of attention, and of the mixers in its place.
+      mlp: of the mlps.
+      rope: of rotary positions.
+      norm: of the norms.
+      scales: factors on the way from tokens to logits.
+    """
+
+    attention: AttentionConfig
+    mlp: MlpConfig
+    rope: RopeConfig = RopeConfig()
+    norm: NormConfig = NormConfig()
+    scales: ScaleConfig = ScaleConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._rotated % 2:
+            raise ModelError(f"head is {self.attention.head}, rotary positions need an even head size")
+        if self.attention.latent is not None and self.rope.rotates:
+            raise ModelError(f"rotates is {self.rope.rotates}, which latent attention does not have")
+        for name, values in (("windows", self.attention.windows), ("rotates", self.rope.rotates)):
+            if values is not None and len(values) != self.layers:
+                raise ModelError(f"{name} has {len(values)} entries for {self.layers} layers")
 
     @property
     def _rotated(self) -> int:
         """Size of the part of a head that is rotated."""
-        return self.rotary_part or self.head if self.latent is None else self.latent.rope
-
-    def window(self, layer: int) -> int | None:
-        """Attention window of one layer; None: it sees all tokens before."""
-        return None if self.windows is None else self.windows[layer]
+        if self.attention.latent is not None:
+            return self.attention.latent.rope
+        return self.rope.part or self.attention.head
 
     def mixer(self, layer: int) -> Mixer:
         """The mixer of one layer."""
-        given = self.mixers[layer % len(self.mixers)] if self.mixers else None
+        attention = self.attention
+        given = attention.mixers[layer % len(attention.mixers)] if attention.mixers else None
         if given is not None:
             return given
         rope = self._rope(layer)
-        if self.latent is not None:
+        if attention.latent is not None:
             assert rope is not None
-            return LatentAttention(self.heads, self.latent, rope, self.attention_scale)
+            return LatentAttention(attention.heads, attention.latent, rope, attention.scale)
         return Attention(
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head=self.head,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head=attention.head,
             rope=rope,
-            window=self.window(layer),
-            bias=self.attention_bias,
-            output_bias=self.output_bias,
-            qk_norm=self.qk_norm_over if self.qk_norm else None,
-            norm=Norm(self.norm_eps, self.norm_offset),
-            scale=self.attention_scale,
-            cap=self.attention_cap,
-            gated=self.output_gate,
+            window=attention.window(layer),
+            bias=attention.bias,
+            output_bias=attention.output_bias,
+            qk_norm=attention.qk_norm,
+            norm=Norm(self.norm.eps, self.norm.offset),
+            scale=attention.scale,
+            cap=attention.cap,
+            gated=attention.gated,
         )
-
-    def mlp_of(self, layer: int) -> Mlp:
-        """The mlp of one layer."""
-        if self.experts is not None and layer not in self.experts.dense:
-            return Moe(self.experts)
-        return Dense(self.mlp, self.activation)
 
     def _rope(self, layer: int) -> Rope | None:
         """Rotary positions of one layer."""
-        if self.rotates is not None and not self.rotates[layer]:
+        rope = self.rope
+        if rope.rotates is not None and not rope.rotates[layer]:
             return None
-        if self.window(layer) is not None and self.local_rope_theta is not None:
-            return Rope(self._rotated, self.local_rope_theta)
-        return Rope(self._rotated, self.rope_theta, self.rope_scaling)
+        if self.attention.window(layer) is not None and rope.local_theta is not None:
+            return Rope(self._rotated, rope.local_theta)
+        return Rope(self._rotated, rope.theta, rope.scaling)
 
     def with_layers(self, layers: int) -> Self:
         """The same sizes with only the first `layers` layers."""
-        windows = None if self.windows is None else self.windows[:layers]
-        rotates = None if self.rotates is None else self.rotates[:layers]
-        experts = self.experts
+        windows = None if self.attention.windows is None else self.attention.windows[:layers]
+        rotates = None if self.rope.rotates is None else self.rope.rotates[:layers]
+        experts = self.mlp.experts
         if experts is not None:
             experts = replace(experts, dense=tuple(i for i in experts.dense if i < layers))
-        return replace(self, layers=layers, windows=windows, rotates=rotates, experts=experts)
+        return replace(
+            self,
+            layers=layers,
+            attention=replace(self.attention, windows=windows),
+            rope=replace(self.rope, rotates=rotates),
+            mlp=replace(self.mlp, experts=experts),
+        )
+
+
+def decoder_config(**fields: Any) -> Config:
+    """The config of a decoder from its flat fields; see `models.flat` for their names.
+
+    Example: decoder_config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, qk_norm=True)
+
+    Raises:
+      ModelError: sizes do not fit together.
+      TypeError: a name is unknown, or a size is missing.
+    """
+    own, records = by_record(fields)
+    return Config(
+        **own,
+        attention=AttentionConfig(**records.pop("attention", {})),
+        mlp=MlpConfig(**records.pop("mlp", {})),
+        **{name: _RECORDS[name](**values) for name, values in records.items()},
+    )
+
+
+_RECORDS = {
+    "rope": RopeConfig,
+    "norm": NormConfig,
+    "scales": ScaleConfig,
+    "special_tokens": SpecialTokens,
+    "source": ModelFiles,
+}
 
 
 @functools.lru_cache(maxsize=64)
 def layers_of(config: Config) -> tuple[DecoderLayer, ...]:
     """The layers of a decoder; equal ones are the same object."""
     known: dict[DecoderLayer, DecoderLayer] = {}
-    layers = (DecoderLayer(config.mixer(i), config.mlp_of(i)) for i in range(config.layers))
+    layers = (DecoderLayer(config.mixer(i), config.mlp.layer(i)) for i in range(config.layers))
     return tuple(known.setdefault(layer, layer) for layer in layers)
 
 

@@ -53,15 +53,15 @@ def decoder_model(config: Config) -> Model:
 
 def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
     routed = tuple(i for i, layer in enumerate(layers) if layer.mlp.routed)
-    experts = config.experts
+    experts = config.mlp.experts
     heads = {layer.mixer.paged for layer in layers}
     return Abilities(
         cost=cost_of(config),
         compiled_step=step_sizes(config),
         routers=None if experts is None else Routers(experts.count, experts.per_token, routed, experts.biased),
         splits_rows=all(layer.mixer.splits_rows for layer in layers),
-        heads=config.heads,
-        logit_cap=config.logit_cap,
+        heads=config.attention.heads,
+        logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,
     )
 
@@ -122,13 +122,13 @@ def apply(
                 loads.append(load)
     x_BTD = _norm(config, x_BTD, params["norm"])
     aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
-    return Output(x_BTD if config.logit_divisor == 1 else x_BTD / config.logit_divisor, cache, aux)
+    return Output(x_BTD if config.scales.logit_divisor == 1 else x_BTD / config.scales.logit_divisor, cache, aux)
 
 
 def decoder_layer(
     config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context
 ) -> Tensor | tuple[Tensor, RouterLoad]:
-    """One layer: x + mixer(norm(x)), then the same with the mlp; the norms are where `Config.norms` says.
+    """One layer: x + mixer(norm(x)), then the same with the mlp; the norms are where `NormConfig.places` says.
 
     Args:
       config, mesh: as in `apply`.
@@ -150,13 +150,13 @@ def decoder_layer(
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
     """A norm over the last dim; None: there is none here."""
-    return x if weight is None else rms_norm(x, weight, config.norm_eps, config.norm_offset)
+    return x if weight is None else rms_norm(x, weight, config.norm.eps, config.norm.offset)
 
 
 def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
     """The residual stream with what a branch adds to it."""
     branch_BTD = _norm(config, branch_BTD, out_norm)
-    return x_BTD + (branch_BTD if config.residual_scale == 1 else branch_BTD * config.residual_scale)
+    return x_BTD + (branch_BTD if config.scales.residual == 1 else branch_BTD * config.scales.residual)
 
 
 def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype) -> dict[int, Context]:
@@ -190,7 +190,7 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
     x_BTD = _embedding(config, w_VD, tokens_BT, mesh, split)
     # Rounded to the dtype before, as in transformers.
-    return x_BTD if config.embed_scale == 1 else x_BTD * x_BTD.new_full((), config.embed_scale)
+    return x_BTD if config.scales.embed == 1 else x_BTD * x_BTD.new_full((), config.scales.embed)
 
 
 def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:

@@ -58,7 +58,9 @@ class Moe:
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights."""
-        D, E, F_ = embed, self.experts.count, self.experts.mlp
+        D = embed
+        E = self.experts.count
+        F_ = self.experts.mlp
         shapes: dict[str, tuple[int, ...]] = {
             "router": (E, D),
             "expert_gate": (E, F_, D),
@@ -132,7 +134,8 @@ def mixture(
     routes = _routes(experts, params, logits_BTE.flatten(0, 1), h_BTD.dtype, real_T, ids_TK)
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
-    h_BTD, weights_TK = enter(h_BTD, mesh, split), pbroadcast(routes.weights_TK, mesh, "tensor")
+    h_BTD = enter(h_BTD, mesh, split)
+    weights_TK = pbroadcast(routes.weights_TK, mesh, "tensor")
     way = dispatch_gathered if mesh.size(over) <= experts.per_token else dispatch_ragged
     h_TD = h_BTD.flatten(0, 1)
     out_TD = way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK)
@@ -163,11 +166,13 @@ def dispatch_ragged(
     experts: Experts, mesh: Mesh, over: Axes, params: trees.Tree, h_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor
 ) -> Tensor:
     """The same with only those rows on their way that have an expert there."""
-    ranks, own = mesh.size(over), params["expert_gate"].shape[0]
+    ranks = mesh.size(over)
+    own = params["expert_gate"].shape[0]
     slots = slots_of(ids_TK, 0, experts.count)
     sent_E = expert_counts(ids_TK, experts.count)
     came_RE = all_to_all(sent_E, mesh, over, 0, 0).view(ranks, own)  # from each rank, for each expert here
-    send, receive = sent_E.view(ranks, own).sum(1).tolist(), came_RE.sum(1).tolist()
+    send = sent_E.view(ranks, own).sum(1).tolist()
+    receive = came_RE.sum(1).tolist()
     x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh, over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank

@@ -85,7 +85,10 @@ class GatedDeltaNet:
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights: "qkvz" has for each key head the rows of its q, k, values and output gates."""
-        K, H, N, M = self.key_heads, self.value_heads, self.key, self.value
+        K = self.key_heads
+        H = self.value_heads
+        N = self.key
+        M = self.value
         return {
             "qkvz": (K, 2 * N + 2 * self._group * M, embed),
             "ba": (K, 2 * self._group, embed),

@@ -181,7 +181,8 @@ class LatentAttention:
 
 def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
     """[B, T, H, nope + rope] of this rank's heads."""
-    from_BTR, weight = h_BTD, params["q_b" if latent.q_rank is not None else "q"]
+    from_BTR = h_BTD
+    weight = params["q_b" if latent.q_rank is not None else "q"]
     if latent.q_rank is not None:
         from_BTR = rms_norm(multiply(h_BTD, params["q_a"]), params["q_a_norm"], NORM_EPS)
     q_BTHN = multiply(enter(from_BTR, mesh, context.split), weight).unflatten(-1, weight.shape[:2])

@@ -2,7 +2,7 @@
 
 A mixer lets tokens see one another (attention, latent attention), an mlp computes each token by itself (dense,
 experts). Both are frozen dataclasses of sizes, with functions of the weights. A new mixer is a file of its own, whose
-record the reader of a family puts into `Config.mixers`.
+record the reader of a family puts into `AttentionConfig.mixers`.
 """
 
 from __future__ import annotations

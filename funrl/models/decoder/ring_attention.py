@@ -46,8 +46,8 @@ def ring_attention(
 
     References: Liu et al., 2023, https://arxiv.org/abs/2310.01889
     """
-    how = _How(window or 0, scale or q_1tHN.shape[-1] ** -0.5, cap or 0.0)
-    return _Ring.apply(q_1tHN[0], k_1tKN[0], v_1tKN[0], offsets, mesh, how)[0].unsqueeze(0)
+    options = _How(window or 0, scale or q_1tHN.shape[-1] ** -0.5, cap or 0.0)
+    return _Ring.apply(q_1tHN[0], k_1tKN[0], v_1tKN[0], offsets, mesh, options)[0].unsqueeze(0)
 
 
 class _How(NamedTuple):
@@ -75,12 +75,12 @@ class _Block(NamedTuple):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(q, k, v, offsets, mesh, how):
-        found: tuple[Tensor, Tensor] | None = None
-        for at, (keys, values) in _parts(torch.stack((k, v)), mesh):
-            part = _part(q, keys, values, offsets, *at, *how)
-            found = part if found is None else _joined(*found, *part)
-        assert found is not None  # the own part is always there
-        out, lse = found
+        joined: tuple[Tensor, Tensor] | None = None
+        for place, (keys, values) in _parts(torch.stack((k, v)), mesh):
+            part = _part(q, keys, values, offsets, *place, *how)
+            joined = part if joined is None else _joined(*joined, *part)
+        assert joined is not None  # the own part is always there
+        out, lse = joined
         return out.to(q.dtype), lse
 
     @staticmethod
@@ -93,12 +93,13 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, d_out, _):
         with torch.no_grad():
             q, k, v, offsets, out, lse = ctx.saved_tensors
-            d_q, d_out = torch.zeros_like(q, dtype=lse.dtype), d_out.contiguous()
+            d_q = torch.zeros_like(q, dtype=lse.dtype)
+            d_out = d_out.contiguous()
             grads = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-            for at, (keys, values) in _parts(torch.stack((k, v)), ctx.mesh):
-                found = _part_backward(d_out, q, keys, values, out, lse, offsets, *at, *ctx.how)
-                d_q += found[0]
-                grads += found[1]
+            for place, (keys, values) in _parts(torch.stack((k, v)), ctx.mesh):
+                gradients = _part_backward(d_out, q, keys, values, out, lse, offsets, *place, *ctx.how)
+                d_q += gradients[0]
+                grads += gradients[1]
                 grads = wait(start_shift(grads, ctx.mesh, _AXIS)).view(grads.shape)  # after as many they are home
         return d_q.to(q.dtype), *grads.to(k.dtype).unbind(0), None, None, None
 
@@ -109,7 +110,9 @@ def _parts(kv: Tensor, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Tensor]]:
     Args:
       kv: [2, t, K, N] keys and values of this rank.
     """
-    ranks, own, count = mesh.size(_AXIS), int(mesh.index(_AXIS)), kv.shape[1]
+    ranks = mesh.size(_AXIS)
+    own = int(mesh.index(_AXIS))
+    count = kv.shape[1]
     for step in range(ranks):
         coming = start_shift(kv, mesh, _AXIS) if step + 1 < ranks else None
         yield (own * count, (own - step) % ranks * count), kv
@@ -119,7 +122,8 @@ def _parts(kv: Tensor, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Tensor]]:
 
 def _joined(out: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Results over two sets of keys as one over both; where nothing of the second is seen the first stays."""
-    both, seen = torch.logaddexp(lse, sums), sums > -torch.inf
+    both = torch.logaddexp(lse, sums)
+    seen = sums > -torch.inf
     before = torch.where(seen, (lse - both).exp(), 1.0).unsqueeze(-1)
     now = torch.where(seen, (sums - both).exp(), 0.0).unsqueeze(-1)
     return out * before + found * now, torch.where(seen, both, lse)
@@ -137,11 +141,14 @@ def _part(
     scale: float,
     cap: float,
 ) -> tuple[Tensor, Tensor]:
-    how, wide = _How(window, scale, cap), _wide(q)
-    out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
-        rows, cols = block.queries, block.keys
-        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block, how)
+    options = _How(window, scale, cap)
+    wide = _wide(q)
+    out = torch.zeros_like(q, dtype=wide)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, options)):
+        rows = block.queries
+        cols = block.keys
+        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block, options)
     return out, lse
 
 
@@ -161,11 +168,13 @@ def _part_backward(
     cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's queries, and of the keys and values of a part: [2, t, K, N]."""
-    how = _How(window, scale, cap)
-    d_q, d_kv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, how)):
-        rows, cols = block.queries, block.keys
-        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block, how)
+    options = _How(window, scale, cap)
+    d_q = torch.zeros_like(q, dtype=lse.dtype)
+    d_kv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
+    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, options)):
+        rows = block.queries
+        cols = block.keys
+        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block, options)
         d_kv[0, cols] += d_k
         d_kv[1, cols] += d_v
     return d_q, d_kv
@@ -187,11 +196,12 @@ def seen_pairs(offsets: Tensor, first: int, source: int, count: int, window: int
     Args:
       window: 0 is none.
     """
-    ends, at = offsets.numpy(), np.arange(first, first + count)
-    at = at[at < ends[-1]]
-    low = np.maximum(ends[np.searchsorted(ends, at, "right") - 1], source)
-    low = np.maximum(low, at - window + 1) if window else low
-    return int(np.clip(np.minimum(at + 1, source + count) - low, 0, None).sum())
+    ends = offsets.numpy()
+    positions = np.arange(first, first + count)
+    positions = positions[positions < ends[-1]]
+    low = np.maximum(ends[np.searchsorted(ends, positions, "right") - 1], source)
+    low = np.maximum(low, positions - window + 1) if window else low
+    return int(np.clip(np.minimum(positions + 1, source + count) - low, 0, None).sum())
 
 
 def _wide(q: Tensor) -> torch.dtype:
@@ -207,7 +217,9 @@ def _blocks(
     Args:
       on_cpu: as `_on_cpu`: without a window all of a sequence is one block, and masks are 0 and -inf.
     """
-    sizes, band, whole = None, None, on_cpu and not window
+    sizes = None
+    band = None
+    whole = on_cpu and not window
     here = (ends[1:] > first) & (ends[:-1] < first + count) & (ends[1:] > ends[:-1])
     for begin, end in zip(ends[:-1][here].tolist(), ends[1:][here].tolist(), strict=True):
         step = count if whole else _BLOCK
@@ -218,7 +230,8 @@ def _blocks(
             if k_low >= k_high:
                 continue
             high = min(high, k_high + window - 1) if window else high  # each of these queries sees some of the keys
-            queries, keys = slice(low - first, high - first), slice(k_low - source, k_high - source)
+            queries = slice(low - first, high - first)
+            keys = slice(k_low - source, k_high - source)
             if whole:  # these keys are all before, or they are the queries' own
                 yield _Block(queries, keys, None, k_high > low)
                 continue
@@ -241,15 +254,15 @@ def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device
 def _forward(q: Tensor, k: Tensor, v: Tensor, block: _Block, how: _How) -> tuple[Tensor, Tensor]:
     """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
     if _on_cpu(q, how):
-        found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+        outputs, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(q, k, v), 0.0, block.causal, attn_mask=block.seen, scale=how.scale
         )
-        return found[0].transpose(0, 1), sums[0].T
+        return outputs[0].transpose(0, 1), sums[0].T
     logits = _logits(q, k, block.seen, how)
     sums = logits.logsumexp(-1)
     weights = (logits - sums.unsqueeze(-1)).exp()
-    found = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
-    return found, sums.permute(2, 0, 1).flatten(1)
+    outputs = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
+    return outputs, sums.permute(2, 0, 1).flatten(1)
 
 
 def _backward(
@@ -258,15 +271,20 @@ def _backward(
     """Gradients of queries, keys and values of a block, exact with the result and log-sum-exp over all that is seen."""
     if _on_cpu(q, how):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_heads_first(d_out, q, k, v, out), lse.T[None].contiguous(), 0.0, block.causal,
-            attn_mask=block.seen, scale=how.scale,
-        )  # fmt: skip
+            *_heads_first(d_out, q, k, v, out),
+            lse.T[None].contiguous(),
+            0.0,
+            block.causal,
+            attn_mask=block.seen,
+            scale=how.scale,
+        )
         return tuple(x[0].transpose(0, 1) for x in grads)
     logits = _logits(q, k, block.seen, how)
     d_out, q, k, v, out = (x.to(logits.dtype) for x in (d_out, q, k, v, out))
     grouped = (k.shape[1], -1)
     weights = (logits - lse.T.unflatten(0, grouped).unsqueeze(-1)).exp()
-    d_out_g, q_g = d_out.unflatten(1, grouped), q.unflatten(1, grouped)
+    d_out_g = d_out.unflatten(1, grouped)
+    q_g = q.unflatten(1, grouped)
     d_v = torch.einsum("kgts,tkgn->skn", weights, d_out_g)
     mean = (d_out * out).sum(-1).T.unflatten(0, grouped).unsqueeze(-1)
     d_logits = weights * (torch.einsum("tkgn,skn->kgts", d_out_g, v) - mean) * how.scale

@@ -161,9 +161,11 @@ def load_of(routes: Routes, real_T: Tensor | None) -> RouterLoad:
       real_T: bool, false at padding; None: there is none.
     """
     experts = routes.probs_TE.shape[-1]
-    z_T, probs_TE = routes.logits_TE.to(routes.probs_TE.dtype).logsumexp(-1).square(), routes.probs_TE
+    z_T = routes.logits_TE.to(routes.probs_TE.dtype).logsumexp(-1).square()
+    probs_TE = routes.probs_TE
     if real_T is not None:
-        z_T, probs_TE = z_T * real_T, probs_TE * real_T.unsqueeze(-1)
+        z_T = z_T * real_T
+        probs_TE = probs_TE * real_T.unsqueeze(-1)
     return RouterLoad(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), routes.ids_TK)
 
 
@@ -214,10 +216,10 @@ def _inverse(order_R: Tensor) -> Tensor:
 
 def _sum_rows(y_MD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     padded = torch.cat([y_MD, y_MD.new_zeros(1, y_MD.shape[1])])
-    found = [padded.index_select(0, row_T) for row_T in row_TK.unbind(1)]
+    terms = [padded.index_select(0, row_T) for row_T in row_TK.unbind(1)]
     if weights_TK is not None:
-        found = [rows * weight_T.unsqueeze(1) for rows, weight_T in zip(found, weights_TK.unbind(1), strict=True)]
-    return functools.reduce(torch.add, found)
+        terms = [rows * weight_T.unsqueeze(1) for rows, weight_T in zip(terms, weights_TK.unbind(1), strict=True)]
+    return functools.reduce(torch.add, terms)
 
 
 class _Take(torch.autograd.Function):

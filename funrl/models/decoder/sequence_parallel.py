@@ -104,11 +104,15 @@ def ulysses_attention(
 
     References: Jacobs et al., 2023, https://arxiv.org/abs/2309.14509
     """
-    sp, (q, k, v) = mesh.size(AXIS), (q_1tHN[0], k_1tKN[0], v_1tKN[0])
+    sp = mesh.size(AXIS)
+    q = q_1tHN[0]
+    k = k_1tKN[0]
+    v = v_1tKN[0]
     copies = sp // math.gcd(k.shape[1], sp)  # it divides H / K, as sp divides H
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    heads, kv_heads = q.shape[1] // sp, k.shape[1] // sp
+    heads = q.shape[1] // sp
+    kv_heads = k.shape[1] // sp
     sent = torch.cat([x.unflatten(1, (sp, -1)) for x in (q, k, v)], 2)  # what goes to a rank is together
     whole = all_to_all(sent.flatten(1, 2), mesh, AXIS, 1, 0)
     q, k, v = whole.split((heads, kv_heads, kv_heads), 1)

@@ -24,7 +24,7 @@ def shapes(config: Config) -> trees.Tree:
     outer = {"embed": table, "norm": (D,)} | ({} if config.tied else {"unembed": table})
     layers = tuple(
         {
-            **_empty(dict.fromkeys(_NORMS[config.norms], (D,))),
+            **_empty(dict.fromkeys(_NORMS[config.norm.places], (D,))),
             "attn": _empty(layer.mixer.shapes(D)),
             "mlp": _empty(layer.mlp.shapes(D)),
         }
@@ -39,7 +39,7 @@ def axes(config: Config) -> trees.Tree:
     outer = {"embed": table, "norm": ("norm",)} | ({} if config.tied else {"unembed": table})
     layers = tuple(
         {
-            **dict.fromkeys(_NORMS[config.norms], ("norm",)),
+            **dict.fromkeys(_NORMS[config.norm.places], ("norm",)),
             "attn": _axes(layer.mixer, config.embed),
             "mlp": _axes(layer.mlp, config.embed),
         }
@@ -66,7 +66,7 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
             if own is not None:
                 return own.to(dtype)
         if last.endswith("norm"):
-            return torch.full(x.shape, 1 - config.norm_offset, dtype=dtype, device=generator.device)
+            return torch.full(x.shape, 1 - config.norm.offset, dtype=dtype, device=generator.device)
         if last.endswith("bias"):
             return torch.zeros(x.shape, dtype=dtype, device=generator.device)
         of_heads = last in ("o", "out")

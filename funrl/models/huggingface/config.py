@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from funrl.models.decoder.config import Config
+from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.families import FAMILIES, FULL, SLIDING, HFFamily
+from funrl.models.flat import flat_fields, with_fields
+from funrl.models.huggingface.families import FAMILIES, HFFamily
+from funrl.models.huggingface.family_fields import FULL, SLIDING
 from funrl.models.huggingface.fp8_files import fp8_blocks
-from funrl.models.model import MOST_LAYERS, ModelConfig
+from funrl.models.model import MOST_LAYERS, ModelConfig, check_sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -40,6 +42,10 @@ class ModuleConfig(ModelConfig):
     mlp: int = 1
     raw: str = "{}"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(heads=self.heads, kv_heads=self.kv_heads, head=self.head, mlp=self.mlp)
+
     @property
     def foreign(self) -> Mapping[str, Any]:
         """All fields of config.json."""
@@ -48,7 +54,7 @@ class ModuleConfig(ModelConfig):
 
 def architecture(config: ModuleConfig) -> str:
     """The name in transformers of the class of a model."""
-    return (json.loads(config.raw).get("architectures") or [config.family])[0]
+    return (json.loads(config.raw).get("architectures") or [config.source.family])[0]
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -77,7 +83,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     _refuse(family, got)
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    eos = got.get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab": _size(got, "vocab_size"),
         "embed": embed,
@@ -93,48 +98,55 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         "dtype": _dtype(got),
         "family": name,
         "bos": got.get("bos_token_id"),
-        "eos": () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        "eos": token_ids(got.get("eos_token_id")),
         "pad": got.get("pad_token_id"),
     }
-    config = Config(**fields | _rotary(family, got) | family.read(got))
-    if config.latent is None or config.rope_scaling is None or config.rope_scaling.sharpness == 1:
+    config = decoder_config(**fields | _rotary(family, got) | family.read(got))
+    if config.attention.latent is None or config.rope.scaling is None or config.rope.scaling.sharpness == 1:
         return config
-    return replace(config, attention_scale=config.head**-0.5 * config.rope_scaling.sharpness)
+    return with_fields(config, attention_scale=config.attention.head**-0.5 * config.rope.scaling.sharpness)
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids of a field that holds one, several or none."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _decoder_to_hf(config: Config) -> dict[str, Any]:
     """The fields of this model's config.json, readable by transformers 4 and 5."""
-    family = FAMILIES[config.family]
+    family = FAMILIES[config.source.family]
+    eos = config.special_tokens.eos
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
-        "model_type": config.family,
+        "model_type": config.source.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
-        "intermediate_size": config.mlp,
+        "intermediate_size": config.mlp.inner,
         "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head,
+        "num_attention_heads": config.attention.heads,
+        "num_key_value_heads": config.attention.kv_heads,
+        "head_dim": config.attention.head,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tied,
-        "bos_token_id": config.bos,
-        "eos_token_id": config.eos[0] if len(config.eos) == 1 else list(config.eos) or None,
-        "pad_token_id": config.pad,
-        "dtype": config.dtype,
-        "torch_dtype": config.dtype,
+        "bos_token_id": config.special_tokens.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": config.special_tokens.pad,
+        "dtype": config.source.dtype,
+        "torch_dtype": config.source.dtype,
     }
-    if config.rope_scaling is not None:
-        raw["rope_scaling"] = _rope_to_hf(config.rope_scaling)
+    if config.rope.scaling is not None:
+        raw["rope_scaling"] = _rope_to_hf(config.rope.scaling)
     raw |= family.write(config)
-    written = replace(config_from_hf(raw), generation=config.generation)  # which has a file of its own
+    written = with_fields(config_from_hf(raw), generation=config.source.generation)  # which has a file of its own
     if written != config:
-        lost = [k for k, v in vars(written).items() if v != getattr(config, k)]
-        raise ModelError(
-            f"a {config.family} config.json cannot hold {', '.join(f'{k}={getattr(config, k)}' for k in lost)}"
-        )
+        kept = flat_fields(written)
+        lost = ", ".join(f"{name}={value}" for name, value in flat_fields(config).items() if value != kept[name])
+        raise ModelError(f"a {config.source.family} config.json cannot hold {lost}")
     return raw
 
 
@@ -161,7 +173,8 @@ def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
     # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
     name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
-    rope, local = got.get(name) or {}, got.get("rope_local_base_freq")
+    rope = got.get(name) or {}
+    local = got.get("rope_local_base_freq")
     per_layer = any(isinstance(value, Mapping) for value in rope.values())
     if local is None:
         if per_layer:
@@ -279,10 +292,18 @@ LARGEST_SIZES = {
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
 POSITIVE = (
-    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "embedding_multiplier", "residual_multiplier",
-    "attention_multiplier", "logits_scaling", "routed_scaling_factor", "attn_logit_softcapping",
-    "final_logit_softcapping", "partial_rotary_factor",
-)  # fmt: skip
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_local_base_freq",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "routed_scaling_factor",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "partial_rotary_factor",
+)
 COUNTS = (
     "sliding_window",
     "sliding_window_pattern",
@@ -292,14 +313,27 @@ COUNTS = (
     "full_attention_interval",
 )
 SWITCHES = (
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
-    "norm_topk_prob", "rope_interleave",
-)  # fmt: skip
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "use_bidirectional_attention",
+    "norm_topk_prob",
+    "rope_interleave",
+)
 NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:8])
 ROPE_FIELDS = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "partial_rotary_factor",
-)  # fmt: skip
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+)
 
 
 def check_config_fields(raw: Mapping[str, Any]) -> None:

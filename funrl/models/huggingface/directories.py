@@ -37,7 +37,7 @@ from funrl.models.huggingface.generation_config import GENERATION, with_generati
 from funrl.models.huggingface.left_out import is_redundant
 from funrl.models.huggingface.names import UNEMBED, Stored, by_expert, fused, names_of, stored_in
 from funrl.models.huggingface.resize import extended, is_of_vocabulary
-from funrl.models.huggingface.weight_files import INDEX, WHOLE, read_json, weight_tables
+from funrl.models.huggingface.weight_files import INDEX, WHOLE, read_json, split_shards, weight_tables
 from funrl.models.huggingface.weight_slices import check_tied, read_part, tensor_slices
 from funrl.models.model import Model, ModelConfig
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
@@ -46,7 +46,9 @@ from funrl.models.weight_dtypes import weight_dtype
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FLOATS = tuple(FILE_DTYPES)
 LOADED_BYTES = 512 << 20  # of a rank's weights that are read and exchanged together
-SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"  # classes of models with a value head
+# classes of models with a value head
+SEQUENCES = "ForSequenceClassification"
+TOKEN_CLASSIFIER = "ForTokenClassification"
 
 
 def load_model(path: str | Path, code: str = "native") -> Model:
@@ -75,15 +77,16 @@ def load_model(path: str | Path, code: str = "native") -> Model:
         config, make = _config_of(raw, code)
         beside = file.with_name(GENERATION)
         if file.name == "config.json" and beside.exists():
-            file, generation = beside, read_json(beside)
+            file = beside
+            generation = read_json(beside)
             config = with_generation_config(config, generation)
             file = file.with_name("config.json")
         return make(config)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     except Exception as error:  # transformers raises what it likes, in several lines
-        said = " ".join(str(error).split())
-        raise ModelError(f"{file}: it describes no model ({type(error).__name__}: {said})") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{file}: it describes no model ({type(error).__name__}: {reason})") from error
 
 
 def _classifier(raw: Mapping[str, Any], code: str, labels: int, bias: bool) -> Model:
@@ -151,14 +154,14 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     folder = Path(path)
     model = load_model(_directory(folder), code)
     config = model.config
-    found: dict[str, tuple[tuple[int, ...], str, str]] = {}
+    entries: dict[str, tuple[tuple[int, ...], str, str]] = {}
     for file, table in weight_tables(folder).items():
         for name, entry in table.items():
-            found[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
-    expected = {name: shape for one in _stored(model, found).values() for name, shape in one.tensors.items()}
-    missing = sorted(set(expected) - set(found))
-    dtypes = {name: dtype for name, (_, dtype, _) in found.items()}
-    extra = [n for n in set(found) - set(expected) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
+            entries[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
+    expected = {name: shape for stored in _stored(model, entries).values() for name, shape in stored.tensors.items()}
+    missing = sorted(set(expected) - set(entries))
+    dtypes = {name: dtype for name, (_, dtype, _) in entries.items()}
+    extra = [n for n in set(entries) - set(expected) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if extra:
@@ -167,18 +170,18 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
         )
     blocks = fp8_blocks(read_json(folder / "config.json"))
     for name, shape in expected.items():
-        got, dtype, file = found[name]
+        got, dtype, file = entries[name]
         if got != shape:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
         if dtype == FP8:
-            check_scales(name, found, blocks, folder)
+            check_scales(name, entries, blocks, folder)
         elif dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
-    if config.tied and model.unembed is not None and not isinstance(config, ModuleConfig) and UNEMBED in found:
-        if found[UNEMBED][1] == FP8:
-            check_scales(UNEMBED, found, blocks, folder)
+    if config.tied and model.unembed is not None and not isinstance(config, ModuleConfig) and UNEMBED in entries:
+        if entries[UNEMBED][1] == FP8:
+            check_scales(UNEMBED, entries, blocks, folder)
         embed = names_of(model)["embed"][0]
-        check_tied(folder / found[UNEMBED][2], embed, tensor_slices(folder))
+        check_tied(folder / entries[UNEMBED][2], embed, tensor_slices(folder))
     return model
 
 
@@ -204,7 +207,7 @@ def load(
     """
     model = check_directory(path) if model is None else model
     mesh = single() if mesh is None else mesh
-    stored_dtype: torch.dtype = getattr(torch, model.config.dtype)
+    stored_dtype: torch.dtype = getattr(torch, model.config.source.dtype)
     if layouts is None:
         layouts = trees.map(lambda x: whole_layout(x.shape, mesh), model.shapes)
     weights = dict(read_weights(path, model, dtype or stored_dtype, wanted=dict(trees.named(layouts)), mesh=mesh))
@@ -323,7 +326,7 @@ def check_savable(model: Model) -> None:
 
 def has_token_classifier(config: ModelConfig) -> bool:
     """True if transformers has a token classifier of this family, which can hold two labels."""
-    return config.family in FAMILIES and FAMILIES[config.family].token_classifier is not None
+    return config.source.family in FAMILIES and FAMILIES[config.source.family].token_classifier is not None
 
 
 def write(
@@ -336,10 +339,14 @@ def write(
     """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`, such as from
     `funrl.mesh.reshard.export_weights`. No more than one file's are held. Without any, config and tokenizer alone.
     """
-    folder, config = Path(path), model.config
+    folder = Path(path)
+    config = model.config
     folder.mkdir(parents=True, exist_ok=True)
-    dtype, partials, shards, total = config.dtype, [], [], 0
-    for shard in _split(by_expert(fused(config.family, names_of(model), named_weights)), max_shard_bytes):
+    dtype = config.source.dtype
+    partials = []
+    shards = []
+    total = 0
+    for shard in split_shards(by_expert(fused(config.source.family, names_of(model), named_weights)), max_shard_bytes):
         dtype = str(max(shard.values(), key=Tensor.numel).dtype).removeprefix("torch.")
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
         partials[-1].write_bytes(b"")
@@ -361,7 +368,7 @@ def write(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
     padding = getattr(tokenizer, "pad_token_id", None)
-    if padding is not None and (config.pad is None or model.value is not None):
+    if padding is not None and (config.special_tokens.pad is None or model.value is not None):
         raw["pad_token_id"] = padding
     if model.value is not None:
         labels = ("wrong", "right") if len(model.shapes[HEAD]) == 2 else ("reward",)
@@ -370,8 +377,8 @@ def write(
         raw.pop("num_labels", None)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (folder / GENERATION).unlink(missing_ok=True)  # another model's
-    if config.generation and model.value is None:
-        (folder / GENERATION).write_text(json.dumps(json.loads(config.generation), indent=2) + "\n")
+    if config.source.generation and model.value is None:
+        (folder / GENERATION).write_text(json.dumps(json.loads(config.source.generation), indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -387,10 +394,14 @@ def _directory(path: str | Path) -> Path:
 
 def _head_of(raw: Mapping[str, Any]) -> tuple[int, bool] | None:
     """The labels of the classifier that a config.json describes, and whether its head has a bias; None: it is none."""
-    kind = next((str(kind) for kind in raw.get("architectures") or [] if str(kind).endswith((SEQUENCES, TOKENS))), None)
+    kind = next(
+        (str(kind) for kind in raw.get("architectures") or [] if str(kind).endswith((SEQUENCES, TOKEN_CLASSIFIER))),
+        None,
+    )
     if kind is None:
         return None
-    labels, tokens = raw.get("num_labels") or len(raw.get("id2label") or (0, 1)), kind.endswith(TOKENS)
+    labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))
+    tokens = kind.endswith(TOKEN_CLASSIFIER)
     if labels != 1 and not (tokens and labels == 2):  # transformers' default is two
         supported = "one (a reward) or two (a step is wrong, or right)" if tokens else "one (a reward)"
         raise ModelError(f"{kind} has {labels} labels, supported is {supported}")
@@ -402,22 +413,23 @@ def _architecture(model: Model) -> str:
     config = model.config
     if model.value is not None:
         return _class_of_heads(model)
-    return architecture(config) if isinstance(config, ModuleConfig) else FAMILIES[config.family].architecture
+    return architecture(config) if isinstance(config, ModuleConfig) else FAMILIES[config.source.family].architecture
 
 
 def _class_of_heads(model: Model) -> str:
     """The name in transformers of the class of a model with a value head."""
-    config, tokens = model.config, is_token_classifier(model)
+    config = model.config
+    tokens = is_token_classifier(model)
     if isinstance(config, ModuleConfig):
         from funrl.models.huggingface.skeletons import classifier_name
 
         name = classifier_name(config, tokens)
     else:
-        family = FAMILIES[config.family]
+        family = FAMILIES[config.source.family]
         name = family.token_classifier if tokens else family.classifier
     if name is None:
         kind = "token" if tokens else "sequence"
-        raise ModelError(f"transformers has no {kind} classifier for {config.family}: it cannot hold a reward")
+        raise ModelError(f"transformers has no {kind} classifier for {config.source.family}: it cannot hold a reward")
     return name
 
 
@@ -426,23 +438,10 @@ def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
 
     Files for transformers' own code may have older names than it has now.
     """
-    stored = stored_in(model.config.family, names_of(model))
+    stored = stored_in(model.config.source.family, names_of(model))
     if not isinstance(model.config, ModuleConfig):
         return stored
     from funrl.models.huggingface.skeletons import CPU, names_in_files, skeleton
 
-    there = names_in_files(skeleton(model.config, CPU, False), [one.name for one in stored.values()], found)
-    return {name: one._replace(name=there.get(one.name, one.name)) for name, one in stored.items()}
-
-
-def _split(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Shards of at most `limit` bytes, in order and on the CPU; a tensor is never split."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, x in tensors:
-        if shard and size + x.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name], size = x.to("cpu").contiguous(), size + x.nbytes
-    if shard:
-        yield shard
+    there = names_in_files(skeleton(model.config, CPU, False), [place.name for place in stored.values()], found)
+    return {name: place._replace(name=there.get(place.name, place.name)) for name, place in stored.items()}

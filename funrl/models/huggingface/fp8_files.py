@@ -45,12 +45,13 @@ def fp8_blocks(raw: Mapping[str, Any]) -> Blocks | None:
     Raises:
       ModelError: they are quantized in another way.
     """
-    found = raw.get(FIELD)
-    if found is None:
+    quantization = raw.get(FIELD)
+    if quantization is None:
         return None
-    if not isinstance(found, Mapping):
-        raise ModelError(f"{FIELD} is {found!r}, it must be an object")
-    method, kind = found.get("quant_method"), found.get("fmt", "e4m3")
+    if not isinstance(quantization, Mapping):
+        raise ModelError(f"{FIELD} is {quantization!r}, it must be an object")
+    method = quantization.get("quant_method")
+    kind = quantization.get("fmt", "e4m3")
     if method != "fp8":
         raise ModelError(
             f"{FIELD}.quant_method is {method!r}, supported is 'fp8'; take the model's files without quantization, or "
@@ -58,7 +59,7 @@ def fp8_blocks(raw: Mapping[str, Any]) -> Blocks | None:
         )
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise ModelError(f"{FIELD}.fmt is {kind!r}, supported is 'e4m3'")
-    sizes = found.get("weight_block_size")
+    sizes = quantization.get("weight_block_size")
     if sizes is None:
         return Blocks(0, 0)
     good = isinstance(sizes, list | tuple) and all(type(size) is int and 0 < size <= LARGEST_BLOCK for size in sizes)
@@ -102,20 +103,21 @@ def check_scales(
       ModelError: config.json does not say that there are such weights, or the scales are missing or are not its own.
     """
     shape, _, file = there[weight]
-    name, one = scales_name(weight, there), f"{folder / file}: {weight} has dtype {FP8}"
+    name = scales_name(weight, there)
+    subject = f"{folder / file}: {weight} has dtype {FP8}"
     if blocks is None:
-        raise ModelError(f"{one}, but config.json has no {FIELD} that says how it is scaled")
+        raise ModelError(f"{subject}, but config.json has no {FIELD} that says how it is scaled")
     if len(shape) != 2:
-        raise ModelError(f"{one} and shape {list(shape)}, FP8 is supported of matrices")
+        raise ModelError(f"{subject} and shape {list(shape)}, FP8 is supported of matrices")
     if name not in there:
-        raise ModelError(f"{one}, but its scales, {name}, are missing")
-    found, dtype, file = there[name]
+        raise ModelError(f"{subject}, but its scales, {name}, are missing")
+    scale_shape, dtype, file = there[name]
     expected = [-(-length // size) for length, size in zip(shape, blocks.of(shape), strict=True)]
-    if list(found) != expected and not (blocks.rows == 0 and math.prod(found) == 1):
-        said = list(blocks) if blocks.rows else "null"
+    if list(scale_shape) != expected and not (blocks.rows == 0 and math.prod(scale_shape) == 1):
+        block_size = list(blocks) if blocks.rows else "null"
         raise ModelError(
-            f"{folder / file}: {name} has shape {list(found)}, {weight} of shape {list(shape)} with weight_block_size "
-            f"{said} in config.json needs {expected}"
+            f"{folder / file}: {name} has shape {list(scale_shape)}, {weight} of shape {list(shape)} with "
+            f"weight_block_size {block_size} in config.json needs {expected}"
         )
     if dtype not in SCALE_DTYPES:
         raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(SCALE_DTYPES)}")
@@ -163,6 +165,7 @@ def dequantized(weight: str, there: Mapping[str, Any], blocks: Blocks, file: Cal
       there: by names of tensors.
       file: name of a tensor -> the opened file that it is in.
     """
-    name, held = scales_name(weight, there), file(weight).get_slice(weight)
+    name = scales_name(weight, there)
+    held = file(weight).get_slice(weight)
     scales = file(name).get_slice(name) if blocks.rows else file(name).get_tensor(name).reshape(1, 1)
     return Dequantized(held, scales, blocks.of(tuple(held.get_shape())))

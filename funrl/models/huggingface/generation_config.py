@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from funrl.models.errors import ModelError
+from funrl.models.flat import with_fields
 from funrl.models.model import ModelConfig
 
 GENERATION = "generation_config.json"
@@ -34,8 +34,10 @@ def with_generation_config(config: ModelConfig, raw: Mapping[str, Any]) -> Model
         good = int if name == "top_k" else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, good)):
             raise ModelError(f"{name} is {value!r}, it must be a {'whole ' * (good is int)}number")
-    further = [token for token in dict.fromkeys(ids) if token not in config.eos and 0 <= token < config.vocab]
-    return replace(config, eos=(*config.eos, *further), generation=json.dumps(raw))
+    further = [
+        token for token in dict.fromkeys(ids) if token not in config.special_tokens.eos and 0 <= token < config.vocab
+    ]
+    return with_fields(config, eos=(*config.special_tokens.eos, *further), generation=json.dumps(raw))
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, float]:
@@ -46,8 +48,8 @@ def sampling_defaults(config: ModelConfig) -> dict[str, float]:
     Warning: that is transformers' reading of do_sample; vLLM ignores it, and samples by the file's temperature.
       transformers takes top_k=50 where the file has none; here and in vLLM it is then all tokens.
     """
-    if not config.generation:
+    if not config.source.generation:
         return {}
-    raw = json.loads(config.generation)
-    found = {name: raw[name] for name in SAMPLING if raw.get(name) is not None}
-    return found | {"temperature": found.get("temperature", 1.0) if raw.get("do_sample") else 0.0}
+    raw = json.loads(config.source.generation)
+    defaults = {name: raw[name] for name in SAMPLING if raw.get(name) is not None}
+    return defaults | {"temperature": defaults.get("temperature", 1.0) if raw.get("do_sample") else 0.0}

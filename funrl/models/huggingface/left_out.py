@@ -41,7 +41,7 @@ def remarks_on_files(path: str | Path, model: Model) -> list[str]:
 
 def _further_layer(name: str, config: ModelConfig) -> str | None:
     """Beginning of a tensor's name where its layer predicts tokens behind the next one; None: it does not."""
-    family = FAMILIES.get(config.family)
+    family = FAMILIES.get(config.source.family)
     prefix = "" if family is None else family.further_layers
     if not prefix or not name.startswith(prefix):
         return None

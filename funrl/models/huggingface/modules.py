@@ -25,7 +25,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
-from funrl.models.huggingface.config import DTYPES, ModuleConfig, architecture
+from funrl.models.huggingface.config import DTYPES, ModuleConfig, architecture, token_ids
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.skeletons import (
     CPU,
@@ -39,7 +39,7 @@ from funrl.models.huggingface.skeletons import (
     windows_expected,
     windows_of_calls,
 )
-from funrl.models.model import Abilities, Inputs, Layer, LayerCost, Model, ModelCost, Output
+from funrl.models.model import Abilities, Inputs, Layer, LayerCost, Model, ModelCost, ModelFiles, Output, SpecialTokens
 
 
 class ModuleContext(NamedTuple):
@@ -72,11 +72,12 @@ def module_config(raw: Mapping[str, Any]) -> ModuleConfig:
         raise ModelError(f"model_type is {name!r}, which transformers does not know either")
     try:
         theirs = CONFIG_MAPPING[name](**{key: x for key, x in raw.items() if key != "model_type"})
-        embed, layers, vocab = theirs.hidden_size, theirs.num_hidden_layers, theirs.vocab_size
+        embed = theirs.hidden_size
+        layers = theirs.num_hidden_layers
+        vocab = theirs.vocab_size
         heads = getattr(theirs, "num_attention_heads", None) or 1
     except (AttributeError, TypeError, ValueError) as error:
         raise ModelError(f"transformers' config of {name!r} is not that of a causal language model: {error}") from error
-    eos = getattr(theirs, "eos_token_id", None)
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}, supported are {list(DTYPES)}")
@@ -90,11 +91,12 @@ def module_config(raw: Mapping[str, Any]) -> ModuleConfig:
         mlp=getattr(theirs, "intermediate_size", None) or 4 * embed,
         tied=bool(getattr(theirs, "tie_word_embeddings", True)),
         max_positions=getattr(theirs, "max_position_embeddings", None) or 2048,
-        dtype=dtype,
-        family=name,
-        bos=getattr(theirs, "bos_token_id", None),
-        eos=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
-        pad=getattr(theirs, "pad_token_id", None),
+        source=ModelFiles(dtype, name),
+        special_tokens=SpecialTokens(
+            bos=getattr(theirs, "bos_token_id", None),
+            eos=token_ids(getattr(theirs, "eos_token_id", None)),
+            pad=getattr(theirs, "pad_token_id", None),
+        ),
         raw=json.dumps(dict(raw)),
     )
 
@@ -105,9 +107,9 @@ def module_model(config: ModuleConfig) -> Model:
     Raises:
       ModelError: it cannot be computed like this; the message says what is in the way.
     """
-    one = skeleton(config, CPU, False)
-    shapes = _shapes(one)
-    head = one.head.removeprefix(one.prefix) if one.tied else None
+    bones = skeleton(config, CPU, False)
+    shapes = _shapes(bones)
+    head = bones.head.removeprefix(bones.prefix) if bones.tied else None
     return Model(
         config=config,
         shapes=shapes,
@@ -149,13 +151,14 @@ def check_module(model: Model, config: ModuleConfig) -> None:
     Raises:
       ModelError: they are not, or the model cannot be traced.
     """
-    one = skeleton(config, CPU, False)
+    bones = skeleton(config, CPU, False)
     seen: list[Any] = []
-    name, head = type(one.model).__name__, one.model.get_output_embeddings()
+    name = type(bones.model).__name__
+    head = bones.model.get_output_embeddings()
     if tuple(head.weight.shape) != (config.vocab, config.embed):
         raise ModelError(f"the unembedding of {name} has shape {list(head.weight.shape)}")
     hooks = [
-        one.base.register_forward_hook(lambda _, args, out: seen.append(out[0])),
+        bones.base.register_forward_hook(lambda _, args, out: seen.append(out[0])),
         head.register_forward_hook(lambda _, args, out: seen.extend((args[0], out))),
     ]
     try:
@@ -166,10 +169,12 @@ def check_module(model: Model, config: ModuleConfig) -> None:
             layers = iter(params["layers"])
 
             def run(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-                return functional_call(one.blocks[number], next(layers), args, kwargs)
+                return functional_call(bones.blocks[number], next(layers), args, kwargs)
 
             with running(run):
-                out = functional_call(one.model, weights, (torch.zeros(1, 4, dtype=torch.int64),), {"use_cache": False})
+                out = functional_call(
+                    bones.model, weights, (torch.zeros(1, 4, dtype=torch.int64),), {"use_cache": False}
+                )
     except ModelError:
         raise
     except Exception as error:  # a module may do whatever it likes
@@ -191,16 +196,17 @@ def packs(config: ModuleConfig) -> bool:
         return False
     expected = windows_expected(config)
     try:
-        one = skeleton(config, CPU, True)
+        bones = skeleton(config, CPU, True)
         with tracing(), windows_of_calls() as windows:
-            params = trees.map(lambda x: torch.empty(x.shape), _shapes(one))
-            tokens, offsets = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 1, 4], dtype=torch.int32)
-            _packed(one, config, params, SINGLE, module_layer, tokens, torch.tensor([[0, 0, 1, 2]]), offsets)
-            found = list(windows)
+            params = trees.map(lambda x: torch.empty(x.shape), _shapes(bones))
+            tokens = torch.zeros(1, 4, dtype=torch.int64)
+            offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
+            _packed(bones, config, params, SINGLE, module_layer, tokens, torch.tensor([[0, 0, 1, 2]]), offsets)
+            seen = list(windows)
     except Exception:  # a module may do whatever it likes: then it gets rows as it knows them
         return False
-    return len(found) == config.layers and all(
-        window is not None for window, wanted in zip(found, expected, strict=False) if wanted
+    return len(seen) == config.layers and all(
+        window is not None for window, wanted in zip(seen, expected, strict=False) if wanted
     )
 
 
@@ -213,9 +219,11 @@ def module_layer(config: ModuleConfig, mesh: Mesh, params: trees.Tree, x_BTD: Te
       x_BTD: output of the layer before.
       context: the module, and its other arguments.
     """
-    args, kwargs = context.args, context.kwargs
+    args = context.args
+    kwargs = context.kwargs
     if args is None:
-        args, kwargs = (), {"hidden_states": x_BTD, **kwargs}
+        args = ()
+        kwargs = {"hidden_states": x_BTD, **kwargs}
     else:
         args = (x_BTD, *args)
     with attending(context.offsets):
@@ -233,14 +241,15 @@ def _apply(
     """A forward pass, as `Model.apply` says."""
     if cache is not None or inputs.paging is not None:
         raise ModelError(f"{architecture(config)} is transformers' own code, without pages: use the hf engine")
-    layer, shape = layer or module_layer, inputs.tokens.shape
+    layer = layer or module_layer
+    shape = inputs.tokens.shape
     tokens_1N, positions_1N, offsets = _one_row(inputs)
     packed = packs(config)
-    one = skeleton(config, tokens_1N.device, packed)
+    bones = skeleton(config, tokens_1N.device, packed)
     if packed:
-        hidden_1ND = _packed(one, config, params, mesh, layer, tokens_1N, positions_1N, offsets)
+        hidden_1ND = _packed(bones, config, params, mesh, layer, tokens_1N, positions_1N, offsets)
     else:
-        hidden_1ND = _padded(one, config, params, mesh, layer, tokens_1N, offsets)
+        hidden_1ND = _padded(bones, config, params, mesh, layer, tokens_1N, offsets)
     return Output(hidden_1ND.view(*shape, -1), None, {})
 
 
@@ -250,12 +259,14 @@ def _packed(one, config, params, mesh, layer, tokens_1N, positions_1N, offsets) 
 
 def _padded(one, config, params, mesh, layer, tokens_1N, offsets) -> Tensor:
     """Hidden states of the sequences of a packed row, computed as rows that are padded on the right."""
-    begins_S, counts_S = offsets[:-1].long(), offsets.diff().long()
+    begins_S = offsets[:-1].long()
+    counts_S = offsets.diff().long()
     if not counts_S.any():  # a micro-batch that only keeps pace with other ranks'
         counts_S = torch.ones_like(counts_S[:1])
         begins_S = begins_S[:1]
     some_S = counts_S > 0
-    begins_S, counts_S = begins_S[some_S], counts_S[some_S]
+    begins_S = begins_S[some_S]
+    counts_S = counts_S[some_S]
     at_L = torch.arange(int(counts_S.max()), device=tokens_1N.device)
     used_SL = at_L < counts_S[:, None]
     index_SL = torch.where(used_SL, begins_S[:, None] + at_L, 0)
@@ -285,8 +296,12 @@ def _hidden(one, config, params, mesh, layer, offsets, **inputs: Tensor) -> Tens
 
 def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens as one packed row, their positions and the offsets of its sequences."""
-    tokens_BT, positions, segments, offsets = inputs.tokens, inputs.positions, inputs.segments, inputs.offsets
-    (B, T), device = tokens_BT.shape, tokens_BT.device
+    tokens_BT = inputs.tokens
+    positions = inputs.positions
+    segments = inputs.segments
+    offsets = inputs.offsets
+    (B, T) = tokens_BT.shape
+    device = tokens_BT.device
     positions = torch.arange(T, device=device) if positions is None else positions
     positions_1N = positions.expand(B, T).reshape(1, -1)
     if offsets is None and segments is None:
@@ -315,10 +330,10 @@ def _axes(config: ModuleConfig, x: Tensor) -> tuple[str, ...]:
     if x.ndim < 2:
         return ("norm",) * x.ndim
     sizes = list(x.shape)
-    at = sizes.index(config.embed) if config.embed in sizes else None
+    embed_dim = sizes.index(config.embed) if config.embed in sizes else None
     if sizes == [config.vocab, config.embed]:
         return ("vocab", "embed")
-    return tuple("embed" if dim == at else "norm" for dim in range(x.ndim))
+    return tuple("embed" if dim == embed_dim else "norm" for dim in range(x.ndim))
 
 
 def _init(

@@ -15,7 +15,7 @@ from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model
-from funrl.models.value_head import BIAS, HEAD
+from funrl.models.value_head import HEAD, HEAD_BIAS
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 _OF_HEADS = (
@@ -46,10 +46,11 @@ _LAYER = {
     "expert_up": "mlp.experts.up_proj.weight",
     "expert_down": "mlp.experts.down_proj.weight",
 }
-HEAD_NAMES = {HEAD: "score.weight", BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
+HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-EMBED, UNEMBED = "model.embed_tokens.weight", "lm_head.weight"
-_TOP = {"embed": EMBED, "norm": "model.norm.weight", "unembed": UNEMBED}
+EMBED_NAME = "model.embed_tokens.weight"
+UNEMBED = "lm_head.weight"
+_TOP = {"embed": EMBED_NAME, "norm": "model.norm.weight", "unembed": UNEMBED}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
 
@@ -66,7 +67,7 @@ def names_of(model: Model) -> Names:
     config = model.config
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     own = isinstance(config, ModuleConfig)
-    theirs = _module_names(config) if own else _decoder_names(shapes, config.family)
+    theirs = _module_names(config) if own else _decoder_names(shapes, config.source.family)
     merged = (lambda _, shape: shape) if own else _hf_shape
     for name, shape in shapes.items():
         weight = name.removesuffix(FIRST).removesuffix(SECOND)
@@ -152,13 +153,14 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
 
     Example: {"layers/0/attn/k": Stored("model.layers.0.self_attn.qkv_proj.weight", (3 * H * N, D), (H * N, 2 * H * N))}
     """
-    shapes, found = dict(names.values()), {}
+    shapes = dict(names.values())
+    places = {}
     for whole, parts in _fused_tensors(family, shapes).items():
         rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
         shape = (rows[-1], *shapes[parts[0]][1:])
-        found |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
+        places |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
     return {
-        ours: found.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])), expert_names(theirs, shape))
+        ours: places.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])), expert_names(theirs, shape))
         for ours, (theirs, shape) in names.items()
     }
 
@@ -182,13 +184,13 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
 
 def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """The tensors of a file that hold several weights, with these in order."""
-    found = {}
+    tensors = {}
     for whole, parts in (FAMILIES[family].fused if family in FAMILIES else {}).items():
         for name in shapes:
             if name.endswith(parts[0]):
                 layer = name.removesuffix(parts[0])
-                found[layer + whole] = [layer + part for part in parts]
-    return found
+                tensors[layer + whole] = [layer + part for part in parts]
+    return tensors
 
 
 def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

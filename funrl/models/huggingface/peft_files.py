@@ -22,7 +22,8 @@ from funrl.models.value_head import is_token_classifier
 
 ALL_LINEAR = "all-linear"  # every projection of the layers
 BEGIN = "base_model.model."  # of every name in the file
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def projections(model: Model) -> dict[str, tuple[str, ...]]:
@@ -32,16 +33,16 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     """
     names = {name: weight for name, (weight, _) in names_of(model).items() if "/" in name}
     there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, weight in names.items()}
-    found: dict[str, tuple[str, ...]] = {}
+    weights: dict[str, tuple[str, ...]] = {}
     for name in (*PROJECTIONS, *OF_SOME):
         if name in there:
-            found[there[name]] = (*found.get(there[name], ()), name)
-    family = FAMILIES.get(model.config.family)
+            weights[there[name]] = (*weights.get(there[name], ()), name)
+    family = FAMILIES.get(model.config.source.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         own = [part.split(".")[-2] for part in parts]
-        if set(own) <= found.keys():
-            found[whole.split(".")[-2]] = tuple(found[name][0] for name in own)
-    return found
+        if set(own) <= weights.keys():
+            weights[whole.split(".")[-2]] = tuple(weights[name][0] for name in own)
+    return weights
 
 
 def targets_of(text: str, model: Model) -> tuple[str, ...]:
@@ -62,10 +63,10 @@ def targets_of(text: str, model: Model) -> tuple[str, ...]:
             experts = "" if model.abilities.routers is None else "; its routers and routed experts take no adapters"
             names = ", ".join(there)
             raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
-    found = [weight for name in wanted for weight in there[name]]
-    if len(set(found)) < len(found):
+    weights = [weight for name in wanted for weight in there[name]]
+    if len(set(weights)) < len(weights):
         raise ModelError("a projection is named twice")
-    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in found)
+    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in weights)
 
 
 def write_peft(
@@ -84,19 +85,21 @@ def write_peft(
       tokenizer: anything with `save_pretrained`.
     """
     assert model.adapters is not None
-    folder, lora = Path(path), model.adapters.lora
+    folder = Path(path)
+    lora = model.adapters.lora
     folder.mkdir(parents=True, exist_ok=True)
-    factors, tensors = _factors(model, own), {}
+    factors = _factors(model, own)
+    tensors = {}
     for name, (a, b) in factors.items():
         tensors |= {f"{BEGIN}{name}.lora_A.weight": a, f"{BEGIN}{name}.lora_B.weight": b}
     tensors |= {BEGIN + there: own[name] for name, there in HEAD_NAMES.items() if name in own}
     tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
-    partial = folder / f".{WEIGHTS}.partial"
+    partial = folder / f".{ADAPTER_WEIGHTS}.partial"
     partial.write_bytes(b"")
     mode = partial.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(mode)
-    os.replace(partial, folder / WEIGHTS)
+    os.replace(partial, folder / ADAPTER_WEIGHTS)
     ranks = {name.rpartition(".")[2]: len(a) for name, (a, _) in factors.items()}
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}
     raw = {
@@ -117,29 +120,29 @@ def write_peft(
         "use_dora": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """The two factors of each adapted module of transformers, A [rank, in] and B [out, rank], by its name."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
     names = names_of(model)
     for name, _ in trees.named(trained_part(model, model.shapes)):
         if name.endswith(FIRST):
             first, second = (own[name.removesuffix(FIRST) + end] for end in (FIRST, SECOND))
             there = names[name][0].removesuffix(".lora_A.weight")
-            found[there] = first.flatten(1), second.flatten(0, -2)
-    family = FAMILIES.get(model.config.family)
+            factors[there] = first.flatten(1), second.flatten(0, -2)
+    family = FAMILIES.get(model.config.source.family)
     for whole, parts in (family.fused if family is not None else {}).items():
         ends = [part.removesuffix(".weight") for part in parts]
         whole = whole.removesuffix(".weight")
         rows = {end: _rows(model, end) for end in ends}
-        for layer in {name.removesuffix(end) for name in found for end in ends if name.endswith(end)}:
-            pairs = [(found.pop(layer + end, None), rows[end]) for end in ends]
-            found[layer + whole] = _one(pairs)
-    return found
+        for layer in {name.removesuffix(end) for name in factors for end in ends if name.endswith(end)}:
+            pairs = [(factors.pop(layer + end, None), rows[end]) for end in ends]
+            factors[layer + whole] = _one(pairs)
+    return factors
 
 
 def _rows(model: Model, end: str) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.family_fields import FULL
 
-FULL, LINEAR = "full_attention", "linear_attention"
+LINEAR = "linear_attention"
 NEXT_DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -90,9 +91,9 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
     """
     mixers = [config.mixer(i) for i in range(config.layers)]
     mixer = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None)
-    if mixer is None or config.experts is None:
-        missing = "experts" if config.experts is None else "a gated delta net among mixers"
-        raise ModelError(f"a {config.family} config.json needs {missing}, and there is none")
+    if mixer is None or config.mlp.experts is None:
+        missing = "experts" if config.mlp.experts is None else "a gated delta net among mixers"
+        raise ModelError(f"a {config.source.family} config.json needs {missing}, and there is none")
     return {
         "layer_types": [LINEAR if isinstance(mixer, GatedDeltaNet) else FULL for mixer in mixers],
         "linear_num_key_heads": mixer.key_heads,
@@ -100,8 +101,8 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
         "linear_key_head_dim": mixer.key,
         "linear_value_head_dim": mixer.value,
         "linear_conv_kernel_dim": mixer.width,
-        "partial_rotary_factor": (config.rotary_part or config.head) / config.head,
-        "shared_expert_intermediate_size": config.experts.shared,
+        "partial_rotary_factor": (config.rope.part or config.attention.head) / config.attention.head,
+        "shared_expert_intermediate_size": config.mlp.experts.shared,
     }
 
 

@@ -50,7 +50,8 @@ def extended(tensor: Any, box: tuple[tuple[int, int], ...], dtype: torch.dtype) 
       box: the part's rows and columns.
       dtype: of the result.
     """
-    held, ((low, high), (first, last)) = tensor.get_shape()[0], box
+    held = tensor.get_shape()[0]
+    ((low, high), (first, last)) = box
     there = tensor[min(low, held) : min(high, held), first:last].to(dtype)
     if high <= held:
         return there

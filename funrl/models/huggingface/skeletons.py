@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
-from funrl.models.huggingface.families import FULL, SLIDING
+from funrl.models.huggingface.family_fields import FULL, SLIDING
 
 CPU = torch.device("cpu")
 INTERFACE = "funrl_varlen"  # name of our attention in transformers
@@ -180,10 +180,10 @@ def _skeleton(module: str, layers: int, config: ModuleConfig, device: str, packe
     AttentionInterface.register(INTERFACE, module_attention)
     theirs = their_config(config)
     theirs.pad_token_id = None  # else the gradient of its embedding is dropped
-    how = {"attn_implementation": INTERFACE} if packed else {}
+    options = {"attn_implementation": INTERFACE} if packed else {}
     try:
         with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32, **how)
+            model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32, **options)
     except (ValueError, ImportError) as error:
         raise ModelError(f"transformers cannot make a causal language model of it: {error}") from error
     model.eval().requires_grad_(False)
@@ -192,21 +192,24 @@ def _skeleton(module: str, layers: int, config: ModuleConfig, device: str, packe
             if x is not None:
                 part._buffers[name] = x.to(device)
     name = type(model).__name__
-    base, head = model.get_decoder(), model.get_output_embeddings()
-    lists = [(at, x) for at, x in base.named_modules() if isinstance(x, nn.ModuleList) and len(x) == layers]
+    base = model.get_decoder()
+    head = model.get_output_embeddings()
+    lists = [(path, x) for path, x in base.named_modules() if isinstance(x, nn.ModuleList) and len(x) == layers]
     if base is model or head is None or not lists:
         raise ModelError(f"{name} is not a list of layers behind an unembedding; it cannot be trained here")
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"the unembedding of {name} has a bias, which is not supported")
-    at, blocks = lists[0][0], tuple(lists[0][1])
+    path = lists[0][0]
+    blocks = tuple(lists[0][1])
     for number, block in enumerate(blocks):
         lists[0][1][number] = _Slot(number, block)
-    names, own = {id(x): one for one, x in model.named_parameters()}, {id(x) for x in base.parameters()}
+    names = {id(x): parameter for parameter, x in model.named_parameters()}
+    own = {id(x) for x in base.parameters()}
     outside = set(names) - own - {id(head.weight)}
     if outside:
         raise ModelError(f"{name} has weights outside of its base model and its unembedding: {names[outside.pop()]}")
-    prefix = next(f"{at}." for at, x in model.named_modules() if x is base)
-    return Skeleton(model, base, prefix, f"{at}.", blocks, names[id(head.weight)], id(head.weight) in own)
+    prefix = next(f"{path}." for path, x in model.named_modules() if x is base)
+    return Skeleton(model, base, prefix, f"{path}.", blocks, names[id(head.weight)], id(head.weight) in own)
 
 
 @contextlib.contextmanager
@@ -253,7 +256,8 @@ def names_in_files(one: Skeleton, wanted: Collection[str], found: Collection[str
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [x for x in get_model_conversion_mapping(one.model) if isinstance(x, WeightRenaming)]
-    prefix, known = one.model.base_model_prefix, dict.fromkeys(wanted, True)
+    prefix = one.model.base_model_prefix
+    known = dict.fromkeys(wanted, True)
     return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in found}
 
 
@@ -271,8 +275,8 @@ def classifier_name(config: ModuleConfig, tokens: bool) -> str | None:
         if tokens
         else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     )
-    found = names.get(config.family)
-    return found if found is None or isinstance(found, str) else found[0]
+    classes = names.get(config.source.family)
+    return classes if classes is None or isinstance(classes, str) else classes[0]
 
 
 def check_classifier(config: ModuleConfig, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -291,7 +295,7 @@ def check_classifier(config: ModuleConfig, name: str, shapes: Mapping[str, tuple
     theirs.num_labels = next(shape[0] for there, shape in shapes.items() if there == "score.weight")
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = getattr(transformers, name)(theirs)
-    found = {there: tuple(x.shape) for there, x in model.named_parameters()}
-    if found != dict(shapes):
-        wrong = sorted(set(found.items()) ^ set(shapes.items()))[0][0]
+    expected = {there: tuple(x.shape) for there, x in model.named_parameters()}
+    if expected != dict(shapes):
+        wrong = sorted(set(expected.items()) ^ set(shapes.items()))[0][0]
         raise ModelError(f"{name} is not a head of one matrix on the language model: they differ in {wrong}")

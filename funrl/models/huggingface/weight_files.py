@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from funrl.models.errors import ModelError
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 TABLE_LIMIT = 100_000_000  # bytes of a table, as in safetensors
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -98,13 +103,15 @@ def read_table(file: Path) -> dict[str, Any]:
     expected = 8 + length + max((entry["data_offsets"][1] for entry in table.values()), default=0)
     if size != expected:
         raise ModelError(f"{file} has {size} bytes, its table says {expected}: it is cut short or damaged")
-    end, before = 0, "the table"
+    end = 0
+    before = "the table"
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         begin, after = entry["data_offsets"]
         if begin != end:
-            how = f"overlaps {before}" if begin < end else f"leaves a hole behind {before}"
-            raise ModelError(f"{file}: {name} has data_offsets {[begin, after]}, which {how}; write the file again")
-        end, before = after, name
+            problem = f"overlaps {before}" if begin < end else f"leaves a hole behind {before}"
+            raise ModelError(f"{file}: {name} has data_offsets {[begin, after]}, which {problem}; write the file again")
+        end = after
+        before = name
     return table
 
 
@@ -132,3 +139,18 @@ def _counts(value: Any) -> TypeGuard[list[int]]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def split_shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Shards of at most `limit` bytes, in order and on the CPU; a tensor is never split."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, x in tensors:
+        if shard and size + x.nbytes > limit:
+            yield shard
+            shard = {}
+            size = 0
+        shard[name] = x.to("cpu").contiguous()
+        size = size + x.nbytes
+    if shard:
+        yield shard

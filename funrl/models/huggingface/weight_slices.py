@@ -27,7 +27,8 @@ def tensor_slices(folder: Path, tables: Mapping[Path, Mapping[str, Any]] | None 
     """
     tables = weight_tables(folder) if tables is None else tables
     where = {name: file for file, table in tables.items() for name in table}
-    blocks, opened = fp8_blocks(read_json(folder / "config.json")), dict[Path, Any]()
+    blocks = fp8_blocks(read_json(folder / "config.json"))
+    opened = dict[Path, Any]()
 
     def file_of(name: str) -> Any:
         file = where[name]
@@ -50,10 +51,11 @@ def check_tied(file: Path, embed: str, tensor: Callable[[str], Any]) -> None:
       file: of the copy.
       tensor: as `tensor_slices` gives it.
     """
-    one, other = tensor(embed), tensor(UNEMBED)
-    shapes = [tuple(part.get_shape()) for part in (one, other)]
+    first = tensor(embed)
+    other = tensor(UNEMBED)
+    shapes = [tuple(part.get_shape()) for part in (first, other)]
     rows = range(0, shapes[0][0], TIED_ROWS) if shapes[0] == shapes[1] else ()
-    if rows and all(torch.equal(one[i : i + TIED_ROWS], other[i : i + TIED_ROWS]) for i in rows):
+    if rows and all(torch.equal(first[i : i + TIED_ROWS], other[i : i + TIED_ROWS]) for i in rows):
         return
     raise ModelError(
         f"{file}: {UNEMBED} is not {embed}, but config.json has tie_word_embeddings: true; set it to false to use "
@@ -67,22 +69,28 @@ def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tu
     Args:
       tensor: a slice object of safetensors, or `Dequantized`.
     """
-    index, part, rest, dim = [], [], [], 0
+    index = []
+    part = []
+    rest = []
+    dim = 0
     begin, end = stored.rows
     for length in (end - begin, *stored.shape[1:]):
-        low, high = 0, 1  # of the dims that are one in the file, up to `dim`
+        # of the dims that are one in the file, up to `dim`
+        low = 0
+        high = 1
         merged = 1
         first = dim
         while merged < length or dim == first:
-            only, inner = (
-                high - low == 1,
-                shape[dim],
-            )  # of one index of the dims before, only a part of this one is read
+            # of one index of the dims before, only a part of this one is read
+            only = high - low == 1
+            inner = shape[dim]
             inside = box[dim] if only else (0, inner)
-            low, high = low * inner + inside[0], (high - 1) * inner + inside[1]
+            low = low * inner + inside[0]
+            high = (high - 1) * inner + inside[1]
             part.append(inside[1] - inside[0])
             rest.append(slice(None) if only else slice(*box[dim]))
-            merged, dim = merged * inner, dim + 1
+            merged = merged * inner
+            dim = dim + 1
         index.append(slice(begin + low, begin + high))
         begin = 0  # of the dims behind the first
     return tensor[tuple(index)].reshape(part)[tuple(rest)]

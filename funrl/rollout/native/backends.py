@@ -37,14 +37,14 @@ class PassWork(NamedTuple):
       counts: new tokens of each sequence.
       ends: tokens of each sequence, the new ones included.
       table_SP: int32 pages of each sequence in order, on the CPU.
-      draws: numbers of the tokens behind which something is drawn.
+      sampled_positions: numbers of the tokens behind which something is sampled.
     """
 
     tokens_N: Tensor
     counts: Sequence[int] | np.ndarray
     ends: Sequence[int] | np.ndarray
     table_SP: Tensor
-    draws: Sequence[int] | np.ndarray
+    sampled_positions: Sequence[int] | np.ndarray
 
 
 class Backend(Protocol):
@@ -84,7 +84,7 @@ class Backend(Protocol):
         """Input of `draw` for each draw of the work, [M, ...]."""
         ...
 
-    def draw(
+    def sample(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
     ) -> Draw:
         """One token per draw.
@@ -164,7 +164,9 @@ class TorchBackend:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
-        return self.hidden(work.tokens_N, paging)[torch.tensor(work.draws, dtype=torch.int64, device=device)]
+        return self.hidden(work.tokens_N, paging)[
+            torch.tensor(work.sampled_positions, dtype=torch.int64, device=device)
+        ]
 
     def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor:
         """Hidden states [N, D] of new tokens, whose keys and values are written."""
@@ -192,7 +194,7 @@ class TorchBackend:
         """Rows whose logits are made together at most."""
         return max(1, LOGITS // self.model.config.vocab)
 
-    def draw(
+    def sample(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
     ) -> Draw:
         parts = []
@@ -253,7 +255,7 @@ class PackedBackend:
         behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
         positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
         positions, sequence, draws_M = (
-            torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.draws, dtype=np.int64))
+            torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
         )
         if len(self._logits) < len(draws_M):
             self._logits = torch.empty(len(draws_M), self.vocab)
@@ -261,7 +263,7 @@ class PackedBackend:
         given = work.tokens_N, positions, sequence, work.table_SP, draws_M
         return self._decoder.forward(self._cache, *given, logits_MV)
 
-    def draw(
+    def sample(
         self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
     ) -> Draw:
         assert self._decoder is not None

@@ -25,7 +25,7 @@ class DecodeState(NamedTuple):
     Attributes:
       tokens_S: int64, the last token of each, whose keys and values are not computed yet.
       numbers_CS: int64: tokens of the sequence, those of its prompt, those at which it ends, its seed, the number of
-        the way in which it is drawn, whether it has ended, its stop tokens.
+        the way in which it is sampled, whether it has ended, its stop tokens.
       table_SP: int32, its pages in order.
     """
 
@@ -40,7 +40,7 @@ class DecodeForm(NamedTuple):
     Attributes:
       rows: sequences; more than there are, the rest being the slot of nobody.
       pages: that attention may read of each sequence.
-      kinds: ways in which sequences are drawn, and their numbers; without a repetition penalty.
+      kinds: ways in which sequences are sampled, and their numbers; without a repetition penalty.
     """
 
     rows: int
@@ -95,19 +95,19 @@ def decode_pass(
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
     place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
     hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B))
-    drawn_B, *logps = _draw(decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B, form.kinds)
+    sampled_B, *logps = _sample(decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B, form.kinds)
     last_B = length_B + running_B.long()
-    stopped_B = (numbers_CB[STOP:] == drawn_B).any(0) | (last_B >= limit_B)
-    state.tokens_S.index_copy_(0, rows_B, torch.where(running_B, drawn_B, token_B))
+    stopped_B = (numbers_CB[STOP:] == sampled_B).any(0) | (last_B >= limit_B)
+    state.tokens_S.index_copy_(0, rows_B, torch.where(running_B, sampled_B, token_B))
     state.numbers_CS[LENGTH].index_copy_(0, rows_B, last_B)
     state.numbers_CS[ENDED].index_copy_(0, rows_B, torch.where(running_B, stopped_B.long(), 1))
-    return drawn_B, logps[0], logps[1]
+    return sampled_B, logps[0], logps[1]
 
 
-def _draw(
+def _sample(
     decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, kind_B: Tensor, kinds: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, ...]:
-    """One token per row. Where rows are drawn in several ways, all are drawn in each, and each row takes its own."""
+    """Sample one token per row. Rows of several sampling groups are sampled in each, and each row takes its own."""
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
         some = slice(low, low + decoder.rows_at_once)

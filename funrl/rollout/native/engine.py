@@ -3,7 +3,7 @@
 A pass computes one token of every request that is being decoded, and beside them the next tokens of prompts. A request
 that ends makes room for the next at once. Requests of one prompt share its prefill and its whole pages; a prefix that
 is still in the cache is not computed again. When pages run out, the request that came last is put back and computed
-again later; what has been drawn stays.
+again later; what has been sampled stays.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from funrl.models.model import Layer, Model
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
-from funrl.rollout.native.flights import Flights
 from funrl.rollout.native.scheduler import Scheduler
+from funrl.rollout.native.sequences import RunningSequences
 from funrl.rollout.native.static_decode import StaticDecode, graph_problem, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
-LOOK_EVERY = {"cpu": 1}  # passes between looks at what was drawn; asking a GPU (8) makes the host wait for it
+POLL_EVERY = {"cpu": 1}  # passes between looks at what was sampled; asking a GPU (8) makes the host wait for it
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
 FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
 log = logging.getLogger(__name__)
@@ -82,17 +82,17 @@ class NativeEngine:
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False
         self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
-        self._flights = Flights(device, weights.dtype, decode, max_rows + 1 if static else 0)
+        self._sequences = RunningSequences(device, weights.dtype, decode, max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
-            self._flights, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
+            self._sequences, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
         )
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
             backend.spare_pages = 1
-            self._static = StaticDecode(backend, self._flights, self._scheduler, graph_problem(weights.mesh))
-        self._look_every = 1 if speculate else LOOK_EVERY.get(device.type, 8)
+            self._static = StaticDecode(backend, self._sequences, self._scheduler, graph_problem(weights.mesh))
+        self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
         self._limit: int | None = None  # pages that the cache may have, once it is known
 
@@ -118,11 +118,11 @@ class NativeEngine:
             trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, dtype)), params)
         )
         self.version = version
-        self._flights.of_version(version)
+        self._sequences.of_version(version)
 
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
         """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""
-        self._flights.routes = routes
+        self._sequences.routes = routes
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of all weights; see `Engine`.
@@ -136,7 +136,7 @@ class NativeEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
-        check_requests(self.model.config, requests, self._flights.numbers)
+        check_requests(self.model.config, requests, self._sequences.by_number)
         size, limit = self._backend.page_tokens, self._most_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
@@ -146,59 +146,59 @@ class NativeEngine:
                     f"the cache of {limit * self._backend.page_bytes / 1e9:.3g} GB has {limit}: give it more "
                     "(--kv_cache_gb), or let prompts and completions be shorter"
                 )
-            if request.sampling.stop_strings and self._flights.decode is None:
+            if request.sampling.stop_strings and self._sequences.decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
         self.check(requests)
-        self._scheduler.take([self._flights.begin(request, self.version) for request in requests])
+        self._scheduler.take([self._sequences.begin(request, self.version) for request in requests])
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One pass: see `Engine`. All ranks of "tensor" call it together."""
-        if self.paused or not self._flights.count:
-            return self._flights.ended()
+        if self.paused or not self._sequences.count:
+            return self._sequences.take_ended()
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         self._make_room()
-        if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been drawn
-            self._look()
+        if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been sampled
+            self._poll()
         if self._decoded_by_static_pass():
-            return self._flights.ended()
+            return self._sequences.take_ended()
         plan = self._scheduler.plan()
         if plan is None:
-            self._look()
-            return self._flights.ended()
+            self._poll()
+            return self._sequences.take_ended()
         found = self._backend.forward(plan.work)
         if plan.copies:
             self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
         self._passes += 1
-        self._flights.draw(self._backend, found, plan.drawing, plan.sources, plan.ahead)
+        self._sequences.sample(self._backend, found, plan.sampling_slots, plan.sources, plan.ahead)
         self._scheduler.settle()
-        if self._flights.must_look or (self._static is None and self._time_to_look()):
-            self._look()
+        if self._sequences.needs_sync or (self._static is None and self._time_to_poll()):
+            self._poll()
         elif self._static is not None:
-            self._look(1)
-        return self._flights.ended()
+            self._poll(1)
+        return self._sequences.take_ended()
 
     def in_flight(self) -> int:
         """Number of requests that are not finished, or not told yet."""
-        return self._flights.count
+        return self._sequences.count
 
     def room(self) -> int:
         """Number of further requests that it would begin at once: places, as long as none waits for one."""
-        return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._flights.numbers)
+        return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
         wanted = set(numbers)
         try:
-            self._look()
-        finally:  # whatever was drawn, they are gone
-            done = [self._flights.finish(x, "cancelled") for x in self._flights.all() if x.request.number in wanted]
-            self._scheduler.release(self._flights.gone())
-        return self._flights.take_ended(wanted) + done
+            self._poll()
+        finally:  # whatever was sampled, they are gone
+            done = [self._sequences.finish(x, "cancelled") for x in self._sequences.all() if x.request.number in wanted]
+            self._scheduler.release(self._sequences.take_released())
+        return self._sequences.take_ended_of(wanted) + done
 
     def pause(self) -> None:
         """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
@@ -215,35 +215,35 @@ class NativeEngine:
         return EngineCost(
             cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
             used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
-            prefilled=s.prefilled, cached=s.cached, decoded=self._flights.decoded, preempted=s.preempted,
-            drafted=self._flights.drafted, accepted=self._flights.accepted,
+            prefilled=s.prefilled, cached=s.cached, decoded=self._sequences.decoded, preempted=s.preempted,
+            drafted=self._sequences.drafted, accepted=self._sequences.accepted,
         )  # fmt: skip
 
     def _decoded_by_static_pass(self) -> bool:
         """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
-        seats = None if self._static is None else self._scheduler.only_decoding()
-        if self._static is None or seats is None:
+        slots = None if self._static is None else self._scheduler.only_decoding()
+        if self._static is None or slots is None:
             return False
-        if not len(seats):
-            self._look()
+        if not len(slots):
+            self._poll()
             return True
-        kinds = self._static.kinds(seats)
+        kinds = self._static.kinds(slots)
         if kinds is None:
             return False
-        found = self._static.run(seats, kinds, self._pages)
-        self._flights.keep(seats, found)
-        self._scheduler.decoded(seats)
+        found = self._static.run(slots, kinds, self._pages)
+        self._sequences.append(slots, found)
+        self._scheduler.decoded(slots)
         self._passes += 1
-        self._look(1)
+        self._poll(1)
         return True
 
-    def _time_to_look(self) -> bool:
-        return self._passes % self._look_every == 0 or self._flights.some_full
+    def _time_to_poll(self) -> bool:
+        return self._passes % self._poll_every == 0 or self._sequences.any_at_limit
 
-    def _look(self, *keep: int) -> None:
-        """Read what was drawn but the last passes; requests that ended by it give their pages and places back."""
-        self._flights.look(*keep)
-        self._scheduler.release(self._flights.gone())
+    def _poll(self, *keep: int) -> None:
+        """Read what was sampled but the last passes; requests that ended by it give their pages and places back."""
+        self._sequences.poll(*keep)
+        self._scheduler.release(self._sequences.take_released())
 
     def _most_pages(self) -> int:
         """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
@@ -256,7 +256,7 @@ class NativeEngine:
         return self._limit
 
     def _make_room(self) -> None:
-        """Have as many pages as the requests in flight can use; what is computed is computed again where they grow."""
+        """Grow the cache to the pages that the requests in flight can use; what was computed is then computed again."""
         wanted = self._scheduler.wanted_pages()
         if wanted <= self._pages:
             return
@@ -270,7 +270,7 @@ class NativeEngine:
 
     def _drop_cache(self) -> None:
         """Put all requests back and give the memory of keys and values back."""
-        self._look()
+        self._poll()
         self._scheduler.restart()
         self._pages = 0
         if self._static is not None:
@@ -305,8 +305,8 @@ def native_engine(
       decode: token ids -> text, for stop strings.
       packed: use the compiled decoding step where there is one.
       speculate: tokens of a request that are drafted at most, by what followed in its text when its last tokens were
-        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and drawn in one pass where
-        few rows are decoded; 0: none. A completion stays the same: its tokens are drawn as without a draft.
+        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and sampled in one pass
+        where few rows are decoded; 0: none. A completion stays the same: its tokens are sampled as without a draft.
       note: told why there is none.
       record_routes: let completions have the experts that their tokens went to.
       static: decode by passes of static shape, which are CUDA graphs on a GPU, where that is possible; None: on a GPU.

@@ -1,6 +1,6 @@
 """Drafts of the next tokens, taken from the text so far: what followed when its last tokens were there before.
 
-A draft changes no completion. Each of its tokens is drawn as it would have been, by the model and the request's own
+A draft changes no completion. Each of its tokens is sampled as it would have been, by the model and the request's own
 noise, in one pass; the tokens up to the first that differs are kept.
 """
 

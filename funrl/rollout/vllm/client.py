@@ -24,7 +24,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
-from funrl.rollout.vllm.core import CacheCounts, CoreRequest, DrawnTokens
+from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 from funrl.rollout.vllm.server import plain_requests
 
@@ -67,9 +67,9 @@ class RemoteCore:
         if requests:
             self._tell("add", {"requests": plain_requests(requests)})
 
-    def step(self) -> list[DrawnTokens]:
+    def step(self) -> list[SampledTokens]:
         """One pass; nothing where the server was lost meanwhile. See `Core`."""
-        return [DrawnTokens(*fields) for fields in self._tell("step").get("drawn", ())]
+        return [SampledTokens(*fields) for fields in self._tell("step").get("sampled", ())]
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; see `Core`."""

@@ -33,7 +33,7 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
 from funrl.rollout.native.engine import FREE_SHARE, free_bytes
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.sampler import NO_TOKEN, DrawParameters, RequestSampler
+from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
@@ -63,7 +63,7 @@ class CoreRequest(NamedTuple):
     seed: int
 
 
-class DrawnTokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens of one request that a step drew.
 
     Attributes:
@@ -104,7 +104,7 @@ class Core(Protocol):
         """Begin requests."""
         ...
 
-    def step(self) -> list[DrawnTokens]:
+    def step(self) -> list[SampledTokens]:
         """One pass."""
         ...
 
@@ -141,15 +141,15 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
     """Reason why vLLM cannot generate with a model; None where none is known."""
     config = model.config
     heads = model.abilities.paged_kernel
-    if config.family not in PROVEN_FAMILIES or heads is None:
-        return f"model_type is {config.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
+    if config.source.family not in PROVEN_FAMILIES or heads is None:
+        return f"model_type is {config.source.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     if device == "cpu" and heads.head not in CPU_HEADS:
         sizes = ", ".join(map(str, CPU_HEADS))
         return f"the model's heads have size {heads.head}; vLLM's attention on a CPU takes {sizes}"
     layers = model.abilities.cost.layers
-    if config.family == "qwen2" and layers[0].queries != config.embed:
+    if config.source.family == "qwen2" and layers[0].queries != config.embed:
         count = model.abilities.heads
         return f"heads={count} of size {heads.head} do not make embed={config.embed}, as vLLM's qwen2 takes it"
     windows = tuple(layer.window for layer in layers)
@@ -235,10 +235,10 @@ class LocalCore:
                 detokenize=False, output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
             name = self.engine.add_request(str(one.number), {"prompt_token_ids": list(one.tokens)}, how)
-            self.sampler.draws[name] = DrawParameters(_drawing(one.sampling), one.seed, one.written)
+            self.sampler.requests[name] = RequestSampling(_per_token_sampling(one.sampling), one.seed, one.written)
             self._ids[one.number] = name
 
-    def step(self) -> list[DrawnTokens]:
+    def step(self) -> list[SampledTokens]:
         """One pass; see `Core`."""
         found = []
         for done in self.engine.step():
@@ -246,7 +246,7 @@ class LocalCore:
             pairs = [next(iter(each.items())) for each in one.logprobs]
             raw = [pair[1].logprob for pair in pairs]
             sampling = [each[NO_TOKEN].logprob for each in one.logprobs]
-            found.append(DrawnTokens(number, list(one.token_ids), raw, sampling, done.num_cached_tokens or 0))
+            found.append(SampledTokens(number, list(one.token_ids), raw, sampling, done.num_cached_tokens or 0))
             if done.finished:
                 self._forget(number)
         self._count_put_back()
@@ -314,7 +314,7 @@ class LocalCore:
         return CacheCounts(size, self.page_bytes, 0 if self._asleep else pages, used, self._preempted)
 
     def _forget(self, number: int) -> None:
-        self.sampler.draws.pop(self._ids.pop(number), None)
+        self.sampler.requests.pop(self._ids.pop(number), None)
 
     def _count_put_back(self) -> None:
         now = {name: one.num_preemptions for name, one in self._scheduler.requests.items()}
@@ -436,6 +436,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _drawing(sampling: Sampling) -> Sampling:
+def _per_token_sampling(sampling: Sampling) -> Sampling:
     """The part of sampling that a draw depends on."""
     return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -20,11 +20,11 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Finish, Request, check_requests
-from funrl.rollout.vllm.core import Core, CoreRequest, DrawnTokens, start_vllm
+from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
 
 
 @dataclasses.dataclass(eq=False)
-class Written:
+class RunningSequence:
     """A request in flight and what has been written of it.
 
     Attributes:
@@ -66,7 +66,7 @@ class VLLMEngine:
         self.weights, self.core = weights, core
         self.version, self.paused = None, False
         self._config, self._max_rows, self._decode = config, max_rows, decode
-        self._flights: dict[int, Written] = {}
+        self._sequences: dict[int, RunningSequence] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
@@ -92,7 +92,7 @@ class VLLMEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
-        check_requests(self._config, requests, self._flights)
+        check_requests(self._config, requests, self._sequences)
         for request in requests:
             if request.sampling.stop_strings and self._decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
@@ -101,48 +101,48 @@ class VLLMEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         for request in requests:
-            flight = self._flights[request.number] = Written(request, [], [], [], [])
+            sequence = self._sequences[request.number] = RunningSequence(request, [], [], [], [])
             if request.begun is not None:
-                flight.tokens, flight.sampling_logp, flight.raw_logp, flight.versions = (
+                sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
                 )
 
     def step(self) -> list[Completion]:
         """One pass of vLLM; see `Engine`. All ranks of "tensor" call it together."""
-        if self.paused or not self._flights:
+        if self.paused or not self._sequences:
             return []
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         if self._generation != self.core.generation:
             self._generation = self.core.generation
-            for flight in self._flights.values():
-                flight.inside = False
-        outside = [flight for flight in self._flights.values() if not flight.inside]
-        self.core.add([_core_request(flight) for flight in outside])
-        for flight in outside:
-            flight.inside = True
-        drawn = self.core.step()
+            for sequence in self._sequences.values():
+                sequence.inside = False
+        outside = [sequence for sequence in self._sequences.values() if not sequence.inside]
+        self.core.add([_core_request(sequence) for sequence in outside])
+        for sequence in outside:
+            sequence.inside = True
+        sampled = self.core.step()
         self._passes += 1
         self._peak = max(self._peak, self.core.counts().used_pages)
-        self._check_finite(drawn)
+        self._check_finite(sampled)
         ended: list[Completion] = []
-        for one in drawn:
-            ended += self._grown(self._flights[one.number], one)
+        for one in sampled:
+            ended += self._grown(self._sequences[one.number], one)
         return ended
 
     def in_flight(self) -> int:
         """Number of requests that are not finished."""
-        return len(self._flights)
+        return len(self._sequences)
 
     def room(self) -> int:
         """Number of further requests that it would begin at once."""
-        return max(0, self._max_rows - len(self._flights))
+        return max(0, self._max_rows - len(self._sequences))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Give up requests; see `Engine`."""
-        gone = [number for number in dict.fromkeys(numbers) if number in self._flights]
-        self.core.drop([number for number in gone if self._flights[number].inside])
-        return [self._finished(self._flights[number], "cancelled") for number in gone]
+        gone = [number for number in dict.fromkeys(numbers) if number in self._sequences]
+        self.core.drop([number for number in gone if self._sequences[number].inside])
+        return [self._finished(self._sequences[number], "cancelled") for number in gone]
 
     def pause(self) -> None:
         """Let `step` do nothing, and give back memory: of keys and values, on a GPU of weights too (vLLM's sleep)."""
@@ -166,60 +166,60 @@ class VLLMEngine:
 
     def _withdraw(self) -> None:
         """Take all requests out of vLLM."""
-        self.core.drop([number for number, flight in self._flights.items() if flight.inside])
-        for flight in self._flights.values():
-            flight.inside = False
+        self.core.drop([number for number, sequence in self._sequences.items() if sequence.inside])
+        for sequence in self._sequences.values():
+            sequence.inside = False
 
-    def _check_finite(self, drawn: Sequence[DrawnTokens]) -> None:
-        for one in drawn:
+    def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
+        for one in sampled:
             if not all(map(math.isfinite, one.raw_logp)):
                 self._withdraw()
-                at = len(self._flights[one.number].tokens)
+                at = len(self._sequences[one.number].tokens)
                 raise FloatingPointError(
                     f"the model's logits are not finite at token {at} of completion {one.number}: its weights are "
                     "damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, flight: Written, one: DrawnTokens) -> list[Completion]:
-        """Add what was drawn; the completion, if that ended it."""
-        if flight.request.begun is None and not flight.tokens:
+    def _grown(self, sequence: RunningSequence, one: SampledTokens) -> list[Completion]:
+        """Add what was sampled; the completion, if that ended it."""
+        if sequence.request.begun is None and not sequence.tokens:
             self._cached += one.cached
-            self._prefilled += len(flight.request.prompt) - one.cached
+            self._prefilled += len(sequence.request.prompt) - one.cached
         for token, sampling_logp, raw_logp in zip(one.tokens, one.sampling_logp, one.raw_logp, strict=True):
-            flight.tokens.append(token)
-            flight.sampling_logp.append(sampling_logp)
-            flight.raw_logp.append(raw_logp)
-            flight.versions.append(self.version or 0)
+            sequence.tokens.append(token)
+            sequence.sampling_logp.append(sampling_logp)
+            sequence.raw_logp.append(raw_logp)
+            sequence.versions.append(self.version or 0)
             self._decoded += 1
-            if finish := self._finish(flight):
-                self.core.drop([flight.request.number])  # a string is unknown to vLLM; else it has let go
-                return [self._finished(flight, finish)]
+            if finish := self._finish(sequence):
+                self.core.drop([sequence.request.number])  # a string is unknown to vLLM; else it has let go
+                return [self._finished(sequence, finish)]
         return []
 
-    def _finish(self, flight: Written) -> Finish | None:
+    def _finish(self, sequence: RunningSequence) -> Finish | None:
         """Reason why the last token ends a completion; None: it does not."""
-        sampling, count = flight.request.sampling, len(flight.tokens)
-        if flight.tokens[-1] in sampling.stop:
+        sampling, count = sequence.request.sampling, len(sequence.tokens)
+        if sequence.tokens[-1] in sampling.stop:
             return "stop"
-        if sampling.stop_strings and self._ends_by_string(flight):
+        if sampling.stop_strings and self._ends_by_string(sequence):
             return "string"
-        if count >= flight.limit:
+        if count >= sequence.limit:
             return "length" if count >= sampling.max_new_tokens else "paused"
         return None
 
-    def _ends_by_string(self, flight: Written) -> bool:
+    def _ends_by_string(self, sequence: RunningSequence) -> bool:
         assert self._decode is not None
-        strings = flight.request.sampling.stop_strings
+        strings = sequence.request.sampling.stop_strings
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
-        text = self._decode(flight.tokens[-4 * max(map(len, strings)) - 4 :])
+        text = self._decode(sequence.tokens[-4 * max(map(len, strings)) - 4 :])
         return any(string in text for string in strings)
 
-    def _finished(self, flight: Written, finish: Finish) -> Completion:
-        del self._flights[flight.request.number]
+    def _finished(self, sequence: RunningSequence, finish: Finish) -> Completion:
+        del self._sequences[sequence.request.number]
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
-        sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (flight.sampling_logp, flight.raw_logp))
-        tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (flight.tokens, flight.versions))
-        return Completion(flight.request.number, tokens, sampling_logp, raw_logp, versions, finish)
+        sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
+        tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
+        return Completion(sequence.request.number, tokens, sampling_logp, raw_logp, versions, finish)
 
 
 class WholeWeights:
@@ -290,7 +290,7 @@ def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     return WeightSpec(names_of(model), replicated(split), mesh, dtype, streamed=True)
 
 
-def _core_request(flight: Written) -> CoreRequest:
-    request, written = flight.request, len(flight.tokens)
-    tokens = [*request.prompt, *flight.tokens]
-    return CoreRequest(request.number, tokens, written, flight.limit - written, request.sampling, request.seed)
+def _core_request(sequence: RunningSequence) -> CoreRequest:
+    request, written = sequence.request, len(sequence.tokens)
+    tokens = [*request.prompt, *sequence.tokens]
+    return CoreRequest(request.number, tokens, written, sequence.limit - written, request.sampling, request.seed)

@@ -1,6 +1,6 @@
 """Draws inside vLLM: in place of its sampler, the one of every engine here.
 
-vLLM computes the logits. What is drawn of them follows `Sampling` to the letter, with the request's own stream of
+vLLM computes the logits. What is sampled of them follows `Sampling` to the letter, with the request's own stream of
 noise; so a completion does not depend on whether it was begun by another engine, interrupted or put back, and both
 log-probabilities of a token, raw and of the sampling distribution, come out.
 """
@@ -18,7 +18,7 @@ from funrl.rollout.sampling_parameters import Sampling
 NO_TOKEN = -1  # vLLM gives out pairs of a token and a number; under this one the sampling log-probability travels
 
 
-class DrawParameters(NamedTuple):
+class RequestSampling(NamedTuple):
     """Parameters of the draws of a request.
 
     Attributes:
@@ -40,7 +40,7 @@ class RequestSampler:
     """
 
     def __init__(self, runner: Any):
-        self.draws: dict[str, DrawParameters] = {}
+        self.requests: dict[str, RequestSampling] = {}
         self._runner = runner
 
     def __call__(self, logits: Tensor, sampling_metadata: Any, **_: Any) -> Any:
@@ -49,13 +49,13 @@ class RequestSampler:
 
         ids = self._runner.input_batch.req_ids[: len(logits)]
         states = [self._runner.requests[name] for name in ids]
-        token_R, logp_R2 = draw_rows(logits, states, [self.draws[name] for name in ids])
+        token_R, logp_R2 = sample_rows(logits, states, [self.requests[name] for name in ids])
         pairs_R2 = torch.stack([token_R, torch.full_like(token_R, NO_TOKEN)], 1).int()
         rank_R = torch.zeros(len(token_R), dtype=torch.int64, device=logits.device)
         return SamplerOutput(token_R.int().unsqueeze(1), LogprobsTensors(pairs_R2, logp_R2, rank_R))
 
 
-def draw_rows(logits_RV: Tensor, states: list[Any], draws: list[DrawParameters]) -> tuple[Tensor, Tensor]:
+def sample_rows(logits_RV: Tensor, states: list[Any], draws: list[RequestSampling]) -> tuple[Tensor, Tensor]:
     """One token per row.
 
     Args:

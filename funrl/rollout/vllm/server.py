@@ -166,7 +166,7 @@ class CoreServer(ThreadingHTTPServer):
             case "add":
                 core.add([request_of(fields) for fields in message["requests"]])
             case "step":
-                return {"drawn": core.step(), "counts": core.counts()}
+                return {"sampled": core.step(), "counts": core.counts()}
             case "drop":
                 core.drop(message["numbers"])
             case "forget":

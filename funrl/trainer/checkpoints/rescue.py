@@ -105,11 +105,11 @@ class RecoverableState:
             self.state = state
             self.evaluations = evaluations
             self.metrics = self.metrics if metrics is None else metrics
-            heartbeat.holds(state.step)
+            heartbeat.mark_recoverable(state.step)
 
     def release(self) -> None:
         """Let go of the state, which changes from here on."""
-        heartbeat.holds(-1)
+        heartbeat.mark_recoverable(-1)
         with self.lock:
             self.state = None
 
@@ -233,7 +233,7 @@ def saved_on_failure(saver: Saver) -> Iterator[RecoverableState]:
     """
     held = RecoverableState(saver)
     unsaved = saver.folder is None
-    heartbeat.last_words(None if unsaved else held.save, NOBODY if unsaved else held.replica.number)
+    heartbeat.set_rescue(None if unsaved else held.save, NOBODY if unsaved else held.replica.number)
     try:
         yield held
     except BaseException as error:
@@ -249,5 +249,5 @@ def saved_on_failure(saver: Saver) -> Iterator[RecoverableState]:
                     error.add_note(message)
         raise
     finally:
-        heartbeat.last_words(None, NOBODY)
+        heartbeat.set_rescue(None, NOBODY)
         held.release()

@@ -12,7 +12,7 @@ import torch
 from funrl.mesh.collectives import gather_objects, pmax
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout
-from funrl.processes import heartbeat, lookout
+from funrl.processes import heartbeat, stall_monitor
 from funrl.processes.processor import other_processor, processor_facts
 from funrl.processes.workers import stop_asked
 from funrl.trainer.checkpoints.base_model import check_base
@@ -332,7 +332,7 @@ class Saver:
                 heartbeat.beat()  # it is the writer that is waited for, and the watch says so
                 line, problem = watch.poll(self.server.process.pid)
                 if line is not None:
-                    lookout.say(line)
+                    stall_monitor.say(line)
                 problems += [] if problem is None else [problem]
             pending, failed = self._agree(self.server.waiting > 0, bool(problems))
             if failed:

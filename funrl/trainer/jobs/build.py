@@ -22,7 +22,7 @@ from funrl.models.deployed import deployed
 from funrl.models.huggingface import directories as hf
 from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
-from funrl.models.value_head import BIAS, HEAD
+from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights, weight_dtypes
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
@@ -215,7 +215,7 @@ def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, tre
     base = cast_weights(decoder_of(begin), job.dtype)
     if not needs_unembedding(parts):
         base = {name: x for name, x in base.items() if name != "unembed"}
-    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, BIAS) if name in begin}
+    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, HEAD_BIAS) if name in begin}
     for name, role in parts.roles.items():
         placed, generator = role.placed, torch.Generator()
         if not role.on_base:

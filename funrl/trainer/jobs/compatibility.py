@@ -142,7 +142,9 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
     """
     for name, model in models.items():
         own = model.abilities.code
-        what = f"the {name} is {own}, transformers' own code" if own else f"the {name} is a {model.config.family}"
+        what = (
+            f"the {name} is {own}, transformers' own code" if own else f"the {name} is a {model.config.source.family}"
+        )
         if own and settings.models.compile == "on":
             raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
         if name == generates and (problem := no_engine(model)) is not None:

@@ -29,7 +29,7 @@ from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,
@@ -221,21 +221,22 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
-    train = [encode(p, tokenizer) for p in arithmetic.training_prompts(settings.run.seed)]
-    heldout = [encode(p, tokenizer) for p in arithmetic.heldout_prompts(settings.evaluation.eval_prompts)]
-    rewards = (arithmetic.reward,)
+    embedded = TASKS[settings.examples.task]
+    train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
+    heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
+    rewards = (embedded.reward,)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
     return Task(
-        "arithmetic",
+        embedded.name,
         train,
         heldout,
         rewards=rewards,
         weights=weights,
-        demonstrations=arithmetic.demonstrations,
-        max_new_tokens=arithmetic.MAX_NEW_TOKENS,
-        readable=arithmetic.in_usual_order,
-        demonstration_field="answer",
+        demonstrations=embedded.demonstrations,
+        max_new_tokens=embedded.max_new_tokens,
+        readable=embedded.readable,
+        demonstration_field=embedded.demonstration_field,
     )
 
 
@@ -247,7 +248,7 @@ def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -
     """
     if settings.rewards.reward_workers is not None:
         return settings.rewards.reward_workers > 0
-    return sys.platform == "linux" and rewards not in ((), (arithmetic.reward,))
+    return sys.platform == "linux" and any(not is_embedded_reward(reward) for reward in rewards)
 
 
 def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
@@ -288,7 +289,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
     heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
     name = "records" if settings.examples.data is None else name_of_files(data_files(settings, "data"))
     remarks = (*idle, *remarks_on_template(settings))
-    texts = Texts(name, examples, heldout or (), kind, arithmetic.demonstrations, remarks=remarks)
+    texts = Texts(name, examples, heldout or (), kind, TASKS[settings.examples.task].demonstrations, remarks=remarks)
     texts = _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
     if heldout is None:
         train, held = split(texts.examples, settings.evaluation.eval_prompts, settings.run.seed)
@@ -373,27 +374,16 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     labels of its digits.
     """
     count = settings.evaluation.eval_prompts
-    of_kind = {
-        "preferences": arithmetic.preferences,
-        "triples": arithmetic.triples,
-        "ratings": arithmetic.ratings,
-        "steps": arithmetic.steps,
-    }
-    if kind in of_kind:
-        names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
-        train = of_kind[kind](settings.run.seed, TEXTS, split="train")
-        heldout = of_kind[kind](0, count, split="heldout")
-    else:
-        names = ("prompt", "completion")
-        train = arithmetic.demonstrations(settings.run.seed, TEXTS, error=0.0)
-        heldout = [(p.prompt, p.fields["answer"]) for p in arithmetic.heldout_prompts(count)]
-
+    embedded = TASKS[settings.examples.task]
+    names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
+    train = embedded.texts[kind](settings.run.seed, TEXTS, split="train")
+    heldout = embedded.texts[kind](0, count, split="heldout")
     form = PLAIN_PROMPTS._replace(step_separator="")
     examples, held = (
         [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
         for rows in (train, heldout)
     )
-    return Texts("arithmetic", examples, held, kind, arithmetic.demonstrations, arithmetic.in_usual_order)
+    return Texts(embedded.name, examples, held, kind, embedded.demonstrations, embedded.readable)
 
 
 def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:
@@ -437,7 +427,7 @@ def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory:
       SettingsError: one is beyond it, and the way out.
     """
     config = model.config
-    ends = [("eos_token_id of config.json", token) for token in config.eos]
+    ends = [("eos_token_id of config.json", token) for token in config.special_tokens.eos]
     ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
     for name, token in ends:
         if token is not None and token >= config.vocab:

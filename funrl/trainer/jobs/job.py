@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.core import Algorithm, reads
-from funrl.mesh import mesh as meshes
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
@@ -19,7 +18,7 @@ from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_budget,
@@ -167,7 +166,7 @@ def job_of(
     reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
     smallest = min(reading, key=lambda name: reading[name].config.vocab)
     check_token_ids(task, tokenizer, models[smallest], directories.get(smallest))
-    stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), stop, model.config)
     if isinstance(task, Task):
         check_budget(settings, sampling.max_new_tokens)
@@ -189,7 +188,8 @@ def job_of(
 
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
-    sizes, device = meshes.parse(settings.devices.mesh), settings.devices.device or device_type()
+    sizes = settings.devices.train.chosen
+    device = settings.devices.device or device_type()
     if device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
     check_devices(sizes, device)
@@ -237,7 +237,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
         x is None for x in (settings.models.model, settings.examples.data, settings.examples.prompts, given.records)
     )
     steps = settings.run.warmstart_steps
-    steps = arithmetic.WARMSTART_STEPS * scratch if steps is None else steps
+    steps = TASKS[settings.examples.task].warmstart_steps * scratch if steps is None else steps
     if steps and task.demonstrations is None:
         raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
     return steps

@@ -13,13 +13,15 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer.jobs.datasets import Given, Task, Texts
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import SCORERS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.roles import READERS, VALUES, role_names
+
+VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
 
 
 class Models(NamedTuple):
@@ -48,11 +50,12 @@ def located(settings: Settings) -> Settings:
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     """The model that a run begins with, and its tokenizer."""
+    embedded = TASKS[settings.examples.task]
     if given.model is not None:
-        return given.model, given.tokenizer or arithmetic.tokenizer()
+        return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:
-        head = arithmetic.VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else arithmetic.HEAD
-        return decoder_model(arithmetic.model_config(head, settings.examples.task)), arithmetic.tokenizer()
+        head = VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else 1
+        return decoder_model(embedded.model_config(head)), embedded.tokenizer()
     with blaming("model"):
         model, tokenizer = (
             hf.check_directory(settings.models.model, settings.models.model_code),

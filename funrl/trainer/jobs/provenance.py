@@ -10,7 +10,6 @@ They stand in config.json and in each checkpoint, so that a run that goes on can
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
 from funrl.models import ModelConfig
+from funrl.models.flat import saved_fields
 from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
@@ -156,7 +156,7 @@ def _function_digest(function: Callable[..., Any]) -> str:
 
 def model_function(config: ModelConfig) -> dict[str, Any]:
     """The fields of a model's config that its function depends on, as JSON has them."""
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_COMPUTED}
+    fields = {name: value for name, value in saved_fields(config).items() if name not in NOT_COMPUTED}
     foreign = config.foreign.items()
     fields |= {f"config.json {name}": value for name, value in foreign if name not in NOT_COMPUTED_KEYS}
     return json.loads(json.dumps(fields))

@@ -290,7 +290,7 @@ def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: fl
     settings = job.settings
     config = role.placed.model.config
     tokenizer = load_tokenizer(job.directories[name])
-    pads = (config.pad, tokenizer.pad_token_id, job.pad)
+    pads = (config.special_tokens.pad, tokenizer.pad_token_id, job.pad)
     pad = next(pad for pad in pads if pad is not None)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     separator = step_separator(settings, job.task.demonstrations is not None)

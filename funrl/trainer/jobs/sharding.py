@@ -110,8 +110,8 @@ def check_layouts(
                 )
         if sizes["sequence"] > 1 and not model.abilities.splits_rows:
             raise MeshError(
-                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.family}, whose layers carry a state along "
-                "a row, so that its tokens are not split over sp; use dp and tp"
+                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.source.family}, whose layers carry a state "
+                "along a row, so that its tokens are not split over sp; use dp and tp"
             )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     if "policy" in models:
@@ -157,8 +157,8 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
       sizes: of the train mesh.
       memory: bytes that one rank may use.
     """
-    if settings.devices.generate_mesh is not None:
-        return meshes.parse(settings.devices.generate_mesh)
+    if settings.devices.generate is not None:
+        return settings.devices.generate.sizes
     world, item = Mesh(sizes).world, 8 if settings.models.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4
     alone = dict.fromkeys(AXES, 1) | {"data": world}

@@ -29,7 +29,7 @@ from funrl.models import Placed
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer.jobs.build import Parts, policy_generator, sync
 from funrl.trainer.jobs.datasets import Texts
 from funrl.trainer.jobs.job import Job
@@ -82,7 +82,7 @@ def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show:
     evaluations of steps that --sample_every divides. It does nothing where no policy learns."""
     settings, task = job.settings, job.task
     assert isinstance(task, Texts)
-    count = TOKENS if task.readable is None else arithmetic.MAX_NEW_TOKENS
+    count = TOKENS if task.readable is None else TASKS[settings.examples.task].max_new_tokens
     prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
     if job.lead != "policy" or not prompts:
         return lambda states, step: None

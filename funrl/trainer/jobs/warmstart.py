@@ -7,7 +7,6 @@ read is made again and takes the place of the damaged one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -16,39 +15,39 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from funrl import trees
-from funrl.algos.core import reduce
-from funrl.algos.losses.likelihood import negative_log_likelihood
-from funrl.algos.losses.reductions import token_mean
+from funrl.algos.recipes.sft import sft
 from funrl.batch import Batch
 from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.data.packing import pad_rows
 from funrl.mesh import collectives
-from funrl.mesh.reshard import unshard
+from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rules import shard
+from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.names import names_of
-from funrl.models.placed import Placed
+from funrl.models.placed import Placed, place
 from funrl.optim import chain, clip_by_global_norm, fused_adamw, warmup_cosine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.observing import WarmstartObserver
 from funrl.trainer.steps.learn import learn
-from funrl.trainer.steps.micro import plan_epoch, row_cost
 from funrl.trainer.steps.roles import Role, RoleState
-from funrl.trainer.steps.step_rows import UpdatePlan, split_rows
+from funrl.trainer.steps.step_rows import UpdatePlan, rows_of
 
 BATCH = 128  # demonstrations a step
 LR = 3e-3
+SHOW_EVERY = 10  # steps
 DIGEST = "sha256"  # file with the checksum of a cached warm start
 ABANDONED_S = 86400.0  # a draft of a cached warm start that is older is nobody's any more
-VERSION = 1  # of this procedure: a change of it that changes the weights raises the number
+VERSION = 2  # of this procedure: a change of it that changes the weights raises the number
 
 
 def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: str | Path | None = None) -> trees.Tree:
@@ -68,10 +67,8 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
             stage.note(remark)
         dtype = job.master if job.lora is None else job.dtype
         return hf.load(directory, dtype, mesh, layouts=placed.stored, model=job.model)[1]
-    generator = torch.Generator().manual_seed(job.settings.run.seed)
-    weights = trees.to_device(shard(job.model.init(generator, job.master), placed.stored, mesh), mesh.device)
     if job.warmstart_steps == 0:
-        return weights
+        return sharded(first_draw(job), placed)
     try:
         cached = cache_directory() / _key(job)
         problem = _problem(cached, job)
@@ -90,33 +87,65 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
             problems = [_reason(error)]
     if any(problems):
         stage.note(f"the cached warm start in {cached} is damaged ({max(problems)}); it is made again")
-    weights = fine_tune(job, placed, weights, stage)
-    whole = unshard(weights, placed.stored, mesh)
+    whole = fine_tune(job, mesh, stage)
     if mesh.rank == 0 and cached is not None:
         _store(cached, job, whole, stage)
-    return weights
+    return sharded(whole, placed)
 
 
-def fine_tune(job: Job, placed: Placed, weights: trees.Tree, stage: WarmstartObserver) -> trees.Tree:
-    """Supervised fine-tuning on the task's demonstrations: a token-mean of the likelihood of their completions."""
+def first_draw(job: Job) -> trees.Tree:
+    """Whole random weights of the seed, on the CPU."""
+    return job.model.init(torch.Generator().manual_seed(job.settings.run.seed), job.master)
+
+
+def sharded(whole: trees.Tree, placed: Placed) -> trees.Tree:
+    """This rank's shards of whole weights."""
+    return trees.to_device(shard(whole, placed.stored, placed.mesh), placed.mesh.device)
+
+
+def fine_tune(job: Job, mesh: Mesh, stage: WarmstartObserver) -> trees.Tree:
+    """Whole weights after supervised fine-tuning on the task's demonstrations, the same on every rank of any mesh.
+
+    Only the first rank trains, alone and with one thread: every mesh gets identical weights, and a small model gains
+    nothing from further ranks. The others wait for it in short collectives, so that no wait reaches the timeout.
+    """
     steps = job.warmstart_steps
-    optimizer = chain(
-        clip_by_global_norm(1.0, in_place=True), fused_adamw(warmup_cosine(LR, steps // 20, steps), b2=0.99)
-    )
-    loss = reduce(negative_log_likelihood(), token_mean())
-    role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
-    states = {"policy": RoleState(weights, optimizer.init(weights))}
-    mesh = placed.mesh
-    division = UpdatePlan(token_budget=job.settings.updates.token_budget, cost=row_cost(placed))
+    progress = supervised_steps(job, mesh.device) if mesh.rank == 0 else None
+    weights, loss = None, 0.0
     for step in range(1, steps + 1):
-        batch = demonstration_batch(job, step, mesh.device)
-        plan = division._replace(step=step)
-        epoch = plan_epoch(batch.length.cpu().numpy(), mesh, plan)
-        rows = split_rows(batch, epoch.to, mesh)._replace(epoch=epoch)
-        states, metrics = learn({"policy": role}, states, rows, plan)
-        if step % 10 == 0 or step == steps:
-            stage.supervised(step, steps, {"train/loss": metrics["train/loss"]})
-    return states["policy"].params
+        if progress is not None:
+            weights, loss = next(progress)
+        if step % SHOW_EVERY == 0 or step == steps:
+            loss = collectives.from_first_rank(loss, mesh)
+            stage.supervised(step, steps, {"train/loss": loss})
+    return collectives.from_first_rank(None if weights is None else trees.to_device(weights, "cpu"), mesh)
+
+
+def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tree, float]]:
+    """The weights and the loss after each step of the warm start. Weights are updated in place."""
+    steps, alone = job.warmstart_steps, single(device)
+    schedule = warmup_cosine(LR, steps // 20, steps)
+    optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(schedule, b2=0.99))
+    placed = place(job.model, alone, dtype=job.dtype)
+    role = Role(placed, loss=sft().losses["policy"], optimizer=optimizer, metric="train/loss")
+    weights = sharded(first_draw(job), placed)
+    states = {"policy": RoleState(weights, optimizer.init(weights))}
+    for step in range(1, steps + 1):
+        with one_thread():
+            rows = rows_of(demonstration_batch(job, step, device), mesh=alone)
+            states, metrics = learn({"policy": role}, states, rows, UpdatePlan(step))
+        yield states["policy"].params, metrics["train/loss"]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: further threads would round sums in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _sweep(folder: Path) -> None:
@@ -154,7 +183,7 @@ def cache_directory() -> Path:
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
     facts = {
-        "version": VERSION, "config": dataclasses.asdict(job.model.config), "task": job.task.name, "batch": BATCH,
+        "version": VERSION, "config": saved_fields(job.model.config), "task": job.task.name, "batch": BATCH,
         "lr": LR,
         "steps": job.warmstart_steps, "seed": job.settings.run.seed, "dtype": job.settings.models.dtype,
         "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,

@@ -15,7 +15,7 @@ from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
-from funrl.tasks import arithmetic
+from funrl.tasks import TASKS
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
@@ -119,7 +119,7 @@ def _completes_embedded_task(model: str) -> bool:
     folder = Path(model)
     places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
     own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
-    return arithmetic.is_its_tokenizer(own)
+    return any(task.is_its_tokenizer(own) for task in TASKS.values())
 
 
 def check_data(settings: Settings) -> None:
@@ -275,7 +275,7 @@ def _check_checkpoints(settings: Settings) -> None:
 
 
 def _check_task(settings: Settings) -> None:
-    if settings.examples.task != "arithmetic" and settings.models.model is not None:
+    if settings.examples.task != settings_flags()["task"].default and settings.models.model is not None:
         raise SettingsError(
             f"--task={settings.examples.task} with --model={settings.models.model}: it is "
             "arithmetic by another decoder, and the model "

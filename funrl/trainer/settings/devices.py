@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from funrl.mesh.text import SHORT, TOKEN_AXES
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
 from funrl.trainer.settings.declaration import (
     RL,
     at_least,
@@ -85,6 +86,17 @@ class DeviceSettings:
         kinds=RL,
         effect="work",
     )
+
+    @functools.cached_property
+    def train(self) -> MeshFlag:
+        """The mesh to train on, parsed once. Raises: MeshError."""
+        return read_mesh(self.mesh)
+
+    @functools.cached_property
+    def generate(self) -> MeshFlag | None:
+        """The mesh to generate on, parsed once; None: the flag is not given. Raises: MeshError."""
+        text = self.generate_mesh
+        return None if text is None else read_mesh(text, "generate_mesh", automatic=False)
 
 
 @dataclass(frozen=True)

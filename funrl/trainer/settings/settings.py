@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from funrl.mesh.text import MeshError, parse, wanted_devices
+from funrl.mesh.text import MeshError
 from funrl.trainer.settings.data import ExampleSettings, FormatSettings
 from funrl.trainer.settings.declaration import Flag, SettingsError, value_type
 from funrl.trainer.settings.devices import DeviceSettings, WaitSettings
@@ -118,18 +118,16 @@ def check_values(settings: Settings) -> None:
 
 
 def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
-    """Sizes of the mesh that a flag gives; of --generate_mesh, where it is not given, none. Those of auto:N, which is
-    not chosen yet, are N over data.
+    """Sizes of the mesh that a flag gives; {} of --generate_mesh where it is not given.
 
     Raises:
       SettingsError: its text is not a mesh.
     """
-    text = flag_value(settings, name)
     try:
-        wanted = wanted_devices(text) if text is not None and name == "mesh" else None
-        return {} if text is None else parse(text if wanted is None else f"dp{wanted}", name)
+        mesh = settings.devices.train if name == "mesh" else settings.devices.generate
     except MeshError as error:
         raise SettingsError(str(error)) from error
+    return {} if mesh is None else mesh.sizes
 
 
 def scoring_budget(settings: Settings) -> int:

@@ -114,7 +114,7 @@ def judge_job(
         raise SettingsError(
             f"--judge_max_new_tokens={max_new_tokens}: the judge has {model.config.max_positions} positions"
         )
-    stop = tuple(sorted({*model.config.eos, *({tokenizer.eos_token_id} - {None})}))
+    stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling = Sampling(greedy=True, max_new_tokens=max_new_tokens, stop=stop)
     return JudgeJob(directory, model, tokenizer, text, compiled, sampling, sizes_of(model))
 

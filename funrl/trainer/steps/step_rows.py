@@ -16,7 +16,7 @@ from funrl.data.packing import Packing, RowCost
 from funrl.fields import Field
 from funrl.kinds import Value
 from funrl.mesh.mesh import Mesh, single
-from funrl.mesh.rows import across, hand_over, move_rows
+from funrl.mesh.rows import Owners, across, hand_over, move_rows
 
 
 class UpdatePlan(NamedTuple):
@@ -143,9 +143,9 @@ def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
     kinds = {name: kind for name in fields if not (kind := kind_of(rows.batch, name)).everywhere}
     own = {name: fields[name] for name in kinds}
     if same:
-        result = move_rows(own, rows.lengths, rows.owner, to, mesh, mesh.row_axes, kinds)
+        result = move_rows(own, rows.lengths, rows.owner, to, mesh, kinds)
     else:
-        result = hand_over(own, rows.lengths, rows.owner, rows.mesh, to, mesh, kinds)
+        result = hand_over(own, rows.lengths, Owners(rows.owner, rows.mesh), Owners(to, mesh), kinds)
     return rows_of(Batch(schema_of(rows.batch), **{**fields, **result.fields}), to, mesh)
 
 

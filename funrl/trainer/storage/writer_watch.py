@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from funrl.processes.lookout import GAP_S, duration
+from funrl.processes.stall_monitor import GAP_S, duration
 
 WATCH_S = 0.5  # between two polls of the process
 

@@ -1,4 +1,4 @@
-"""Noise of the seats of an engine: numbers of each request's stream, on the device."""
+"""Noise of the slots of an engine: numbers of each request's stream, on the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from funrl.rollout.sampling import stream_noise
 NOISE_STEPS = 64  # numbers of each stream that are made at a time
 
 
-class SeatNoise:
-    """The stream of each seat, of which one block of numbers is held.
+class SlotNoise:
+    """The stream of each slot, of which one block of numbers is held.
 
     Attributes:
-      seeds: [seats] of the streams.
+      seeds: [slots] of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,23 +24,23 @@ class SeatNoise:
         self._held = torch.zeros(0, NOISE_STEPS, dtype=torch.float64, device=device)
 
     def more(self, count: int) -> None:
-        """Have so many seats more."""
+        """Have so many slots more."""
         none = np.zeros(count, dtype=np.int64)
         self.seeds, self._blocks = np.concatenate([self.seeds, none]), np.concatenate([self._blocks, none])
         self._held = torch.cat([self._held, self._held.new_zeros(count, NOISE_STEPS)])
 
-    def begin(self, seat: int, seed: int) -> None:
-        """Give a seat another stream."""
-        self.seeds[seat], self._blocks[seat] = seed, -1
+    def begin(self, slot: int, seed: int) -> None:
+        """Give a slot another stream."""
+        self.seeds[slot], self._blocks[slot] = seed, -1
 
-    def at(self, seats: np.ndarray, steps: np.ndarray) -> Tensor:
-        """[R] the number of each of some seats' streams for a step."""
-        lacking = self._blocks[seats] != steps // NOISE_STEPS
-        old, seats_R = seats[lacking], torch.from_numpy(seats).to(self._held.device)
+    def at(self, slots: np.ndarray, steps: np.ndarray) -> Tensor:
+        """[R] the number of each of some slots' streams for a step."""
+        lacking = self._blocks[slots] != steps // NOISE_STEPS
+        old, slots_R = slots[lacking], torch.from_numpy(slots).to(self._held.device)
         if len(old):
             block = steps[lacking] // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
             fresh = stream_noise(torch.from_numpy(self.seeds[old])[:, None], steps_RS)
             self._held[torch.from_numpy(old).to(self._held.device)] = fresh.to(self._held.device)
             self._blocks[old] = block
-        return self._held[seats_R, torch.from_numpy(steps % NOISE_STEPS).to(self._held.device)]
+        return self._held[slots_R, torch.from_numpy(steps % NOISE_STEPS).to(self._held.device)]

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.flags.arguments import recipes_with
-from funrl.flags.foreign.names_scripts import SCRIPTS
-from funrl.flags.foreign.names_trl import TRL
-from funrl.flags.foreign.names_verl import VERL, recipe_of
-from funrl.flags.foreign.renaming import Convert, DifferentError, NameContext
+from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, different, meaning_of
+from funrl.flags.foreign.trl import TRL
+from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import Flag, SettingsError
 
 DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
-OF_TRL = {**TRL, **SCRIPTS}
 TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that say too little alone
 MOST_RECIPES = 4  # that a message names
 
@@ -28,20 +26,31 @@ class NameAnswer(NamedTuple):
     """Answer to a name of another library.
 
     Attributes:
-      given: the name, on a command line with its value.
-      library: whose name it is.
-      flags: what to write instead, texts by name; none where nothing is to be written.
-      text: what differs, or why nothing here has its meaning.
-      recipe: that the value names; "" if it names none.
-      works: whether something here has its meaning.
+      name: of theirs.
+      value: its text.
+      library: whose name it is; "" if it is nobody's.
+      meaning: what it means here.
     """
 
-    given: str
+    name: str
+    value: str
     library: str
-    flags: Mapping[str, str]
-    text: str
-    recipe: str = ""
-    works: bool = True
+    meaning: Meaning
+
+    @property
+    def works(self) -> bool:
+        """True if something here has its meaning."""
+        return self.meaning.effect is Effect.SAME
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """Flags to write instead, texts by name."""
+        return {name: text for name, text in self.meaning.flags.items() if self.works and name != "experiment"}
+
+    @property
+    def recipe(self) -> str:
+        """The recipe that the value names; "" if it names none."""
+        return self.meaning.flags.get("experiment", "") if self.works else ""
 
 
 def flag_in(text: str) -> str:
@@ -87,11 +96,11 @@ def check_names(
     """
     negated = () if python else tuple(f"no{name}" for name in known)
     unknown = {name: text for name, text in given.items() if name not in known and name not in negated}
-    answers = [one for one in answers_to(unknown, context) if _is_of_use(one, known)]
+    answers = [answer for answer in answers_to(unknown, context) if _is_of_use(answer, known)]
     if answers:
-        lines = [_line(one, known, python) for one in answers]
-        if len(answers) > 1 and all(one.works for one in answers):
-            together = {name: text for one in answers for name, text in one.flags.items()}
+        lines = [_line(answer, known, python) for answer in answers]
+        if len(answers) > 1 and all(answer.works for answer in answers):
+            together = {name: text for answer in answers for name, text in answer.flags.items()}
             lines += [f"together: {_written(together, known, python)}"] if together else []
         raise SettingsError("\n".join(lines))
     for name, text in unknown.items():
@@ -106,35 +115,25 @@ def check_names(
 
 def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[NameAnswer]:
     """Answers to the names that are another library's."""
-    of_verl = {"data.train_batch_size": str(context.ours["batch_prompts"])}
-    of_verl |= {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
+    of_trl = context._replace(theirs=unknown)
+    given = {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
+    of_verl = context._replace(theirs={"data.train_batch_size": str(context.ours["batch_prompts"])} | given)
+    no_dots = different("flags have no dots; `funrl import FILE` reads a configuration of verl")
     for name, text in unknown.items():
-        given = f"{name}={text}"
-        if name in OF_TRL:
-            yield _answer(NameAnswer(given, "TRL", {}, ""), OF_TRL[name], text, context._replace(theirs=unknown))
+        if name in TRL:
+            yield NameAnswer(name, text, "TRL", meaning_of(TRL[name], text, of_trl))
         elif full := _name_of_verl(name):
-            yield _answer(NameAnswer(given, "verl", {}, ""), VERL[full], text, context._replace(theirs=of_verl))
+            yield NameAnswer(name, text, "verl", meaning_of(VERL[full], text, of_verl))
         elif "." in name:
-            text = "flags have no dots; `funrl import FILE` reads a configuration of verl"
-            yield NameAnswer(given, "", {}, text, works=False)
+            yield NameAnswer(name, text, "", meaning_of(no_dots, text, of_verl))
 
 
 def _name_of_verl(name: str) -> str:
-    """The whole name of verl's of which this is all or the last part; "" where there is none, or a recipe has it."""
+    """The full name of verl's that this is, or whose last part it is; "" where there is none, or a recipe has it."""
     if name in VERL or "." in name:
         return name if name in VERL else ""
-    found = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
-    return "" if found and recipes_with(name) else found
-
-
-def _answer(empty: NameAnswer, convert: Convert, text: str, context: NameContext) -> NameAnswer:
-    try:
-        flags, difference = convert(text, context)
-        recipe = recipe_of(dict(context.theirs)) if "experiment" in flags else ""
-    except DifferentError as error:
-        return empty._replace(text=str(error), works=False)
-    flags = {name: value for name, value in flags.items() if name != "experiment"}
-    return empty._replace(flags=flags, text=difference, recipe=recipe)
+    full = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
+    return "" if full and recipes_with(name) else full
 
 
 def _is_of_use(answer: NameAnswer, known: Mapping[str, Any]) -> bool:
@@ -144,17 +143,16 @@ def _is_of_use(answer: NameAnswer, known: Mapping[str, Any]) -> bool:
 
 def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) -> str:
     """An answer as a line."""
-    name = answer.given.partition("=")[0]
-    shown = name if python else answer.given if "." in name else f"--{answer.given}"
+    given = f"{answer.name}={answer.value}"
+    shown = answer.name if python else given if "." in answer.name else f"--{given}"
     whose = f" is {answer.library}'s name" if answer.library else ""
     recipe = f"the recipe {answer.recipe!r}" if python else f"`funrl {answer.recipe}`"
     instead = [recipe] * bool(answer.recipe) + [_written(answer.flags, known, python)] * bool(answer.flags)
-    if instead:
-        text = f"write {' with '.join(instead)}" + f" ({answer.text})" * bool(answer.text)
-    elif not answer.works or "leave it out" in answer.text:
-        text = answer.text
-    else:
-        text = "leave it out" + f" ({answer.text})" * bool(answer.text)
+    difference = answer.meaning.difference
+    action = f"write {' with '.join(instead)}" if instead else "leave it out"
+    text = f"{action} ({difference})" if difference else action
+    if not instead and (not answer.works or "leave it out" in difference):
+        text = difference
     return f"{shown}{whose}: {re.sub(r'--(?=[a-z])', '', text) if python else text}"
 
 
@@ -181,7 +179,7 @@ def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameC
     if "steps" in known and (recipes := recipes_with(name)):
         more = ", ..." * (len(recipes) > MOST_RECIPES)
         return f"; it is an argument of {', '.join(recipes[:MOST_RECIPES])}{more}, and {context.recipe} has none"
-    names = [*known, *OF_TRL] if "steps" in known else list(known)
+    names = [*known, *TRL] if "steps" in known else list(known)
     near = next(iter(difflib.get_close_matches(name.lower(), names, 1)), "")
     if near in known:
         return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`

@@ -1,4 +1,4 @@
-"""A request in flight, whether it has a seat or waits for one."""
+"""A request in flight, whether it has a slot or waits for one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from funrl.rollout.requests import Request
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class LiveRequest:
+class RunningSequence:
     """A request in flight.
 
     Attributes:
       request: as it was submitted.
-      text: tokens of prompt and completion, as far as they were known when it last had no seat.
+      text: tokens of prompt and completion, as far as they were known when it last had no slot.
       logps: [2, T] log-probabilities of the completion's tokens so far, sampling and raw, likewise.
       versions: (first token of the completion, version of the weights) pairs, ascending.
-      seat: its row of the arrays; -1: it waits for one.
+      slot: its row of the arrays; -1: it waits for one.
       pages: that hold its keys and values, in order.
       siblings: requests of the same prompt that begin when its prompt is computed.
-      computed: whether its pages hold all its tokens but the last, which nothing was drawn behind.
+      computed: whether its pages hold all its tokens but the last, which nothing was sampled behind.
       lookup: its text, where drafts are made of it.
     """
 
@@ -30,9 +30,9 @@ class LiveRequest:
     text: np.ndarray
     logps: np.ndarray
     versions: list[tuple[int, int]]
-    seat: int = -1
+    slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
-    siblings: list[LiveRequest] = dataclasses.field(default_factory=list)
+    siblings: list[RunningSequence] = dataclasses.field(default_factory=list)
     computed: bool = False
     lookup: PromptLookup | None = None
 

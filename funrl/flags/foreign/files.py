@@ -2,7 +2,7 @@
 
 What a script assigns is filled in as a shell would: `$NAME`, `${NAME}`, `${NAME:-default}` and `$((1024 * 2))`. A
 value that depends on anything else, such as an argument, a command or an assignment inside an `if`, stays as it is
-written, and `is_unresolved` tells it from others.
+written; `is_unresolved` finds such values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from typing import Any
 import yaml
 
 from funrl.flags.config_file import load_yaml
-from funrl.flags.foreign.aliases import DOTTED, flag_in
+from funrl.flags.foreign.answers import DOTTED, flag_in
 from funrl.trainer.settings.declaration import SettingsError
 
 IGNORED = ("defaults", "hydra", "ray_kwargs", "global_profiler", "_target_")  # parts of a Hydra file without a meaning
-OPENING, CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+OPENING = {"if", "for", "while", "until", "case"}
+CLOSING = {"fi", "done", "esac"}
 OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: lambda a, b: int(a / b), ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: lambda a, b: int(a / b),
+    ast.Mod: operator.mod,
+}
 
 
 def flattened(path: str) -> dict[str, str]:
@@ -40,15 +45,15 @@ def flattened(path: str) -> dict[str, str]:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         if file.suffix not in (".yaml", ".yml", ".json"):
-            found: dict[str, str | None] = dict(read_script(text))
+            values: dict[str, str | None] = dict(read_script(text))
         else:
             nested = json.loads(text) if file.suffix == ".json" else load_yaml(text, yaml.BaseLoader)
             if not isinstance(nested, dict):
                 raise SettingsError(f"{path}: names with values are needed")
-            found = {name: _resolved(x, nested, name.split(".")[:-1]) for name, x in _leaves(nested)}
+            values = {name: _resolved(x, nested, name.split(".")[:-1]) for name, x in _leaves(nested)}
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
-    content = {name: x for name, x in found.items() if x is not None}
+    content = {name: x for name, x in values.items() if x is not None}
     if not content:
         raise SettingsError(f"{path}: there is no argument of TRL or verl in it")
     return content
@@ -79,18 +84,20 @@ def _text(value: Any) -> str:
 
 def _resolved(text: str, nested: Mapping[str, Any], place: Sequence[str], depth: int = 0) -> str | None:
     """A value with Hydra's references looked up; None where it is not given, or names what no part of the file has."""
-    found = re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}", text)
+    reference = re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}", text)
     if depth > 8:
         return text
-    if found is None:
-        inner = re.sub(r"\$\{[\w.:]+\}", lambda one: _resolved(one[0], nested, place, depth + 1) or one[0], text)
+    if reference is None:
+        inner = re.sub(
+            r"\$\{[\w.:]+\}", lambda match: _resolved(match[0], nested, place, depth=depth + 1) or match[0], text
+        )
         return None if text in ("???", "") else inner
-    select, dots, name, default = found.groups()
+    select, dots, name, default = reference.groups()
     names = [*place[: len(place) + 1 - len(dots)], *name.split(".")] if dots else name.split(".")
-    value = functools.reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, names, nested)  # type: ignore
+    value = functools.reduce(lambda value, key: value.get(key) if isinstance(value, dict) else None, names, nested)  # type: ignore
     if value is None or isinstance(value, dict):
         return default if select else text
-    return _resolved(_text(value), nested, names[:-1], depth + 1)
+    return _resolved(_text(value), nested, names[:-1], depth=depth + 1)
 
 
 def read_script(text: str) -> dict[str, str]:
@@ -127,8 +134,8 @@ def is_plain_config(name: str) -> bool:
 
 def _trainer_of(word: str) -> dict[str, str]:
     """The trainer that TRL's command or script of this name runs."""
-    found = re.search(r"(?:^|/)(grpo|rloo|dpo|kto|cpo|orpo|gkd|sft|reward)(?:\.py)?$", word)
-    return {"recipe": "reward_model" if found[1] == "reward" else found[1]} if found else {}
+    trainer = re.search(r"(?:^|/)(grpo|rloo|dpo|kto|cpo|orpo|gkd|sft|reward)(?:\.py)?$", word)
+    return {"recipe": "reward_model" if trainer[1] == "reward" else trainer[1]} if trainer else {}
 
 
 def _words(text: str) -> list[str]:
@@ -156,7 +163,8 @@ def shell_expanded(text: str, variables: Mapping[str, str]) -> str:
     """
 
     def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[4], match[3]
+        name = match[1] or match[4]
+        default = match[3]
         known = variables.get(name)
         if match[2] and match[2].endswith("-") and (known is None or (match[2] == ":-" and not known)):
             return shell_expanded(default, variables)

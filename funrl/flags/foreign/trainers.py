@@ -4,38 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from funrl.flags.foreign.renaming import items
+from funrl.flags.foreign.values import items
 
 COMMON = {  # defaults of all trainers, where they differ from those here or decide what others mean
-    "per_device_train_batch_size": "8", "gradient_accumulation_steps": "1", "num_train_epochs": "3.0",
-    "lr_scheduler_type": "linear", "gradient_checkpointing": "true", "bf16": "none", "weight_decay": "0.0",
+    "per_device_train_batch_size": "8",
+    "gradient_accumulation_steps": "1",
+    "num_train_epochs": "3.0",
+    "lr_scheduler_type": "linear",
+    "gradient_checkpointing": "true",
+    "bf16": "none",
+    "weight_decay": "0.0",
     "max_grad_norm": "1.0",
-}  # fmt: skip
+}
 SAMPLED_DEFAULTS = {
-    "num_generations": "8", "max_completion_length": "512", "num_iterations": "1", "epsilon": "0.2",
-    "learning_rate": "1e-6", "temperature": "1.0", "top_p": "1.0", "top_k": "0", "repetition_penalty": "1.0",
-}  # fmt: skip
+    "num_generations": "8",
+    "max_completion_length": "512",
+    "num_iterations": "1",
+    "epsilon": "0.2",
+    "learning_rate": "1e-6",
+    "temperature": "1.0",
+    "top_p": "1.0",
+    "top_k": "0",
+    "repetition_penalty": "1.0",
+}
 PAIR_DEFAULTS = {"learning_rate": "1e-6", "beta": "0.1", "label_smoothing": "0.0", "max_length": "1024"}
 TRAINERS: dict[str, dict[str, str]] = {  # the recipe of each trainer, and the defaults of its configuration
-    "grpo": SAMPLED_DEFAULTS | {
-        "beta": "0.0", "delta": "none", "loss_type": "dapo", "scale_rewards": "group", "entropy_coef": "0.0",
-        "importance_sampling_level": "token", "sapo_temperature_pos": "1.0", "sapo_temperature_neg": "1.05",
+    "grpo": SAMPLED_DEFAULTS
+    | {
+        "beta": "0.0",
+        "delta": "none",
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "entropy_coef": "0.0",
+        "importance_sampling_level": "token",
+        "sapo_temperature_pos": "1.0",
+        "sapo_temperature_neg": "1.05",
     },
     "rloo": SAMPLED_DEFAULTS | {"num_generations": "2", "beta": "0.05", "normalize_advantages": "false"},
     "dpo": PAIR_DEFAULTS | {"loss_type": "sigmoid", "f_divergence_type": "reverse_kl"},
-    "kto": {"learning_rate": "1e-6", "beta": "0.1", "loss_type": "kto", "desirable_weight": "1.0",
-            "undesirable_weight": "1.0", "max_length": "1024", "train_sampling_strategy": "sequential"},
+    "kto": {
+        "learning_rate": "1e-6",
+        "beta": "0.1",
+        "loss_type": "kto",
+        "desirable_weight": "1.0",
+        "undesirable_weight": "1.0",
+        "max_length": "1024",
+        "train_sampling_strategy": "sequential",
+    },
     "cpo": PAIR_DEFAULTS | {"loss_type": "sigmoid", "cpo_alpha": "1.0", "simpo_gamma": "0.5", "alpha": "0.0"},
     "orpo": {"learning_rate": "1e-6", "beta": "0.1", "max_length": "1024"},
     "gkd": {"learning_rate": "2e-5", "beta": "0.5", "lmbda": "0.5", "temperature": "0.9", "max_new_tokens": "128"},
-    "sft": {"learning_rate": "2e-5", "loss_type": "nll", "max_length": "1024", "completion_only_loss": "none",
-            "packing": "false"},
+    "sft": {
+        "learning_rate": "2e-5",
+        "loss_type": "nll",
+        "max_length": "1024",
+        "completion_only_loss": "none",
+        "packing": "false",
+    },
     "reward_model": {"learning_rate": "1e-4", "max_length": "1024"},
-}  # fmt: skip
+}
 CLASSES = {
-    "grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "kto": "KTOConfig", "cpo": "CPOConfig",
-    "orpo": "ORPOConfig", "gkd": "GKDConfig", "sft": "SFTConfig", "reward_model": "RewardConfig",
-}  # fmt: skip
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+    "dpo": "DPOConfig",
+    "kto": "KTOConfig",
+    "cpo": "CPOConfig",
+    "orpo": "ORPOConfig",
+    "gkd": "GKDConfig",
+    "sft": "SFTConfig",
+    "reward_model": "RewardConfig",
+}
 OWN_NAMES = {  # names that one trainer alone has, or the first of several
     "gkd": {"lmbda", "seq_kd", "teacher_model_name_or_path"},
     "kto": {"desirable_weight", "undesirable_weight"},
@@ -47,25 +85,37 @@ OWN_NAMES = {  # names that one trainer alone has, or the first of several
     "sft": {"packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"},
 }
 OWN_LOSSES = {
-    "kto": {"kto", "apo_zero_unpaired"}, "cpo": {"simpo", "alphapo"}, "sft": {"nll", "dft", "chunked_nll"},
+    "kto": {"kto", "apo_zero_unpaired"},
+    "cpo": {"simpo", "alphapo"},
+    "sft": {"nll", "dft", "chunked_nll"},
     "grpo": {"grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"},
-    "dpo": {"exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
-            "discopop", "sigmoid_norm"},
-}  # fmt: skip
+    "dpo": {
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "sigmoid_norm",
+    },
+}
 
 
 def guessed_trainer(content: Mapping[str, str]) -> str | None:
     """The trainer whose configuration this is, by names or a loss that it alone has; None where several may be."""
-    for trainer, names in OWN_NAMES.items():
-        if names & set(content):
-            return trainer
+    by_names = (trainer for trainer, names in OWN_NAMES.items() if names & set(content))
     loss = content.get("loss_type", "")
-    if len(items(loss)) > 1 or loss.startswith("["):
-        return "dpo"
-    return next((trainer for trainer, names in OWN_LOSSES.items() if loss in names), None)
+    several = len(items(loss)) > 1 or loss.startswith("[")
+    by_loss = (trainer for trainer, names in OWN_LOSSES.items() if loss in names)
+    return next(by_names, "dpo" if several else next(by_loss, None))
 
 
-TRL_NO_EFFECT = frozenset(
+# Names that change memory, speed, files or what is shown alone.
+IDLE = frozenset(
     [
         "bnb_4bit_quant_type",
         "data_seed",
@@ -73,7 +123,6 @@ TRL_NO_EFFECT = frozenset(
         "dataloader_pin_memory",
         "dataloader_prefetch_factor",
         "dataset_num_proc",
-        "dataset_test_split",
         "ddp_backend",
         "ddp_bucket_cap_mb",
         "ddp_find_unused_parameters",
@@ -90,7 +139,6 @@ TRL_NO_EFFECT = frozenset(
         "eval_accumulation_steps",
         "eval_delay",
         "eval_do_concat_batches",
-        "eval_on_start",
         "eval_packing",
         "full_determinism",
         "generate_during_eval",
@@ -120,17 +168,14 @@ TRL_NO_EFFECT = frozenset(
         "precompute_ref_batch_size",
         "ref_model_mixup_alpha",
         "ref_model_sync_steps",
-        "remove_unused_columns",
         "restore_callback_states_from_checkpoint",
         "save_on_each_node",
         "save_only_model",
         "save_safetensors",
         "skip_memory_metrics",
         "tf32",
-        "torch_compile",
         "torch_empty_cache_steps",
         "tp_size",
-        "trust_remote_code",
         "use_bnb_nested_quant",
         "use_cpu",
         "vllm_enable_sleep_mode",

@@ -1,4 +1,4 @@
-"""The board: signs of life of all ranks of a machine, in memory that they share with the process that started them.
+"""Shared progress: signs of life of all ranks of a machine, in memory shared with the process that started them.
 
 A head of `HEAD_BYTES` has the decision of that process about what is saved after a failure, then come the records by
 rank. A rank writes its own record and reads the head; nobody waits for anybody.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from funrl.processes import lookout
+from funrl.processes import stall_monitor
 from funrl.processes.heartbeat import (
     FAILED,
     NOBODY,
@@ -24,18 +24,18 @@ from funrl.processes.heartbeat import (
     RUNNING,
     SAVING,
     STATUS,
-    Heart,
+    Heartbeat,
     Order,
     Sign,
-    decoded,
+    decode,
 )
 
 HEAD_BYTES = 64
-NAME = "board"
+NAME = "progress"
 _HEAD = struct.Struct("<Bi?")  # whether it was decided, the replica, whether elsewhere
 
 
-class Board:
+class SharedProgress:
     """The shared memory, as each side sees it."""
 
     def __init__(
@@ -46,18 +46,20 @@ class Board:
           folder: that all ranks of the run share.
           ranks: how many there are.
           create: make the memory, which the ranks open.
-          report: leaves this rank's failure where it is looked for.
+          report: writes this rank's failure where the starting process reads it.
 
         Raises:
           OSError: there is no room for it.
         """
-        self.folder, size = folder, HEAD_BYTES + ranks * RECORD_BYTES
+        self.folder = folder
+        size = HEAD_BYTES + ranks * RECORD_BYTES
         with open(os.path.join(folder, NAME), "x+b" if create else "r+b") as file:
             if create:
                 file.write(bytes(size))  # not sparse: a full disk shows here
                 file.flush()
             self.memory = mmap.mmap(file.fileno(), size)
-        self.ranks, self.report = ranks, report
+        self.ranks = ranks
+        self.report = report
 
     def record(self, rank: int) -> memoryview:
         """The memory of one rank's record."""
@@ -65,7 +67,7 @@ class Board:
         return memoryview(self.memory)[begin : begin + RECORD_BYTES]
 
     def sign(self, rank: int) -> Sign:
-        sign = decoded(self.record(rank))
+        sign = decode(self.record(rank))
         return sign._replace(host=socket.gethostname()) if sign == NOT_BEGUN else sign
 
     def signs(self) -> dict[int, Sign]:
@@ -73,7 +75,7 @@ class Board:
         return {rank: self.sign(rank) for rank in range(self.ranks)}
 
     def decide(self, order: Order) -> None:
-        """Tell the ranks what is saved."""
+        """Publish to the ranks what is saved."""
         _HEAD.pack_into(self.memory, 0, 1, order.replica, order.elsewhere)
 
     def decision(self) -> Order | None:
@@ -82,10 +84,10 @@ class Board:
 
     # ---- as a rank sees it: `heartbeat.Link`
 
-    def tick(self, heart: Heart) -> Order | None:
+    def tick(self, heart: Heartbeat) -> Order | None:
         return self.decision()
 
-    def failed(self, heart: Heart, error: BaseException, unwritable: bool) -> bool:
+    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
         if unwritable:
             with contextlib.suppress(OSError):
                 Path(self.folder, "unwritable").touch()
@@ -96,53 +98,66 @@ class Board:
     def elsewhere(self) -> str | None:
         return f"{self.folder}-saved"
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            Path(self.folder, f"said-{os.getpid()}").write_text(text)
+            Path(self.folder, f"notice-{os.getpid()}").write_text(text)
 
     def close(self) -> None: ...
 
 
 class Supervision:
-    """Use of the board by the process that has started the ranks, while it waits for them."""
+    """Shared progress as the process that has started the ranks uses it while it waits for them."""
 
     def __init__(
-        self, board: Board, heartbeat_s: float | None, timeout_s: float | None, stalled_s: float | None = None
+        self,
+        progress: SharedProgress,
+        heartbeat_s: float | None,
+        timeout_s: float | None,
+        stalled_s: float | None = None,
     ) -> None:
         """
         Args:
           heartbeat_s: seconds without progress after which it says for whom the run waits; None: it says nothing.
           timeout_s: how long ranks wait in a collective; None: that is not known here.
-          stalled_s: see `Lookout`.
+          stalled_s: see `StallMonitor`.
         """
-        self.board, self.timeout_s = board, timeout_s
+        self.progress = progress
+        self.timeout_s = timeout_s
         self.speaks = heartbeat_s is not None
-        ending = "" if timeout_s is None else f"; the run ends when a rank has waited {lookout.duration(timeout_s)}"
-        self.lookout = lookout.Lookout(heartbeat_s or 60.0, f"{ending} (--timeout)" if ending else "", stalled_s)
+        ending = (
+            "" if timeout_s is None else f"; the run ends when a rank has waited {stall_monitor.duration(timeout_s)}"
+        )
+        self.monitor = stall_monitor.StallMonitor(
+            heartbeat_s or 60.0, f"{ending} (--timeout)" if ending else "", stalled_s
+        )
         self.stalled: list[int] = []  # ranks that end the run, as they do not answer
-        self.next_look, self.ordered, self.replica = 0.0, False, NOBODY
+        self.next_poll = 0.0
+        self.ordered = False
+        self.replica = NOBODY
         self.waited_s: dict[int, float] = {}  # by ranks that have ended
 
-    def look(self) -> bool:
-        """Say what is to be said; True if a rank has left word that it fails, or does not answer."""
+    def poll(self) -> bool:
+        """Print any due warning; True if a rank has reported a failure or does not answer."""
         now = time.monotonic()  # which stands still while the machine is suspended
-        if now >= self.next_look:
-            self.next_look = now + self.lookout.every_s
-            signs = self.board.signs()
-            text = self.lookout.look(signs, now)
+        if now >= self.next_poll:
+            self.next_poll = now + self.monitor.every_s
+            signs = self.progress.signs()
+            text = self.monitor.poll(signs, now)
             if text is not None and self.speaks:
-                lookout.say(text)
+                stall_monitor.say(text)
             if not self.ordered:
-                self.stalled = self.lookout.stalled(signs)
-        return bool(self.stalled) or any(self.board.record(rank)[STATUS] == FAILED for rank in range(self.board.ranks))
+                self.stalled = self.monitor.stalled(signs)
+        return bool(self.stalled) or any(
+            self.progress.record(rank)[STATUS] == FAILED for rank in range(self.progress.ranks)
+        )
 
     def in_steps(self) -> bool:
         """True once a rank has begun its first step."""
-        return any(sign.step > 0 for sign in self.board.signs().values())
+        return any(sign.step > 0 for sign in self.progress.signs().values())
 
     def ended(self, rank: int) -> None:
         """Take note of the end of a rank."""
-        sign = self.board.sign(rank)
+        sign = self.progress.sign(rank)
         self.waited_s[rank] = time.monotonic() - sign.since if sign.status == RUNNING else sign.since
 
     def order(self, dead: Collection[int]) -> bool:
@@ -152,10 +167,11 @@ class Supervision:
           dead: ranks that have ended.
         """
         self.ordered = True
-        elsewhere, signs = os.path.exists(os.path.join(self.board.folder, "unwritable")), self.board.signs()
-        lost = {*dead, *self.stalled, *self.lookout.silent(signs, time.monotonic())}
-        order = lookout.rescuers(signs, lost, elsewhere)
-        self.board.decide(order)
+        elsewhere = os.path.exists(os.path.join(self.progress.folder, "unwritable"))
+        signs = self.progress.signs()
+        lost = {*dead, *self.stalled, *self.monitor.silent(signs, time.monotonic())}
+        order = stall_monitor.rescuers(signs, lost, elsewhere)
+        self.progress.decide(order)
         self.replica = order.replica
         return order.replica != NOBODY
 
@@ -163,20 +179,20 @@ class Supervision:
         """True while a rank that was chosen has not ended its save."""
         if self.replica == NOBODY:
             return False
-        signs = {rank: sign for rank, sign in self.board.signs().items() if rank not in dead}
+        signs = {rank: sign for rank, sign in self.progress.signs().items() if rank not in dead}
         return any(sign.replica == self.replica and sign.status <= SAVING for sign in signs.values())
 
     def explained(self, failed: Collection[int]) -> str | None:
-        """The explanation of an end by `--stalled_after` or `--timeout`, see `lookout.timed_out`; None: by neither."""
-        signs = self.board.signs()
+        """Explanation of an end by `--stalled_after` or `--timeout` (`stall_monitor.timed_out`); None: by neither."""
+        signs = self.progress.signs()
         if self.stalled:
-            return self.lookout.stall(self.stalled, signs)
+            return self.monitor.stall(self.stalled, signs)
         if self.timeout_s is None:
             return None
-        silent = self.lookout.silent(signs, time.monotonic())
-        return lookout.timed_out(signs, failed, self.waited_s, silent, self.timeout_s)
+        silent = self.monitor.silent(signs, time.monotonic())
+        return stall_monitor.timed_out(signs, failed, self.waited_s, silent, self.timeout_s)
 
-    def said(self) -> str:
-        """Lines that the ranks want the user to be told."""
-        texts = sorted(path.read_text() for path in Path(self.board.folder).glob("said-*"))
+    def notices(self) -> str:
+        """Lines of the ranks for the user."""
+        texts = sorted(path.read_text() for path in Path(self.progress.folder).glob("notice-*"))
         return "".join(f"\n{text}" for text in dict.fromkeys(texts))

@@ -1,4 +1,4 @@
-"""Reading of the signs of life: which rank the others wait for, what is said of it, and who saves the state.
+"""Stall monitor: which rank the others wait for, the warning about it, and which ranks save the state.
 
 Functions of records (`heartbeat.Sign`) by rank. Only one process reads all of them, a few times in each heartbeat.
 """
@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from funrl.processes.heartbeat import NOBODY, NOT_BEGUN, RUNNING, Order, Sign
 
 NAMED = 4  # ranks that a line names; the others it counts
-GAP_S = 10.0  # more between two looks is time in which the watcher itself was stopped
+GAP_S = 10.0  # more between two polls is time in which the monitor itself was stopped
 TIMED_OUT = 0.9  # part of the timeout after which a collective that fails has waited in vain
 
 
-class Lookout:
-    """Watcher of some ranks: speaks when one of them has made no progress for a heartbeat, then ever less often."""
+class StallMonitor:
+    """Monitor of some ranks: it warns when one has made no progress for a heartbeat, then less and less often."""
 
     def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None) -> None:
         """
@@ -26,27 +26,30 @@ class Lookout:
           ending: continues a line, such as "; --timeout=60 ends the run".
           stalled_s: seconds without an answer after which a rank counts as stalled; None: it never does.
         """
-        self.heartbeat_s, self.ending, self.stalled_s = heartbeat_s, ending, stalled_s
+        self.heartbeat_s = heartbeat_s
+        self.ending = ending
+        self.stalled_s = stalled_s
         self.unanswered_s: dict[int, float] = {}  # of each rank, without the time in which this process was stopped
-        self.looked: float | None = None
+        self.polled: float | None = None
         self.silent_s = max(1.0, heartbeat_s / 2)
         self.beats: dict[int, tuple[int, float]] = {}  # of each rank, and when they were seen first
         self.ticks: dict[int, tuple[int, float]] = {}
-        self.pause_s, self.speaks_at = heartbeat_s, 0.0
+        self.pause_s = heartbeat_s
+        self.speaks_at = 0.0
 
     @property
     def every_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two polls."""
         return min(1.0, self.heartbeat_s / 4)
 
-    def look(self, signs: Mapping[int, Sign], now: float) -> str | None:
+    def poll(self, signs: Mapping[int, Sign], now: float) -> str | None:
         """The line that is due, if there is one.
 
         Args:
           now: seconds, of a clock that never goes back.
         """
-        passed_s = 0.0 if self.looked is None else min(now - self.looked, GAP_S)
-        self.looked = now
+        passed_s = 0.0 if self.polled is None else min(now - self.polled, GAP_S)
+        self.polled = now
         for rank, sign in signs.items():
             answered = rank not in self.ticks or self.ticks[rank][0] != sign.ticks
             self.unanswered_s[rank] = 0.0 if answered else self.unanswered_s[rank] + passed_s
@@ -56,7 +59,8 @@ class Lookout:
         running = {rank: sign for rank, sign in signs.items() if sign.status == RUNNING}
         still_s = max((now - self.beats[rank][1] for rank in running), default=0.0)
         if still_s < self.heartbeat_s:
-            self.pause_s, self.speaks_at = self.heartbeat_s, 0.0
+            self.pause_s = self.heartbeat_s
+            self.speaks_at = 0.0
             return None
         if now < self.speaks_at:
             return None
@@ -72,17 +76,18 @@ class Lookout:
     def silent(self, signs: Mapping[int, Sign], now: float) -> set[int]:
         """Ranks whose threads do not count on, as far as was seen."""
         return {
-            rank for rank, sign in signs.items()
+            rank
+            for rank, sign in signs.items()
             if sign.status == RUNNING and rank in self.ticks and now - self.ticks[rank][1] >= self.silent_s
-        }  # fmt: skip
+        }
 
     def stalled(self, signs: Mapping[int, Sign]) -> list[int]:
         """Ranks whose processes have not answered for `stalled_s`; not those that have not begun yet."""
-        return [
-            rank for rank, sign in signs.items()
-            if self.stalled_s is not None and sign.status == RUNNING and sign.phase != NOT_BEGUN.phase
-            and self.unanswered_s.get(rank, 0.0) >= self.stalled_s
-        ]  # fmt: skip
+        limit_s = self.stalled_s
+        if limit_s is None:
+            return []
+        begun = [rank for rank, sign in signs.items() if sign.status == RUNNING and sign.phase != NOT_BEGUN.phase]
+        return [rank for rank in begun if self.unanswered_s.get(rank, 0.0) >= limit_s]
 
     def stall(self, ranks: Sequence[int], signs: Mapping[int, Sign]) -> str:
         """The explanation of an end by `--stalled_after`."""
@@ -93,8 +98,10 @@ class Lookout:
 
 
 def late(signs: Mapping[int, Sign], silent: Collection[int] = ()) -> list[int]:
-    """The ranks that the others wait for: those that do not answer; else, of those that are not in a collective
-    themselves, the ones that are least far."""
+    """Ranks that the others wait for.
+
+    They are those that do not answer; else the least advanced of those outside a collective.
+    """
     if silent:
         return sorted(silent)
     running = {rank: sign for rank, sign in signs.items() if sign.status == RUNNING}
@@ -119,13 +126,16 @@ def whereabouts(sign: Sign) -> str:
 
 
 def timed_out(
-    signs: Mapping[int, Sign], failed: Collection[int], waited_s: Mapping[int, float], silent: Collection[int],
+    signs: Mapping[int, Sign],
+    failed: Collection[int],
+    waited_s: Mapping[int, float],
+    silent: Collection[int],
     timeout_s: float,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """The explanation of an end by `--timeout`; None where the run has ended for another reason.
 
     Args:
-      failed: ranks that have failed, of which every one must have waited in vain.
+      failed: ranks that have failed; every one must have waited in vain.
       waited_s: seconds since each of them entered its last collective.
       silent: ranks that do not answer.
     """
@@ -148,16 +158,18 @@ def duration(seconds: float) -> str:
 
 
 def rescuers(signs: Mapping[int, Sign], dead: Collection[int], elsewhere: bool) -> Order:
-    """The replica that saves the state: all of its ranks live and hold a whole state of one step; of several, the first
-    of those that are farthest."""
+    """Choose the replica that saves the state: all of its ranks live and hold the recoverable state of one step.
+
+    Of several, it is the first among those of the latest step.
+    """
     members: dict[int, list[int]] = {}
     for rank, sign in signs.items():
         members.setdefault(sign.replica, []).append(rank)
     steps = {}
     for replica, ranks in members.items():
-        whole = {signs[rank].whole for rank in ranks}
-        if replica != NOBODY and len(whole) == 1 and min(whole) >= 0 and not set(ranks) & set(dead):
-            steps[replica] = min(whole)
+        recoverable = {signs[rank].recoverable for rank in ranks}
+        if replica != NOBODY and len(recoverable) == 1 and min(recoverable) >= 0 and not set(ranks) & set(dead):
+            steps[replica] = min(recoverable)
     return Order(min(steps, key=lambda replica: (-steps[replica], replica), default=NOBODY), elsewhere)
 
 

@@ -1,0 +1,441 @@
+"""Running sequences: their tokens, log-probabilities and noise, in arrays with one row per slot.
+
+Sampled tokens stay on the device until `poll` reads all of them at once, so an iteration need not wait for the one
+before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.rollout.native.backends import Backend
+from funrl.rollout.native.host_copy import HostCopy
+from funrl.rollout.native.prompt_lookup import PromptLookup
+from funrl.rollout.native.sequence import RunningSequence
+from funrl.rollout.native.slot_noise import NOISE_STEPS, SlotNoise
+from funrl.rollout.requests import Completion, Finish, Request
+from funrl.rollout.sampling_parameters import Sampling
+
+STOPS = 4  # columns for stop tokens at first
+NO_HOLDER = -1  # serial of a free slot
+
+
+class _SampledTokens(NamedTuple):
+    """Tokens of one iteration, on their way to the host.
+
+    Attributes:
+      slots: [R] slot of each token.
+      serials: [R] serials of these slots at the time of sampling.
+      positions: [R] position of each token in its sequence.
+      copy: tokens, sampling and raw log-probabilities; may have more rows than there are slots.
+    """
+
+    slots: np.ndarray
+    serials: np.ndarray
+    positions: np.ndarray
+    copy: HostCopy
+
+
+class RunningSequences:
+    """All unfinished sequences; those with a slot are being computed.
+
+    Attributes:
+      by_number: unfinished sequences by the number of their request.
+      decode: token ids -> text; None: there are no stop strings.
+      routes: (pages, tokens) -> the experts of a sequence's first tokens; None: they are not recorded.
+      decoded: tokens sampled and kept since construction.
+      drafted, accepted: drafted tokens, and those of them that were sampled.
+      lengths: [slots] tokens of each sequence, including tokens not polled yet.
+      serials: [slots] number of the assignment that holds each slot, never used twice; `NO_HOLDER`: the slot is free.
+      needs_sync: whether the next sampling needs all tokens on the host, for a repetition penalty.
+      any_at_limit: whether a sequence has reached its limit since the last poll.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None, slots: int = 0
+    ):
+        """
+        Args:
+          slots: initial number of slots; `last` stays the same tensor while there are no more.
+        """
+        self.by_number: dict[int, RunningSequence] = {}
+        self.routes: Callable[[Sequence[int], int], Tensor] | None = None
+        self.decode, self.decoded, self._device = decode, 0, device
+        self.drafted = self.accepted = 0
+        self.lengths = np.zeros(0, dtype=np.int64)
+        self._by_slot: list[RunningSequence | None] = []
+        self._free: list[int] = []
+        self._ended: list[Completion] = []
+        self._released: list[RunningSequence] = []
+        self._pending: list[_SampledTokens] = []
+        self._sampling_groups: dict[Sampling, int] = {}
+        self._prompts, self._limits, self._group = (self.lengths.copy() for _ in range(3))
+        self._stops = np.full((0, STOPS), -1, dtype=np.int64)
+        self._has_strings = np.zeros(0, dtype=bool)
+        self._strings: list[tuple[str, ...]] = []
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+        self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
+        self._last = torch.zeros(0, dtype=torch.int64, device=device)
+        self._noise = SlotNoise(device)
+        self.serials, self._assignments = self.lengths.copy(), 0
+        self.needs_sync = self.any_at_limit = False
+        if slots:
+            self._add_slots(slots)
+
+    @property
+    def count(self) -> int:
+        """Requests that are unfinished, or whose completion has not been returned yet."""
+        return len(self.by_number) + len(self._ended)
+
+    def begin(self, request: Request, version: int | None) -> RunningSequence:
+        """Register a request, which waits for a slot."""
+        begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
+        if not self.by_number:
+            self._sampling_groups.clear()
+        if begun is None:
+            sequence = RunningSequence(request, prompt, np.zeros((2, 0), self._logps.dtype), [(0, version or 0)])
+        else:
+            text = np.concatenate([prompt, begun.tokens.numpy()])
+            logps = torch.stack([begun.sampling_logp, begun.raw_logp]).numpy().astype(self._logps.dtype)
+            changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
+            versions = [(start, int(begun.versions[start])) for start in changes]
+            sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
+        self.by_number[request.number] = sequence
+        return sequence
+
+    def all(self) -> list[RunningSequence]:
+        """All unfinished sequences."""
+        return list(self.by_number.values())
+
+    def of_version(self, version: int) -> None:
+        """Attribute further tokens to this version of the weights."""
+        for sequence in self.by_number.values():
+            new_tokens = len(sequence.text) - len(sequence.request.prompt)
+            earlier = [pair for pair in sequence.versions if pair[0] < new_tokens]
+            sequence.versions = [*earlier, (new_tokens, version)]
+
+    def assign_slot(self, sequence: RunningSequence) -> None:
+        """Assign a slot to a sequence and fill the slot's rows."""
+        if not self._free:
+            self._add_slots()
+        slot = sequence.slot = self._free.pop()
+        request, length = sequence.request, len(sequence.text)
+        self._widen(sequence.limit, sequence.limit - len(request.prompt))
+        self._assignments += 1
+        self._by_slot[slot], self.serials[slot] = sequence, self._assignments
+        self._tokens[slot, :length] = sequence.text
+        self._logps[:, slot, : sequence.logps.shape[1]] = sequence.logps
+        self.lengths[slot], self._prompts[slot], self._limits[slot] = length, len(request.prompt), sequence.limit
+        self._noise.begin(slot, request.seed)
+        self._last[slot] = int(sequence.text[-1])
+        self._group[slot] = self._sampling_groups.setdefault(
+            _per_token_sampling(request.sampling), len(self._sampling_groups)
+        )
+        self._strings[slot] = request.sampling.stop_strings
+        self._has_strings[slot] = bool(request.sampling.stop_strings)
+        self._stop_at(slot, request.sampling.stop)
+
+    def release_slot(self, sequence: RunningSequence) -> None:
+        """Save a sequence's tokens and free its slot. All its tokens have been polled."""
+        slot, length = sequence.slot, self.lengths[sequence.slot]
+        sequence.text = self._tokens[slot, :length].copy()
+        sequence.logps = self._logps[:, slot, : length - len(sequence.request.prompt)].copy()
+        self._by_slot[slot], self.serials[slot], sequence.slot = None, NO_HOLDER, -1
+        self._free.append(slot)
+
+    def holder(self, slot: int) -> RunningSequence | None:
+        """The sequence that holds a slot; None: the slot is free."""
+        return self._by_slot[slot]
+
+    def full(self, slots: np.ndarray) -> np.ndarray:
+        """True for slots whose sequence has reached its limit of tokens."""
+        return self.lengths[slots] >= self._limits[slots]
+
+    def sampling_groups_of(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...]:
+        """The sampling groups of some slots: (number, parameters) pairs."""
+        samplings = list(self._sampling_groups)
+        return tuple((group, samplings[group]) for group in np.unique(self._group[slots]).tolist())
+
+    def device_columns_of(self, slots: np.ndarray) -> np.ndarray:
+        """Numbers of some slots that the device needs: columns as in `decode_state`."""
+        rows = (self.lengths, self._prompts, self._limits, self._noise.seeds, self._group, np.zeros_like(self.lengths))
+        return np.concatenate([np.stack([x[slots] for x in rows]), self._stops[slots].T])
+
+    @property
+    def stop_columns(self) -> int:
+        """Stop tokens that a slot has room for."""
+        return self._stops.shape[1]
+
+    @property
+    def last(self) -> Tensor:
+        """The token that each slot drew last, on the device."""
+        return self._last
+
+    def tokens_at(self, slot: int, begin: int, count: int) -> np.ndarray:
+        """Some polled tokens of a slot, and its draft after them."""
+        return self._tokens[slot, begin : begin + count]
+
+    def last_tokens(self, slots: np.ndarray) -> Tensor:
+        """The token that each slot drew last, on the device."""
+        return self._last[torch.from_numpy(slots).to(self._device)]
+
+    def text_of(self, sequence: RunningSequence, count: int) -> list[int]:
+        """The first tokens of a sequence that has a slot."""
+        return self._tokens[sequence.slot, :count].tolist()
+
+    def draft(self, sequence: RunningSequence, most: int) -> int:
+        """Append a draft of the next tokens to a sequence; returns its length. All tokens have been polled."""
+        slot, length = sequence.slot, int(self.lengths[sequence.slot])
+        steps = (length - len(sequence.request.prompt)) % NOISE_STEPS
+        most = min(most, sequence.limit - length - 1, NOISE_STEPS - 1 - steps)  # a slot's noise covers one block
+        if sequence.lookup is None:
+            sequence.lookup = PromptLookup()
+        sequence.lookup.extend(self._tokens[slot, sequence.lookup.length : length].tolist())
+        tokens = sequence.lookup.draft(most)
+        self._tokens[slot, length : length + len(tokens)] = tokens
+        self.drafted += len(tokens)
+        return len(tokens)
+
+    def sample(
+        self,
+        backend: Backend,
+        output_M: Tensor,
+        slots: Sequence[int] | np.ndarray,
+        sources: Sequence[int] | np.ndarray,
+        ahead: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
+        """Sample one token for each of some slots, or also one after each token of a slot's draft.
+
+        Args:
+          output_M: output of the backend.
+          sources: [R] its row for each token to sample.
+          ahead: [R] draft tokens before each token to sample, ascending, those of a slot next to each other. Tokens
+            sampled after a rejected draft token are dropped. None: there are no drafts.
+        """
+        if not len(slots):
+            return
+        slots_R = np.asarray(slots, dtype=np.int64)
+        ahead_R = np.zeros_like(slots_R) if ahead is None else np.asarray(ahead, dtype=np.int64)
+        lengths_R = self.lengths[slots_R] + ahead_R
+        source_R = torch.tensor(sources, device=self._device)
+        noise_R = self._noise.at(slots_R, lengths_R - self._prompts[slots_R])
+        samplings = list(self._sampling_groups)
+        groups = np.unique(self._group[slots_R])
+        parts = []
+        order = []
+        for group in groups:  # nearly always one
+            rows = np.flatnonzero(self._group[slots_R] == group)
+            sampling = samplings[group]
+            index = torch.from_numpy(rows).to(self._device)
+            noise = None if sampling.greedy else noise_R[index]
+            seen = self._seen(sampling, slots_R[rows], lengths_R[rows], backend)
+            parts.append(backend.sample(output_M, source_R[index], noise, sampling, seen))
+            order.append(index)
+        if len(groups) == 1:
+            sampled = parts[0]
+        else:
+            back = torch.argsort(torch.cat(order))
+            token_R, sampling_R, raw_R = (torch.cat(x)[back] for x in zip(*parts, strict=True))
+            sampled = token_R, sampling_R, raw_R
+        if ahead is None:
+            self._append(slots_R, sampled)
+        else:
+            self._append_accepted(slots_R, ahead_R, sampled)
+        self.any_at_limit |= bool(self.full(slots_R).any())
+        self.needs_sync |= any(samplings[group].repetition_penalty != 1 for group in groups)
+
+    def append(self, slots: np.ndarray, copy: HostCopy) -> None:
+        """Append one token per slot; the device buffer already holds it."""
+        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy))
+        self.lengths[slots] += 1
+
+    def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Append one token per slot."""
+        self._last.index_copy_(0, torch.from_numpy(slots_R).to(self._device), sampled[0])
+        self.append(slots_R, HostCopy(sampled))
+
+    def _append_accepted(
+        self, slots_R: np.ndarray, ahead_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Append the sampled tokens up to and including the first that differs from the draft."""
+        drafted_R = self._tokens[slots_R, self.lengths[slots_R] + ahead_R]
+        equal_R = sampled[0].cpu().numpy() == drafted_R
+        kept_R = ahead_R == 0
+        for level in range(1, int(ahead_R.max()) + 1):
+            rows = np.flatnonzero(ahead_R == level)
+            kept_R[rows] = kept_R[rows - 1] & equal_R[rows - 1]
+        for begin in np.flatnonzero((ahead_R == 0) & (np.append(ahead_R[1:], 0) == 1)).tolist():
+            end = begin + 1
+            while end < len(ahead_R) and ahead_R[end]:
+                end += 1
+            sequence = self._by_slot[slots_R[begin]]
+            accepted = int(kept_R[begin + 1 : end].sum())
+            assert sequence is not None and sequence.lookup is not None
+            sequence.lookup.settle(end - begin - 1, accepted)
+            self.accepted += accepted
+        for level in range(int(ahead_R.max()) + 1):
+            rows = np.flatnonzero(kept_R & (ahead_R == level))
+            index = torch.from_numpy(rows).to(self._device)
+            token_R, sampling_R, raw_R = (x[index] for x in sampled)
+            self._append(slots_R[rows], (token_R, sampling_R, raw_R))
+
+    def poll(self, keep: int = 0) -> None:
+        """Read the sampled tokens; `take_released` and `take_ended` then return what has ended.
+
+        Args:
+          keep: latest iterations that are left to the next poll.
+
+        Raises:
+          FloatingPointError: a log-probability is not finite.
+        """
+        read = max(0, len(self._pending) - keep)
+        pending, later = self._pending[:read], self._pending[read:]
+        self._pending, self.needs_sync, self.any_at_limit = [], False, False
+        for slots, serials, positions, copy in pending:
+            token_R, sampling_R, raw_R = (x[: len(slots)] for x in copy.arrays())
+            alive = serials == self.serials[slots]
+            if not np.isfinite(raw_R[alive]).all():
+                bad = int(np.flatnonzero(alive & ~np.isfinite(raw_R))[0])
+                self._not_finite(int(slots[bad]), int(positions[bad]))
+            if not alive.all():
+                slots, positions, token_R, sampling_R, raw_R = (
+                    x[alive] for x in (slots, positions, token_R, sampling_R, raw_R)
+                )
+            self._tokens[slots, positions] = token_R
+            new = positions - self._prompts[slots]
+            self._logps[0, slots, new] = sampling_R
+            self._logps[1, slots, new] = raw_R
+            self.decoded += len(slots)
+            self._end_some(slots, positions, token_R)
+        self._pending = later
+
+    def take_released(self) -> list[RunningSequence]:
+        """Sequences that ended since the last call; they still hold pages."""
+        released, self._released = self._released, []
+        return released
+
+    def take_ended(self) -> list[Completion]:
+        """Completions finished since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def finish(self, sequence: RunningSequence, finish: Finish) -> Completion:
+        """End a sequence, all of whose tokens have been polled."""
+        if sequence.slot >= 0:
+            self.release_slot(sequence)
+        begin = len(sequence.request.prompt)
+        starts = [start for start, _ in sequence.versions] + [len(sequence.text) - begin]
+        versions = np.repeat([version for _, version in sequence.versions], np.diff(starts))
+        with torch.inference_mode(False):  # autograd takes no tensors that are made in it
+            sampling_logp, raw_logp = torch.from_numpy(sequence.logps)
+            completion = Completion(
+                sequence.request.number,
+                torch.from_numpy(sequence.text[begin:]),
+                sampling_logp,
+                raw_logp,
+                torch.from_numpy(versions.astype(np.int64)),
+                finish,
+                None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
+            )
+        del self.by_number[sequence.request.number]
+        self._released.append(sequence)
+        return completion
+
+    def take_ended_of(self, numbers: Container[int]) -> list[Completion]:
+        """Completions of some requests that are finished and were not returned yet."""
+        completions = [completion for completion in self._ended if completion.number in numbers]
+        self._ended = [completion for completion in self._ended if completion.number not in numbers]
+        return completions
+
+    def _end_some(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """End the sequences whose new token is their last one."""
+        stopped = (self._stops[slots] == tokens[:, None]).any(1)
+        full = positions + 1 >= self._limits[slots]
+        strings = self._has_strings[slots]
+        for i in np.flatnonzero(stopped | full | strings).tolist():
+            slot = int(slots[i])
+            length = int(positions[i]) + 1
+            if stopped[i]:
+                self._end(slot, length, "stop")
+            elif strings[i] and self._ends_by_string(slot, length - 1):
+                self._end(slot, length, "string")
+            elif full[i]:
+                self._end(slot, length, None)
+
+    def _end(self, slot: int, length: int, finish: Finish | None) -> None:
+        sequence = self._by_slot[slot]
+        assert sequence is not None
+        self.lengths[slot] = length
+        if finish is None:
+            complete = length - self._prompts[slot] >= sequence.request.sampling.max_new_tokens
+            finish = "length" if complete else "paused"
+        sequence.computed = True
+        self._ended.append(self.finish(sequence, finish))
+
+    def _ends_by_string(self, slot: int, position: int) -> bool:
+        strings = self._strings[slot]
+        assert self.decode is not None
+        # A token is at least one byte, a character at most four: no string needs more tokens than these.
+        begin = max(int(self._prompts[slot]), position + 1 - 4 * max(map(len, strings)) - 4)
+        text = self.decode(self._tokens[slot, begin : position + 1].tolist())
+        return any(string in text for string in strings)
+
+    def _seen(self, sampling: Sampling, slots: np.ndarray, lengths: np.ndarray, backend: Backend) -> Tensor | None:
+        """Mask [R, V] of the tokens that each sequence contains; None: no penalty reads it."""
+        if sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(slots), backend.vocab, dtype=torch.bool)
+        for row, slot, length in zip(seen, slots, lengths, strict=True):
+            row[torch.from_numpy(self._tokens[slot, :length])] = True
+        return seen.to(self._device)
+
+    def _not_finite(self, slot: int, position: int) -> None:
+        sequence = self._by_slot[slot]
+        assert sequence is not None
+        raise FloatingPointError(
+            f"the model's logits are not finite at token {position - len(sequence.request.prompt)} of completion "
+            f"{sequence.request.number}: its weights are damaged, or it has diverged, which a lower --lr may prevent"
+        )
+
+    def _add_slots(self, more: int = 0) -> None:
+        """Add slots: `more`, or as many as there are."""
+        old = len(self._by_slot)
+        more = more or max(8, old)
+        self._by_slot += [None] * more
+        self._strings += [()] * more
+        for name in ("lengths", "serials", "_prompts", "_limits", "_group", "_has_strings"):
+            x = getattr(self, name)
+            setattr(self, name, np.concatenate([x, np.zeros(more, dtype=x.dtype)]))
+        self.serials[old:] = NO_HOLDER
+        self._stops = np.pad(self._stops, ((0, more), (0, 0)), constant_values=-1)
+        self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+        self._logps = np.pad(self._logps, ((0, 0), (0, more), (0, 0)))
+        self._last = torch.cat([self._last, self._last.new_zeros(more)])
+        self._noise.more(more)
+        self._free = list(range(old + more - 1, old - 1, -1))
+
+    def _stop_at(self, slot: int, stop: Sequence[int]) -> None:
+        """Set the stop tokens of a slot."""
+        lacking = len(stop) - self._stops.shape[1]
+        if lacking > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, max(lacking, self._stops.shape[1]))), constant_values=-1)
+        self._stops[slot] = -1
+        self._stops[slot, : len(stop)] = stop
+
+    def _widen(self, tokens: int, new_tokens: int) -> None:
+        """Widen the arrays for sequences of `tokens` tokens, `new_tokens` of them new."""
+        if tokens > self._tokens.shape[1]:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, max(tokens, 2 * self._tokens.shape[1]))))
+        if new_tokens > self._logps.shape[2]:
+            self._logps = np.pad(self._logps, ((0, 0), (0, 0), (0, max(new_tokens, 2 * self._logps.shape[2]))))
+
+
+def _per_token_sampling(sampling: Sampling) -> Sampling:
+    """The parameters that the next token depends on."""
+    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -1,0 +1,46 @@
+"""The record of an embedded task: everything that general code knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from funrl.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from funrl.models.decoder.config import Config
+
+
+class EmbeddedTask(NamedTuple):
+    """Data, a reward, and the decoder that learns them from scratch.
+
+    Attributes:
+      name: of the data, in reports.
+      training_prompts: (seed) -> prompts to train on.
+      heldout_prompts: (count) -> at most that many prompts to evaluate on; the same for every seed.
+      reward: (prompt, completion, **fields) -> score.
+      demonstrations: (seed, count) -> (prompt, completion) pairs of an imperfect demonstrator, for the warm start.
+      texts: kind of texts -> (seed, count, split) -> their values in the order of the kind's fields.
+      tokenizer: makes the tokenizer.
+      is_its_tokenizer: (directory) -> whether a model's directory has that tokenizer.
+      model_config: (smallest size of a head that the engine takes) -> the decoder.
+      max_new_tokens: of a completion.
+      warmstart_steps: supervised steps on demonstrations before the first step.
+      demonstration_field: field of the prompts with a right completion.
+      readable: completion -> as it is shown to people.
+    """
+
+    name: str
+    training_prompts: Callable[[int], list[Prompt]]
+    heldout_prompts: Callable[[int], list[Prompt]]
+    reward: Callable[..., float]
+    demonstrations: Callable[[int, int], list[tuple[str, str]]]
+    texts: Mapping[str, Callable[..., Sequence[Any]]]
+    tokenizer: Callable[[], Any]
+    is_its_tokenizer: Callable[[str | Path], bool]
+    model_config: Callable[[int], Config]
+    max_new_tokens: int
+    warmstart_steps: int
+    demonstration_field: str
+    readable: Callable[[str], str]
