@@ -113,7 +113,7 @@ def _wave(
 
     def draw(found: Tensor) -> None:
         noise_R = torch.zeros(len(found), dtype=torch.float64)
-        backend.draw(found, torch.arange(len(found)), noise_R, sampling, None)
+        backend.sample(found, torch.arange(len(found)), noise_R, sampling, None)
 
     with tracer, torch.no_grad():
         with tracer.phase("prefill"):

@@ -99,7 +99,7 @@ def right_answers(seed: int, count: int, digits: int = DIGITS, split: Split = "t
     """
     if split == "train":
         return demonstrations(seed, count, digits, error=0.0)
-    return [(prompt.prompt, prompt.fields["answer"]) for prompt in heldout_prompts(count, digits)]
+    return [(str(prompt.prompt), prompt.fields["answer"]) for prompt in heldout_prompts(count, digits)]
 
 
 def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from funrl.batch import example
 from funrl.data.json_lines import DataError
 from funrl.mesh.mesh import single
 from funrl.tasks import arithmetic
-from funrl.trainer.settings.declaration import sampling_groups_of
+from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import SettingsError
 from funrl.trainer.steps.advantage_phase import describe
 from funrl.trainer.steps.roles import reads_scores
@@ -70,7 +70,7 @@ def test_the_weight_of_imitation_fades_and_what_is_imitated_becomes_more_likely(
 
 def test_a_sample_is_held_against_the_demonstration(prompts):
     """SPIN: neither a reward nor a second sample is needed."""
-    assert sampling_groups_of(spin()) == ("rl",) and not reads_scores(spin())
+    assert kinds_of(spin()) == ("rl",) and not reads_scores(spin())
     fields = {"prompts": prompts, "fields": "demonstration:solution", "reward": None}
     job = small_job(spin, samples_per_prompt=1, batch_prompts=4, minibatches=1, lr=0.02, **fields)
     run, state = begin(job, single())

@@ -40,7 +40,7 @@ from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs import offload
 from funrl.trainer.jobs.compatibility import check_algorithm
-from funrl.trainer.settings.declaration import sampling_groups_of
+from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import Settings, SettingsError
 from funrl.trainer.steps.roles import reads_scores, role_names
 
@@ -144,7 +144,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
 
 def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, prompts):
     without = [name for name in recipes.NAMES if not reads_scores(recipes.recipe(name)())]
-    given = [name for name in recipes.NAMES if sampling_groups_of(recipes.recipe(name)()) == ("supervised",)]
+    given = [name for name in recipes.NAMES if kinds_of(recipes.recipe(name)()) == ("supervised",)]
     assert set(without) == {"gkd", "distillation", "spin", *given} and "sft" in given
     assert not reads_scores(distillation(kind="forward")) and not reads_scores(distillation(direct=True))
     assert reads_scores(dataclasses.replace(gkd(), filter=unequal_scores()))
@@ -189,7 +189,7 @@ def mixed():
 def test_an_anchored_policy_is_compared_with_what_it_was(flags, texts):
     """DFT and 0.3 KL(reference || policy) over the whole vocabulary; no teacher is given."""
     compose = functools.partial(asft, 0.3)
-    assert sampling_groups_of(compose()) == ("supervised",) and role_names(compose()) == ("policy", "reference")
+    assert kinds_of(compose()) == ("supervised",) and role_names(compose()) == ("policy", "reference")
     run, state = begin(small_job(compose, reward=None, data=texts, lr=0.05, **flags), single())
     before = trees.clone(run.frozen)
     assert run.source.evaluate(state.roles, 0).keys() == {"eval/examples", "eval/loss", "eval/nll"}
