@@ -62,6 +62,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
         what the chain itself makes; an `Available` where they differ by place. Optional reads need not be among them.
+
     Raises:
       PieceError: a field is read that nothing writes (named, with who would write it and who reads it), or that does
         not come to where it is read; the chain never comes to tokens, or its pieces are in the wrong order; a filter

@@ -351,6 +351,7 @@ def apply_advantage(
 
     Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
       (the mask before it) and the rows that it drew; the next state; metrics.
+
     Raises:
       PieceError: the chain never came to tokens.
     """
@@ -370,6 +371,7 @@ def check_called(piece: Any, kind: str) -> None:
 
     Args:
       kind: the annotation, such as "Term".
+
     Raises:
       PieceError: it is a factory, or nothing that can be called.
     """

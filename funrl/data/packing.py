@@ -70,8 +70,10 @@ class Packing(NamedTuple):
 
 
 def packed_sizes(token_budget: int, longest: int, multiple: int = 1, parts: int = 16) -> tuple[int, ...]:
-    """Sizes that micro-batches may have, ascending: the token budget and its fractions k / parts down to a half, and
-    the same of its half, its quarter and so on down to 1 / 128.
+    """Sizes that micro-batches may have, ascending.
+
+    They are the token budget and its fractions k / parts down to a half, and the same of its half, its quarter and so
+    on down to 1 / 128.
 
     Args:
       token_budget: tokens of the largest micro-batch.

@@ -1,7 +1,8 @@
-"""Records of data in any format: JSON lines, a JSON list, CSV, parquet, a directory that `datasets` saved, or a
-dataset of the local Hugging Face cache.
+"""Records of data in any format.
 
-JSON lines are read where they are, what `datasets` reads is mapped into memory, and JSON lists and CSV are held whole.
+The formats are JSON lines, a JSON list, CSV, parquet, a directory that `datasets` saved, and a dataset of the local
+Hugging Face cache. JSON lines are read where they are, what `datasets` reads is mapped into memory, and JSON lists and
+CSV are held whole.
 """
 
 from __future__ import annotations

@@ -194,8 +194,10 @@ def _send_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Te
 
 
 def _constant(backward):
-    """A backward whose result is a constant: the functional collectives have derivatives of their own, which are not
-    these and which `torch.func` refuses."""
+    """Make the result of a backward a constant.
+
+    The functional collectives have derivatives of their own, which are not these and which `torch.func` refuses.
+    """
 
     def without_grad(ctx, grad):
         with torch.no_grad():

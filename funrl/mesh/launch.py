@@ -88,7 +88,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] =
 
 
 def device_type() -> str:
-    """ "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
+    """Device type: "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

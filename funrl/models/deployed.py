@@ -39,8 +39,10 @@ class Deployed(NamedTuple):
         return trees.from_named(self.model.shapes, ((name, self.weight(name)) for name in self.stored))
 
     def exported(self, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under other names, one after the other, as `export_weights` gives them; a layer's merged
-        weights at a time."""
+        """Whole weights under other names, one after the other, as `export_weights` gives them.
+
+        The merged weights of one layer at a time are held.
+        """
         for part in self._parts():
             layouts = {name: self.stored[name] for name in part}
             yield from export_weights({name: self.weight(name) for name in part}, layouts, self.mesh, names)

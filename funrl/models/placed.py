@@ -176,8 +176,11 @@ class Placed:
     def _before_tokens(
         self, params: trees.Tree, batch: Batch
     ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], RouterLoad | None]:
-        """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of this
-        rank's B t hidden states these are; and the load of experts, where there are some."""
+        """Hidden states before the tokens of the mask, and the load of experts, where there are some.
+
+        With the hidden states come the unembedding, the mesh that splits it, and which of this rank's B t hidden states
+        these are.
+        """
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         tied = "embed" if self.model.config.tied else None  # is the unembedding

@@ -1,9 +1,8 @@
-"""The residual stream of packed rows split over the mesh axis `tensor`: between the halves of a layer each tensor rank
-holds a contiguous part of the tokens.
+"""Residual stream of packed rows, split over the mesh axis `tensor`.
 
-What is computed of single tokens there (embedding, norms, biases behind sums, residual additions) is then done, and
-kept for the backward pass, once and not by every tensor rank. Within a half a rank has all tokens and its part of the
-weights, as it has without the split.
+Between the halves of a layer each tensor rank holds a contiguous part of the tokens. What is computed of single tokens
+there (embedding, norms, biases behind sums, residual additions) is then done, and kept for the backward pass, once and
+not by every tensor rank. Within a half a rank has all tokens and its part of the weights, as it has without the split.
 
 | residual stream | a half begins with | and ends with |
 |---|---|---|

@@ -129,7 +129,8 @@ class Heartbeat:
     """The record of this rank, and the thread that keeps it ticking."""
 
     def __init__(self, record: Any, link: Link) -> None:
-        """
+        """Prepare the record; the thread starts later.
+
         Args:
           record: `RECORD_BYTES` of writable memory.
         """

@@ -203,8 +203,10 @@ def _called(one: RewardFunction, row: Completed) -> Any:
 
 
 def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
-    """The arguments of a batched function: a list of one item a row for each column that it takes; None where a row
-    has no such field."""
+    """Arguments of a batched function: for each column that it takes a list of one item a row.
+
+    An item is None where a row has no such field.
+    """
     own: dict[str, list[Any]] = {
         "prompts": [row.prompt if row.messages is None else list(row.messages) for row in rows],
         "completions": [
@@ -268,6 +270,7 @@ def picklable(outcome: RewardOutcome) -> RewardOutcome:
 
 
 def too_slow(timeout_s: float) -> str:
+    """Problem of a reward that exceeded its time limit."""
     return f"took longer than {timeout_s:g} s"
 
 

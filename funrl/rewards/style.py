@@ -21,6 +21,7 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
     Args:
       n: words of an n-gram, at least 1.
       penalty: taken off where every n-gram but the first is a repetition; in units of reward, at least 0.
+
     Raises:
       ValueError: n is below 1 or the penalty below 0.
 
@@ -77,6 +78,7 @@ def cosine_length(
       right_from, right_to: reward of a right completion of length 0 and of the longest one.
       wrong_from, wrong_to: the same of a wrong one.
       length: of a completion's text; a tokenizer's count instead of words, for example.
+
     Raises:
       ValueError: longest is not above 0.
 

@@ -174,11 +174,11 @@ def copies(layout: Layout) -> int:
 
 
 def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
-    """The largest difference in nats between the engine's log-probabilities of its greedy completions of a fixed text
-    and the trainer's of the same tokens.
+    """Largest difference in nats between the engine's log-probabilities and the trainer's of the same tokens.
 
-    Each replica of the engine completes the text. The trainer scores the tokens of the first one. Where the others have
-    another token, which rounding can explain if two are about equally probable, what follows is not compared.
+    The tokens are those of the engine's greedy completions of a fixed text. Each replica of the engine completes the
+    text. The trainer scores the tokens of the first one. Where the others have another token, which rounding can
+    explain if two are about equally probable, what follows is not compared.
 
     Args: as in `certify`.
     """
@@ -232,8 +232,10 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
 
 
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
-    are compared."""
+    """This rank's row of each weight that can be read, as `compare_weights` adds them.
+
+    With them comes what is wrong before numbers are compared.
+    """
     spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
     trained, mesh = source.stored, source.mesh
     awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}

@@ -106,8 +106,10 @@ class Engine(Protocol):
         ...
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that the engine computes with, each once and in the form in which `load` takes them; None instead of
-        one that cannot be read back, on all ranks alike."""
+        """Weights that the engine computes with, each once and in the form in which `load` takes them.
+
+        A weight that cannot be read back is None, on all ranks.
+        """
         ...
 
     def check(self, requests: Sequence[Request]) -> None:

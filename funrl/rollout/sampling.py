@@ -70,6 +70,7 @@ def sample_tokens(
     Returns: token [R] int64; its log-probability in the distribution that was sampled from (greedy: the model's own),
       and in the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where the
       logits are not finite, whatever the token.
+
     Raises:
       ValueError: there is a repetition penalty and no `seen_RV`.
     """

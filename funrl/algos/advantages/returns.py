@@ -93,6 +93,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
         row its own, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
       critic_lambda: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
     Needs: value [B, T] in units of reward. Makes: returns.
+
     Raises:
       ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal is of outcomes [B].
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438

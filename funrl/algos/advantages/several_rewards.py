@@ -32,6 +32,7 @@ def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, 
       eps: in the unit of the rewards, at least 0.
       deviation: divide by the group's deviation; False: sum_k w_k (s_k - mean_G).
     Needs: score [B], scores [B, K], group [B].
+
     Raises:
       ValueError: eps is below 0; in a run, there are not as many weights as reward functions.
     References: GDPO, Liu et al., 2026, https://arxiv.org/abs/2601.05242
@@ -61,6 +62,7 @@ def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
     Args:
       weights: one number a reward function; None: all 1.
     Needs: scores [B, K].
+
     Raises:
       ValueError: in a run, there are not as many weights as reward functions.
     """

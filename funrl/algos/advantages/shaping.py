@@ -69,6 +69,7 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
       kl_coef: at the start, in reward per nat.
       kl_target: KL in nats per token.
       horizon: rows.
+
     Raises:
       ValueError: kl_target or horizon is not above 0.
     References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is of a whole sequence; here, as
@@ -131,6 +132,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
       limit: the longest completion allowed, tokens.
       buffer: over how many tokens the penalty grows, > 0.
       factor: the penalty at the limit, in units of reward.
+
     Raises:
       ValueError: the buffer is not above 0, or longer than the limit.
     References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476

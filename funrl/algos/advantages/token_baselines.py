@@ -111,6 +111,7 @@ def label_outcomes() -> Advantage:
     It is what `implicit_reward_loss` learns from.
 
     Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is left alone.
+
     Raises:
       ValueError: in a run, a score is not in 0 to 1.
     """

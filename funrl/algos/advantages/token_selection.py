@@ -125,6 +125,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
     Args:
       share: of the batch's tokens, in (0, 1].
     Needs: old_entropy [B, T]. Makes: weight.
+
     Raises:
       ValueError: the share is not in (0, 1].
 

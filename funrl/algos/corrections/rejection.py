@@ -35,6 +35,7 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
       low, high: bounds of the ratio trainer / engine.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: over is unknown, or the bounds are not 0 <= low <= high.
 
@@ -63,6 +64,7 @@ def reject_divergence(
       high: bound, in nats, at least 0.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: kind or over is unknown, or the bound is below 0.
     """
@@ -85,8 +87,7 @@ def reject_divergence(
 
 
 def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:
-    """Take out the tokens whose log-ratio to the engine is largest, until the mean of d^2 over the others is at most a
-    bound.
+    """Take out the tokens whose log-ratio d to the engine is largest, until the mean of d^2 is at most a bound.
 
     d is `log_gap`: it is large where tokens are stale, that is where a version of the weights sampled them that is some
     updates old. Tokens of equal d^2 stay or go together. If all tokens are beyond the bound, all go.
@@ -96,6 +97,7 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
       harmful: count and take out only the tokens that the update would move on in the same direction: ratio above 1
         and x > 0, or below 1 and x < 0. Put the piece behind `to_tokens` then.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: the bound is below 0.
     References: M2PO, Zheng et al., 2025, https://arxiv.org/abs/2510.01161

@@ -70,6 +70,7 @@ def clipped_surrogate(
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the clip decides the loss),
       "actor/pg_clipfrac_lower" (the dual clip does), "actor/ppo_kl" (nats, log pi_old - log pi).
+
     Raises:
       ValueError: clip_low or clip_high is below 0, dual_clip is not above 1, or delta not above 1 + clip_high.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; dual clip, Ye et al., 2019,

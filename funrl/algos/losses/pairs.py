@@ -24,6 +24,7 @@ def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sums of x over the masked tokens of the chosen and of the rejected sequences.
 
     Returns: two tensors [P]; in packed rows P counts every pair that would fit, those that are not there sum to 0.
+
     Raises:
       ValueError: an odd number of interleaved rows.
     """

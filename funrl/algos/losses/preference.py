@@ -60,6 +60,7 @@ def reference_log_ratio(
       divergence_alpha: of "alpha", in (0, 1).
       length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; below 1 is LD-DPO.
     Needs: ref_logp [B, T].
+
     Raises:
       ValueError: the divergence is unknown, or a factor is outside its bounds.
     References: f-DPO, Wang et al., 2023, https://arxiv.org/abs/2309.16240; LD-DPO, Liu et al., 2024,
@@ -142,6 +143,7 @@ def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
       bound: the largest weight; None: none.
     Needs: sum_pi_squared [B, T].
     Returns: (logp, batch) -> [P].
+
     Raises:
       ValueError: the bound is not above 0.
     References: WPO, Zhou et al., 2024, https://arxiv.org/abs/2406.11827

@@ -37,6 +37,7 @@ def geometric_mean(clip_low: float = 0.4, clip_high: float = 0.4) -> Term:
       clip_low, clip_high: how far a log-ratio may fall below and rise above 0, in nats, at least 0.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T], the same on all tokens of a sequence; metrics "actor/pg_clipfrac", "actor/ppo_kl".
+
     Raises:
       ValueError: a clip is below 0.
     References: GMPO, Zhao et al., 2025, https://arxiv.org/abs/2507.20673
@@ -44,7 +45,6 @@ def geometric_mean(clip_low: float = 0.4, clip_high: float = 0.4) -> Term:
     Warning: verl takes the mean over the sequences of a micro-batch, so its loss grows with their number, and folds
     importance weights in as a geometric mean; here the reduction is apart, and `weighted` multiplies token by token.
     """
-
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"geometric_mean(clip_low={clip_low}, clip_high={clip_high}): both must be at least 0")
 
@@ -126,6 +126,7 @@ def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
     Needs: advantage (the mean over the sequence's tokens is taken) and `against` [B, T].
     Returns: a term; loss [B, T] in squared units of the advantage, the same on all tokens of a sequence; metric
       "actor/regression_error" (its square root).
+
     Raises:
       ValueError: beta is not above 0.
     References: A*-PO, Brantley et al., 2025, https://arxiv.org/abs/2505.20686; GVPO, Zhang et al., 2025,
@@ -152,6 +153,7 @@ def classification(tau: float = 0.5) -> Term:
       tau: nats per token over which a weight changes, above 0.
     Needs: old_logp [B, T]; advantage [B, T], of `class_sizes`.
     Returns: a term; loss [B, T] in nats, the same on all tokens of a sequence; metric "actor/ppo_kl" (nats).
+
     Raises:
       ValueError: tau is not above 0.
     References: REAL, Zhai et al., 2026, https://arxiv.org/abs/2602.05630
@@ -193,6 +195,7 @@ def future_weighted(
       safe_ratio: where A < 0 and r is larger, f is at most 1; None: nowhere.
     Needs: old_logp, and advantage [B, T] with a `safe_ratio`; what the term needs.
     Returns: a term; its metrics, and "actor/future_weight" (f).
+
     Raises:
       ValueError: half_life is not above 0, or low or high is below 0.
     References: FIPO, Ma et al., 2026, https://arxiv.org/abs/2603.19835

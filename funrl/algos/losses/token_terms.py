@@ -1,5 +1,6 @@
-"""Policy terms with other gates on the ratio than the clipped surrogate: what CISPO, SAPO, GPG, DPPO, TOPR and DRO
-minimise.
+"""Policy terms with other gates on the ratio than the clipped surrogate.
+
+CISPO, SAPO, GPG, DPPO, TOPR and DRO minimise them.
 
 | term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
 |---|---|---|
@@ -59,6 +60,7 @@ def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ra
       ratio: how the ratio is taken; None is `token_ratio()`.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (the weight was bounded), "actor/ppo_kl".
+
     Raises:
       ValueError: a clip is outside its bounds.
     References: CISPO, MiniMax, 2025, https://arxiv.org/abs/2506.13585
@@ -96,6 +98,7 @@ def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by:
         twice; or "old_logp".
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (out of range), "actor/ppo_kl" (nats, to the sampler).
+
     Raises:
       ValueError: a clip is outside its bounds.
     References: GLM-5, section 4.1.2, 2026, https://arxiv.org/abs/2602.15763; SkyRL's rollout_is.
@@ -158,6 +161,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
       ratio: how the ratio is taken; None is `token_ratio()`.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit; metric "actor/ppo_kl".
+
     Raises:
       ValueError: a tau is not above 0.
     References: SAPO, Gao et al., 2025, https://arxiv.org/abs/2511.20347
@@ -201,6 +205,7 @@ def divergence_mask(
         engine and trainer counts too (then without `importance_weights`, which would count it twice); or "old_logp".
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl" (nats, to the sampler).
+
     Raises:
       ValueError: the kind is unknown, a bound is below 0, or the cap is not above 0.
     References: DPPO, Qi et al., 2026, https://arxiv.org/abs/2602.04879
@@ -241,6 +246,7 @@ def direct_reward(beta: float = 0.1) -> Term:
       beta: strength of the leash, in the advantage's unit per nat, above 0.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T]; metric "actor/ppo_kl".
+
     Raises:
       ValueError: beta is not above 0.
     References: DRO, Richemond et al., 2024, https://arxiv.org/abs/2405.19107

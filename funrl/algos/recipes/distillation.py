@@ -35,6 +35,7 @@ def distillation(
       rest: of forward: count all other tokens as one more outcome.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1, without `direct`.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+
     Raises:
       ValueError: k1 directly, whose gradient has a mean of 0; rest without forward.
 

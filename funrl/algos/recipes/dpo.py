@@ -63,6 +63,7 @@ def dpo(
       on_policy: weigh pairs by how likely the policy is to write them itself; WPO.
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood; RPO.
       weight_bound: the largest weight of a pair with on_policy; None: no bound, as in TRL.
+
     Raises:
       ValueError: a loss is unknown, or an argument is given that it does not have.
     """

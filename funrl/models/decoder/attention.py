@@ -186,8 +186,10 @@ class Attention:
         return (wide_BTHN * torch.rsqrt(mean_BT11 + self.norm.eps)).to(x_BTHN.dtype) * weight_HN
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
-        """Numbers of the key-value heads that this rank's `heads` query heads use, where every rank holds all of them;
-        None: it uses those that it holds."""
+        """Numbers of the key-value heads that this rank's `heads` query heads use.
+
+        None: it uses all heads that it holds.
+        """
         if mesh.size("tensor") == 1 or weight.shape[0] != self.kv_heads:
             return None
         group = self.heads // self.kv_heads

@@ -336,8 +336,10 @@ def write(
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`, such as from
-    `funrl.mesh.reshard.export_weights`. No more than one file's are held. Without any, config and tokenizer alone.
+    """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`.
+
+    They may come from `funrl.mesh.reshard.export_weights`. No more than those of one file are held. Without weights,
+    only the config and the tokenizer are written.
     """
     folder = Path(path)
     config = model.config

@@ -22,7 +22,8 @@ class CapturedFunctions:
     """
 
     def __init__(self, device: torch.device, problem: str | None = None):
-        """
+        """Begin without a captured function.
+
         Args:
           problem: a reason why nothing is captured; None: on CUDA all is.
         """

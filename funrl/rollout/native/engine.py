@@ -74,10 +74,10 @@ class NativeEngine:
         speculate: int = 0,
         static: bool = False,
     ):
-        """
+        """Make an engine without weights; `native_engine` describes the other arguments.
+
         Args:
           static: decode by passes of static shape; see `static_decode`.
-          The others are as `native_engine` says.
         """
         device = weights.mesh.device
         self.weights, self.version, self.paused = weights, None, False

@@ -56,7 +56,8 @@ class Scheduler:
         speculate: int = 0,
         few_rows: int = 0,
     ):
-        """
+        """Make a scheduler without requests or pages.
+
         Args:
           speculate: tokens of a draft at most.
           few_rows: tokens of a pass, drafts included, up to which there are drafts.
@@ -205,8 +206,10 @@ class Scheduler:
             self._known[slots] = np.minimum(self._known[slots], self._sequences.lengths[slots] - 1)
 
     def _drafts(self, decoding: np.ndarray) -> np.ndarray:
-        """Tokens of a draft that each decoding slot has now, with pages for them. Where many rows are decoded together
-        there are none: a pass takes about as much longer as it has tokens more."""
+        """Number of drafted tokens of each decoding slot, which has pages for them.
+
+        It is 0 where many rows are decoded together, as a pass takes longer with each token.
+        """
         drafts = np.zeros(len(decoding), dtype=np.int64)
         left = self._few_rows - len(decoding) if self._speculate else 0
         running = {sequence.slot: sequence for sequence in self._running} if left > 0 else {}

@@ -29,7 +29,8 @@ class StaticDecode:
     def __init__(
         self, backend: TorchBackend, sequences: RunningSequences, scheduler: Scheduler, problem: str | None = None
     ):
-        """
+        """Begin without captured passes.
+
         Args:
           sequences: with a slot for each row and one more, which nobody ever gets.
           problem: a reason why passes are not captured as CUDA graphs.

@@ -135,8 +135,11 @@ def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, toke
 
 
 def as_read(rows: Rows, pad: int) -> Rows:
-    """The rows as a reward model reads them in training: one token longer than the last that is not padding, with the
-    mask true there, so that the number at that place has seen the whole text."""
+    """Rows as a reward model reads them in training.
+
+    They are one token longer than the last that is not padding, with the mask true there, so that the number at that
+    place has seen the whole text.
+    """
     lengths = rows.lengths[rows.own].tolist()
     texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
     whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]

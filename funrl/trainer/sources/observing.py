@@ -52,8 +52,10 @@ class Observer(WarmstartObserver, Show, Protocol):
         ...
 
     def began(self, step: int, inputs: Mapping[str, str]) -> None:
-        """Take note that the run begins after `step`, with files and weights of these digests. Only where it has a
-        directory; what it goes on from has been accepted."""
+        """Record that the run begins after `step`, with files and weights of these digests.
+
+        It is recorded only where the run has a directory; what it continues from has been accepted.
+        """
         ...
 
     def checkpoint_folder(self) -> str | None:

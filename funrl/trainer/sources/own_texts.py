@@ -49,8 +49,10 @@ class SolutionStep(NamedTuple):
 
 
 def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bool:
-    """True if a model with this tokenizer reads the policy's tokens as they are: the two have one vocabulary and, where
-    prompts are chats, one chat template."""
+    """True if a model with this tokenizer reads the policy's tokens as they are.
+
+    The two then have one vocabulary and, where prompts are chats, one chat template.
+    """
     chats = any(example.messages for example in prompts)
     same = tokenizer.get_vocab() == policys.get_vocab()
     return same and (not chats or tokenizer.chat_template == policys.chat_template)
@@ -167,8 +169,9 @@ def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
 
 
 def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple[Rows, list[list[int]]]:
-    """The rows in the model's own tokens, for a number at the end of every step, and of this rank's rows the place of
-    the policy's token that ends each.
+    """Rows in the model's own tokens, for a number at the end of every step.
+
+    With them, for each of this rank's rows, come the places of the policy's tokens that end the steps.
 
     Raises:
       RewardError: as `read_texts`.

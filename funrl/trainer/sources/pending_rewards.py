@@ -57,7 +57,8 @@ class PendingRewards:
     """
 
     def __init__(self, pool: Pool, completed: Callable[[Completion], Completed], samples: int = 1):
-        """
+        """Begin without rows.
+
         Args:
           pool: runs the reward functions.
           completed: a completion -> what the functions are given.
@@ -119,8 +120,10 @@ class PendingRewards:
         return range(len(self._pool.functions))
 
     def _begin(self, numbers: list[int], batched: bool) -> None:
-        """Begin to reward rows by the functions that are given rows together, or by the others. Where this process
-        runs them, those that are awaited are given all rows, to be under way together."""
+        """Begin to reward rows by the functions that are given rows together, or by the others.
+
+        Where this process runs them, functions that are awaited are given all rows, to be under way together.
+        """
         for k, one in enumerate(self._pool.functions):
             if batched == (one.batched or (one.awaited and not self._pool.workers)) and numbers:
                 future = self._pool.begin(k, [self._rows[number] for number in numbers])
