@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from funrl.data.supervised import TEXT_FIELDS
-from funrl.tasks import TASKS
 from funrl.tasks import arithmetic as a
+from funrl.tasks.table import TASKS
 
 
 def forgetful(x, y):
