@@ -25,7 +25,7 @@ from funrl.mesh.mesh import Mesh
 
 def enter(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """All tokens of the stream, which a half of a layer begins with; the tensor ranks have parts of their gradient."""
-    return all_gather(x_BTD, mesh, "tensor", 1) if split else pbroadcast(x_BTD, mesh, "tensor")
+    return all_gather(x_BTD, mesh, "tensor", dim=1) if split else pbroadcast(x_BTD, mesh, "tensor")
 
 
 def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
@@ -33,14 +33,14 @@ def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     if not split:
         return psum(x_BTD, mesh, "tensor")
     # One packed row; its strides are those of any other: a compiled layer asks for them.
-    return psum_scatter(x_BTD, mesh, "tensor", 1).flatten(0, 1).unsqueeze(0)
+    return psum_scatter(x_BTD, mesh, "tensor", dim=1).flatten(0, 1).unsqueeze(0)
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """This rank's tokens of what all tensor ranks have made alike."""
-    return own_shard(x_BTD, mesh, "tensor", 1) if split else x_BTD
+    return own_shard(x_BTD, mesh, "tensor", dim=1) if split else x_BTD
 
 
 def all_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """All tokens, for a use that is the same on every tensor rank."""
-    return gather_replicated(x_BTD, mesh, "tensor", 1) if split else x_BTD
+    return gather_replicated(x_BTD, mesh, "tensor", dim=1) if split else x_BTD

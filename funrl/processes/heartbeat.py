@@ -258,7 +258,7 @@ def entered(name: str, group: str = "") -> None:
     if torch.compiler.is_compiling() or _own is None:
         return
     heart = _own
-    (axes, everyone) = _groups.get(group, (b"", False))
+    axes, everyone = _groups.get(group, (b"", False))
     if everyone:
         heart.collectives += 1
         heart.put("<I", _COLLECTIVES, heart.collectives)

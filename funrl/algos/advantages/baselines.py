@@ -182,7 +182,8 @@ def class_sizes() -> Advantage:
     """
 
     def count(x_B: Tensor, batch: Batch) -> Tensor:
-        groups, good_B = groups_of(batch.group), x_B > 0
+        groups = groups_of(batch.group)
+        good_B = x_B > 0
         good_rows_B = group_sum(good_B.to(x_B.dtype), groups)
         other_rows_B = groups.size.to(x_B.dtype) - good_rows_B
         mixed_B = (good_rows_B > 0) & (other_rows_B > 0)

@@ -46,7 +46,8 @@ def weigh_demonstrations(peak: float = 0.9, valley: float = 0.05, warmup: int = 
 
     def update(signal: Signal, step: Tensor, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        given_BT, mu = batch.demonstration, share(step.double())
+        given_BT = batch.demonstration
+        mu = share(step.double())
         weight_BT = torch.where(given_BT, mu.to(signal.x), (1 - mu).to(signal.x))
         if signal.weight is not None:
             weight_BT = weight_BT * where_masked(signal.weight, signal.mask)

@@ -115,8 +115,8 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
             check_rank(signal, "token")
             counted_BT = counted_BT & (d_BT * where_masked(signal.x, signal.mask) > 0)
         moment_BT = d_BT.square()
-        most = _largest_kept(moment_BT, counted_BT, high, batch)
-        return _rejected(signal, ~(counted_BT & (moment_BT > most)), False, batch), state
+        most = _largest_kept(moment_BT, counted_BT, high, batch=batch)
+        return _rejected(signal, ~(counted_BT & (moment_BT > most)), False, batch=batch), state
 
     return Advantage(lambda: (), update)
 
@@ -156,7 +156,7 @@ def keep_best(threshold: float = 0.0) -> Advantage:
         check_rank(signal, "row")
         best_B = (signal.x == group_max(signal.x, groups_of(batch.group))) & (signal.x > threshold)
         signal = signal._replace(x=best_B.to(signal.x.dtype))
-        return _rejected(signal, batch.across.own(best_B)[:, None], False, batch), state
+        return _rejected(signal, batch.across.own(best_B)[:, None], False, batch=batch), state
 
     return Advantage(lambda: (), update)
 
@@ -181,7 +181,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
 def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
-        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch), state
+        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch=batch), state
 
     return Advantage(lambda: (), update)
 

@@ -88,7 +88,9 @@ def clipped_surrogate(
 
     def term(logp_BT: Tensor, batch: Batch):
         r_BT = ratio(logp_BT, batch)
-        out = clipped_surrogate_loss(r_BT, batch.advantage, clip_low, clip_high, dual_clip, delta)
+        out = clipped_surrogate_loss(
+            r_BT, batch.advantage, clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta
+        )
         return out.loss, {
             "actor/pg_clipfrac": out.clipped,
             "actor/pg_clipfrac_lower": out.dual_clipped,

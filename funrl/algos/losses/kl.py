@@ -58,7 +58,8 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     if not kind.endswith("+"):
         return estimate
-    value, gradient = kl_estimate(kind[:-1]), kl_estimate("k2")
+    value = kl_estimate(kind[:-1])
+    gradient = kl_estimate("k2")
 
     def straight_through(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
         moves_BT = gradient(logp_BT, other_BT)

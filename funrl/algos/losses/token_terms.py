@@ -142,7 +142,8 @@ def tapered(ratio: Ratio | None = None) -> Term:
     ratio = product_ratio() if ratio is None else or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, r_BT = batch.advantage, ratio(logp_BT, batch).detach()
+        a_BT = batch.advantage
+        r_BT = ratio(logp_BT, batch).detach()
         weight_BT = torch.where(a_BT < 0, r_BT.clamp(max=1), torch.ones_like(r_BT))
         return -a_BT * weight_BT * logp_BT, {
             "actor/pg_clipfrac": ((a_BT < 0) & (r_BT > 1)).to(r_BT.dtype),
@@ -172,7 +173,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
 
     def term(logp_BT: Tensor, batch: Batch):
         a_BT = batch.advantage
-        tau_BT = either(a_BT > 0, positive, negative, a_BT)
+        tau_BT = either(a_BT > 0, positive, negative, like=a_BT)
         gate_BT = torch.sigmoid(tau_BT * (ratio(logp_BT, batch) - 1)) * 4 / tau_BT
         return -a_BT * gate_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch)}
 
@@ -222,10 +223,14 @@ def divergence_mask(
         )
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, old_BT, now_BT = batch.advantage, getattr(batch, sampled_by), logp_BT.detach()
-        p_BT, q_BT = now_BT.exp(), old_BT.exp()
+        a_BT = batch.advantage
+        old_BT = getattr(batch, sampled_by)
+        now_BT = logp_BT.detach()
+        p_BT = now_BT.exp()
+        q_BT = old_BT.exp()
         if kind == "tv":
-            rising_BT, falling_BT = p_BT - q_BT <= above, p_BT - q_BT >= -below
+            rising_BT = p_BT - q_BT <= above
+            falling_BT = p_BT - q_BT >= -below
         else:
             other_BT = (1 - q_BT) * ((1 - q_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
             divergence_BT = q_BT * (old_BT - now_BT) + other_BT

@@ -67,7 +67,7 @@ def dpo(
     Raises:
       ValueError: a loss is unknown, or an argument is given that it does not have.
     """
-    reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha)
+    reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha=length_alpha)
     weight = on_policy_weight(weight_bound) if on_policy else None
     asked = {k: v for k, v in {"smoothing": smoothing, "margin": margin}.items() if v is not None}
     parts = loss_factors(loss)
