@@ -1,1 +1,1 @@
-"""Tasks that need no files: their data, rewards, models and warm starts."""
+"""Tasks that need no files: data, a reward and a model to begin with."""

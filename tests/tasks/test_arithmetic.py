@@ -8,7 +8,7 @@ import torch
 
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.tasks import arithmetic as a
-from funrl.tasks.table import TASKS
+from funrl.tasks.embedded import TASKS
 
 
 def forgetful(x, y):

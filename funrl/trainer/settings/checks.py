@@ -15,7 +15,7 @@ from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
-from funrl.tasks.table import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.mesh_checks import (
     check_generate_mesh,
