@@ -46,6 +46,7 @@ from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.engine import FREE_SHARE
 from funrl.tasks import TASKS
 from funrl.trainer import loop
@@ -66,7 +67,6 @@ from funrl.trainer.sources.completion_scores import end_values
 from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.sources import Source
-from funrl.trainer.steps.roles import READERS
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
@@ -143,7 +143,8 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         if settings.models.model is not None or settings.examples.data is not None:
             if settings.examples.max_text_tokens is not None:
                 return settings.examples.max_text_tokens
-            reads_end = "policy" not in algorithm.losses  # a value head reads at one token more
+            # A value head reads at one token more.
+            reads_end = algorithm.role_kinds.generating(algorithm.losses) is None
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
         texts = embedded_texts(settings, texts_kind(algorithm), TASKS[settings.examples.task].tokenizer())
         return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
@@ -195,8 +196,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         tokens=width,
         phases=found,
         axes=axes,
-        parameters=trees.count(job.models[job.lead].shapes),
-        trained=trees.count(parts.roles[job.lead].stored),
+        parameters=trees.count(job.models[job.main_role].shapes),
+        trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in found},
         left_out=_left_out(job, judge, hardware),
     )
@@ -218,7 +219,7 @@ def check_width(job: Job, tokens: int) -> int:
     Raises:
       SettingsError: a sequence of it is longer than the model's positions.
     """
-    positions, reader = job.model.config.max_positions, job.lead in READERS
+    positions, reader = job.model.config.max_positions, job.main_role in SCORING_ROLES
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
@@ -254,7 +255,7 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
         out.append(
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
-    if job.generates and not job.models["policy"].pages:
+    if job.generates and not job.models[job.main_role].pages:
         out.append("generation, which is by transformers' own code")
     if job.generates and settings.engines.probe_sync_every:
         out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
@@ -296,7 +297,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         found["generate"] = Costs({"other": {}})
-        if job.models["policy"].pages:
+        if job.models[job.main_role].pages:
             found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
     scores = at_rows(scored, local, scoring)
     found |= with_moves(job, plan, scores, some.token_bytes)
@@ -350,7 +351,7 @@ def trace_step(
         with phase_of_moves(MOVES[0]):
             rows, state, _ = loop.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
-        for name in (name for name in READERS if name in frozen):
+        for name in (name for name in SCORING_ROLES if name in frozen):
             read = rows_to_read(job, rows)
             with trainer.clock.phase(f"score_{name}"):
                 end_values(roles[name], frozen[name], read, scoring_budget(job.settings))

@@ -53,7 +53,7 @@ def resharding(job: Job, parts: Parts, generator: Generator, kept: dict[str, flo
     Weights that adapters are merged in are made for it, and go as they are sent.
     """
     engine, _ = engine_bytes(job, parts, generator)
-    names = merged_weights(parts.roles["policy"].placed.model)
+    names = merged_weights(parts.roles[parts.main_role].placed.model)
     stored = dict(trees.named(parts.begin.stored))
     made = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
     most = max(received_bytes(generator.to_engine), default=0)
@@ -79,7 +79,7 @@ def verifying(job: Job, parts: Parts, generator: Generator, kept: dict[str, floa
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
     """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
     the trainer's own."""
-    plan, merged = generator.to_engine, merged_weights(parts.roles["policy"].placed.model)
+    plan, merged = generator.to_engine, merged_weights(parts.roles[parts.main_role].placed.model)
     trained = job.master if job.lora is None else job.dtype
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize

@@ -111,7 +111,7 @@ def train_loop(
         if job.lora is not None and trainer.folder is not None:
             adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
         if trainer.folder is not None:
-            job = with_first_digests(job, trainer.parts, state.roles[job.lead].params, frozen, adapters)
+            job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, frozen, adapters)
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
         stops_when_asked(),
@@ -122,9 +122,11 @@ def train_loop(
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
         if outcome.stopped is None and not (outcome.error and state.step == 0):
-            role = trainer.parts.roles[job.lead]
+            role = trainer.parts.roles[job.main_role]
             with heartbeat.phase("finish"):
-                observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
+                observer.finish(
+                    role.placed, role.whole(state.roles[job.main_role].params, trainer.frozen), outcome.error
+                )
             saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
@@ -291,7 +293,7 @@ def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
 def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
     """Division of a step's rows into updates, as the flags say."""
     settings = job.settings
-    cost = row_cost(parts.roles[job.lead].placed)
+    cost = row_cost(parts.roles[job.main_role].placed)
     return UpdatePlan(
         step,
         settings.run.seed,
@@ -316,7 +318,7 @@ def scoring_ranks(
     chain = job.algorithm.advantage
     if chain is not None and chain.whole_groups:
         assert group is not None
-        cost = row_cost(parts.roles[job.lead].placed)
+        cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
     epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step))
@@ -382,7 +384,7 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     probes = every > 0 and (first or state.step % every == 0)
     if generator is None or not (settings.engines.verify_sync or probes):
         return {}
-    role = trainer.parts.roles["policy"]
-    params = role.whole(state.roles["policy"].params, trainer.frozen)
+    role = trainer.parts.roles[trainer.parts.main_role]
+    params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
     with trainer.clock.phase("verify"):
         return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)

@@ -63,7 +63,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
     for name in job.models:
         count = stored(job, split, name)
         if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
-            nbytes += count * split.item * (name == job.lead)  # one base for all
+            nbytes += count * split.item * (name == job.main_role)  # one base for all
         else:
             nbytes += count * (job.master.itemsize + MOMENTS if name in job.algorithm.losses else split.item)
     return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
@@ -75,7 +75,7 @@ def _learning(job: Job, split: MeshSplit) -> float:
     for name, model in job.models.items():
         if name in job.algorithm.losses and job.lora is None:
             nbytes += GRADIENT * stored(job, split, name)
-            if name == job.lead and model.generates:
+            if name == job.main_role and model.generates:
                 nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
         if shards_of(job, split, name) > 1:
             nbytes += 2 * split.item * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))

@@ -200,7 +200,7 @@ def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
 
 def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds until the engine has the weights: what a rank receives, and the proof that it has them."""
-    have, wanted = stored(job, split, "policy"), generated(job, split)
+    have, wanted = stored(job, split, job.main_role), generated(job, split)
     seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
     if job.settings.engines.verify_sync:
         numbers = wanted + have * copies_weights(job, split)
@@ -214,7 +214,7 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
     Args:
       resting: bytes that a rank holds meanwhile, beside the cache.
     """
-    model, (tensor, ranks), settings = job.models["policy"], split.generating, job.settings
+    model, (tensor, ranks), settings = job.models[job.main_role], split.generating, job.settings
     config, device, new = model.config, "cuda" if hardware.accelerator else "cpu", job.sampling.max_new_tokens
     prompts, prompt, page = math.ceil(settings.run.batch_prompts / ranks), split.width - new, page_tokens(device)
     rows = prompts * job.sampling.samples

@@ -86,12 +86,14 @@ def with_first_digests(
       frozen, adapters: by `role_digests` and `base_model.adapter_facts`.
     """
     inputs = dict(gather_objects(dict(job.provenance.inputs), parts.mesh)[0])
+    own_head = job.kind_of_role(job.main_role).value_head
+    initial = [name for name in frozen if name not in job.directories and job.kind_of_role(name).value_head == own_head]
     if adapters:
         weights = joined_digest(adapters["base"]["digests"])
-    elif "reference" in frozen and "reference" not in job.directories:
-        weights = frozen["reference"]
+    elif initial:
+        weights = frozen[initial[0]]
     else:
-        weights = joined_digest(weight_digests(params, parts.roles[job.lead].stored, parts.mesh, dtype=job.dtype))
+        weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
     inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs)}
     return job._replace(provenance=job.provenance._replace(inputs=inputs))
 

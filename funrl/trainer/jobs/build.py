@@ -38,7 +38,7 @@ from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.optimizer import make_optimizer
-from funrl.trainer.steps.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
+from funrl.trainer.steps.roles import BASE, Companion, Role, RoleState, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
 
@@ -64,6 +64,7 @@ class Parts(NamedTuple):
     Attributes:
       mesh: to train on.
       begin: the model that the run begins with.
+      main_role: name of the role that takes over the weights of `begin`, and generates if anything is generated.
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
@@ -72,6 +73,7 @@ class Parts(NamedTuple):
 
     mesh: Mesh
     begin: Placed
+    main_role: str
     roles: Mapping[str, Role]
     generator: Generator | None
     pool: Pool | None = None
@@ -91,11 +93,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     def placed(name: str, model: Model) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
-        replay = settings.routers.router_replay and name == "policy"
+        replay = settings.routers.router_replay and job.kind_of_role(name).generates
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
 
-    begin = placed(job.lead, job.model)
+    begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
     roles = {name: _role(job, name, places) for name in places}
     learning = {name: roles[name] for name in job.algorithm.losses}
@@ -105,13 +107,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     if job.judge is not None and generator is not None:
         layer = layer_of(job.judge.model)
         judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.engines.decode_rows, layer, note)
-    return Parts(mesh, begin, ordered, generator, judge=judge)
+    return Parts(mesh, begin, job.main_role, ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     settings, loss, placed = job.settings, job.algorithm.losses.get(name), places[name]
-    writes = writes_of(name, job.algorithm)
-    if name == "policy" and not needs_old_scores(job):
+    kind, writes = job.kind_of_role(name), writes_of(name, job.algorithm)
+    if kind.generates and not needs_old_scores(job):
         writes = {}
     topk = min(settings.models.teacher_top_k, placed.model.config.vocab)
     common: dict[str, Any] = {"temperature": settings.sampling.temperature if job.generates else 1.0, "topk": topk}
@@ -121,14 +123,14 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     companion, divergence = None, job.algorithm.divergence
     if divergence is not None and "divergence" in loss.reads.required | loss.reads.optional:
         companion = Companion(divergence.role, places[divergence.role], divergence)
-    first_step = settings.optimization.critic_warmup_steps + 1 if name == "policy" else 1
+    first_step = settings.optimization.critic_warmup_steps + 1 if kind.generates else 1
     updates = (settings.run.steps - first_step + 1) * job.settings.updates.epochs * job.settings.updates.minibatches
     return Role(
         placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
-        mask="sampled" if name == "implicit_reward" else "mask",
+        mask=kind.mask,
         first_step=first_step,
-        metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
-        watch_entropy=name == "policy" and job.generates,
+        metric=kind.loss_metric(name) if job.generates else "train/loss",
+        watch_entropy=kind.generates and job.generates,
         companion=companion,
         router=router_losses(settings, placed),
         **common,
@@ -178,14 +180,16 @@ def needs_old_scores(job: Job) -> bool:
     algorithm = job.algorithm
     if not job.generates and algorithm.advantage is None:
         return False
-    others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
-    before = reads(algorithm.advantage, algorithm.filter, *others, fields=algorithm.fields).required
+    kinds, main_role = algorithm.role_kinds, job.main_role
+    others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
+    before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
     single = (
         job.settings.updates.epochs * job.settings.updates.minibatches == 1
         and job.settings.optimization.critic_warmup_steps == 0
     )
-    asked = set(writes_of("policy", algorithm)) - {"old_logp"}
-    return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
+    asked = set(writes_of(main_role, algorithm)) - {"old_logp"}
+    beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
+    return bool("old_logp" in before or asked) or not single or beside
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
@@ -194,7 +198,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     With adapters, what the run begins with is the one base of all roles, under the name `BASE`.
 
     Args:
-      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
+      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.main_role` takes them over.
     """
     if job.lora is not None:
         return _weights_on_base(job, parts, begin)
@@ -203,7 +207,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
         if name in job.directories:
             weights[name] = _read_weights(job, name, placed, dtype)
-        elif placed.model is parts.begin.model and name == job.lead:
+        elif placed.model is parts.begin.model and name == job.main_role:
             weights[name] = begin
         else:
             weights[name] = placed.copy_from(parts.begin, begin, dtype)
@@ -221,7 +225,7 @@ def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, tre
         if not role.on_base:
             weights[name] = _read_weights(job, name, placed, job.dtype)
         elif role.loss is not None:
-            generator.manual_seed(derived_seed(job.settings.run.seed, list(WRITES).index(name)))
+            generator.manual_seed(derived_seed(job.settings.run.seed, list(job.algorithm.role_kinds).index(name)))
             weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)
     return weights
 
@@ -269,8 +273,8 @@ def sync(
     engine, _, to_engine = parts.generator
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        role = parts.roles["policy"]
-        found = deployed(role.placed, role.whole(state.roles["policy"].params, frozen or {}))
+        role = parts.roles[parts.main_role]
+        found = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
         if engine.weights.streamed:
             yield from found.exported(engine.weights.names)
         else:

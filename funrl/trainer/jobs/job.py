@@ -17,6 +17,7 @@ from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
+from funrl.role_kinds import RoleKind
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import TASKS
 from funrl.trainer.jobs.compatibility import (
@@ -50,7 +51,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
-from funrl.trainer.steps.roles import reads_scores
+from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 
 class Job(NamedTuple):
@@ -104,9 +105,13 @@ class Job(NamedTuple):
         return (*(one.name for one in reward_functions(self.task.rewards)), *scorers_of(self.settings))
 
     @property
-    def lead(self) -> str:
+    def main_role(self) -> str:
         """The role that takes over the first weights, and is saved at the end."""
-        return "policy" if "policy" in self.models else next(iter(self.algorithm.losses))
+        return main_role_of(self.models, self.algorithm)
+
+    def kind_of_role(self, name: str) -> RoleKind:
+        """The kind of a role."""
+        return self.algorithm.role_kinds[name]
 
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
@@ -133,10 +138,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
-    lead = "policy" if "policy" in models else next(iter(algorithm.losses))
+    main_role = main_role_of(models, algorithm)
     with blaming(f"model={settings.models.model}"):
-        hf.check_savable(models[lead])
-    check_code(settings, models, "policy" if kind == "rl" else None)
+        hf.check_savable(models[main_role])
+    check_code(settings, models, main_role if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Task) and learns_from_demonstrations(algorithm):
@@ -163,7 +168,11 @@ def job_of(
       SettingsError: they do not.
     """
     model, tokenizer, models, directories = roles
-    reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
+    reading = {
+        name: one
+        for name, one in models.items()
+        if reads_policys(algorithm.role_kinds[name], task, tokenizer, directories.get(name))
+    }
     smallest = min(reading, key=lambda name: reading[name].config.vocab)
     check_token_ids(task, tokenizer, models[smallest], directories.get(smallest))
     stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
@@ -220,7 +229,8 @@ def task_of(
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
         return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
-    if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
+    reads_whole = any(algorithm.role_kinds[name].reads == "completion" for name in algorithm.losses)
+    if reads_whole and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
 

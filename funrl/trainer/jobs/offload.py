@@ -17,8 +17,9 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
+from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.steps.roles import BASE, READERS, Role, RoleState
+from funrl.trainer.steps.roles import BASE, Role, RoleState
 from funrl.trainer.steps.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -55,7 +56,7 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     generator = parts.generator
     keeps = generator is not None and not generator.engine.weights.streamed
     to_engine = generator.to_engine if generator is not None and keeps else None
-    stages, model = frozen_stages(parts.roles), parts.roles["policy"].placed.model
+    stages, model = frozen_stages(parts.roles), parts.roles[parts.main_role].placed.model
     adapted, made = model.adapters is not None, merged_weights(model)
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
@@ -73,7 +74,7 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
-            own = name == "policy" and not adapted
+            own = name == parts.main_role and not adapted
             stays = shared(role.params, to_engine) if own and to_engine is not None else ()
             params = moved("params", role.params, stage, stays)
             roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
@@ -90,7 +91,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name not in READERS and not role.on_base
+        if role.loss is None and name not in SCORING_ROLES and not role.on_base
     }
 
 

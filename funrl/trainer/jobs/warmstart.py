@@ -127,14 +127,15 @@ def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tre
     schedule = warmup_cosine(LR, steps // 20, steps)
     optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(schedule, b2=0.99))
     placed = place(job.model, alone, dtype=job.dtype)
-    role = Role(placed, loss=sft().losses["policy"], optimizer=optimizer, metric="train/loss")
+    ((name, loss),) = sft().losses.items()
+    role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
     weights = sharded(first_draw(job), placed)
-    states = {"policy": RoleState(weights, optimizer.init(weights))}
+    states = {name: RoleState(weights, optimizer.init(weights))}
     for step in range(1, steps + 1):
         with one_thread():
             rows = rows_of(demonstration_batch(job, step, device), mesh=alone)
-            states, metrics = learn({"policy": role}, states, rows, UpdatePlan(step))
-        yield states["policy"].params, metrics["train/loss"]
+            states, metrics = learn({name: role}, states, rows, UpdatePlan(step))
+        yield states[name].params, metrics["train/loss"]
 
 
 @contextlib.contextmanager

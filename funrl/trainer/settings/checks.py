@@ -19,7 +19,7 @@ from funrl.tasks import TASKS
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
-from funrl.trainer.settings.scorers import SCORERS, model_path, scorers_of, weights_by_name
+from funrl.trainer.settings.scorers import MODEL_FLAGS, SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings.settings import (
     TOKEN_MULTIPLE,
     Settings,
@@ -147,7 +147,7 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in ("model", "teacher", *SCORERS):
+    for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is None or settings.estimate.dry_run or Path(path).is_dir():
             continue
