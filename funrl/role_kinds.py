@@ -18,6 +18,7 @@ LOGP_OUTPUTS = ("logp", "entropy", "sum_pi_squared", "topk", "topk_logp")  # of 
 VALUE_OUTPUTS = ("values",)  # of a model with a value head
 TOPK_OUTPUTS = ("topk", "topk_logp")  # several numbers a token
 READS = ("tokens", "completion", "steps")
+BASE = "base"  # name of the role that is the frozen weights under adapters, which a run has and no algorithm names
 
 
 class RateRule(NamedTuple):
@@ -134,6 +135,8 @@ class RoleTable(dict[str, RoleKind]):
                 raise ValueError(f"role {name!r} is declared as {kind!r}: give RoleKind(text, writes={{...}})")
             if not name.isidentifier() or name.startswith("_"):
                 raise ValueError(f"{name!r} cannot name a role: give a Python identifier without a leading underscore")
+            if name == BASE:
+                raise ValueError(f"role {name!r}: a run names the frozen weights under adapters so; give another name")
             if name in self:
                 raise ValueError(f"role {name!r} is declared already: {self[name].text}; give yours another name")
             if kind.generates:

@@ -191,7 +191,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             found = without_offloaded(job, parts, found, rests)
     return Estimate(
         job=job,
-        roles=tuple(parts.roles),
+        roles=tuple(name for name in parts.roles if name in job.models),
         step=_describe(job, tokens),
         tokens=width,
         phases=found,

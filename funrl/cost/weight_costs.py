@@ -16,25 +16,21 @@ from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
-from funrl.models.lora import decoder_of, merged_weights
+from funrl.models.lora import merged_weights
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer.jobs import offload
-from funrl.trainer.jobs.build import Generator, Parts, needs_unembedding
+from funrl.trainer.jobs.build import Generator, Parts
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.steps.roles import BASE
+from funrl.trainer.steps.roles import bases
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
     """Own weights of the roles that learn, and the weights that do not, by name; on no device."""
     own, frozen = {}, {}
-    if job.lora is not None:
-        base = decoder_of(parts.begin.stored)
-        kept = {name: x for name, x in base.items() if name != "unembed" or needs_unembedding(parts)}
-        frozen[BASE] = make_weights(tracer, kept, job.dtype)
     for name, role in parts.roles.items():
         if role.loss is not None:
             own[name] = make_weights(tracer, role.stored, job.master)
-        elif not role.on_base:
+        elif role.base is None:
             frozen[name] = make_weights(tracer, role.stored, job.dtype)
     return own, frozen
 
@@ -80,10 +76,9 @@ def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tupl
     """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
     the trainer's own."""
     plan, merged = generator.to_engine, merged_weights(parts.roles[parts.main_role].placed.model)
-    trained = job.master if job.lora is None else job.dtype
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype == trained and name not in merged
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype == job.initial_dtype and name not in merged
 
 
 def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -93,7 +88,12 @@ def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: di
       rests: bytes of weights and optimizers, by kind.
     """
     stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
-    own = {name: role for name, role in parts.roles.items() if role.loss is None and not role.on_base}
+    shared_weights = bases(parts.roles)
+    own = {
+        name: role
+        for name, role in parts.roles.items()
+        if role.loss is None and role.base is None and name not in shared_weights
+    }
     stored = {name: trees.leaves(role.stored) for name, role in own.items()}
     frozen = {
         name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()

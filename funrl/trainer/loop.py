@@ -42,7 +42,7 @@ from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
-from funrl.trainer.steps.roles import BASE, weights_of
+from funrl.trainer.steps.roles import weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.state import State
@@ -108,9 +108,8 @@ def train_loop(
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
         adapters = {}
-        if job.lora is not None and trainer.folder is not None:
-            adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
         if trainer.folder is not None:
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen)
             job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, frozen, adapters)
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
@@ -256,19 +255,21 @@ def begin_run(
         observer.note(problem)
     clock = clock or Clock(mesh.device)
     parts = build(job, mesh, observer.note)._replace(pool=pool)
-    weights = first_weights(job, parts, first_base(job, parts, observer))
+    folder = shared_folder(observer, mesh)
+    weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
-    folder = shared_folder(observer, mesh)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
     return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
-def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
-    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them."""
-    if job.lora is None:
-        return warmstart.initial_weights(job, parts.begin, observer)
-    kept = own_base(job, shared_folder(observer, parts.mesh))
+def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -> trees.Tree:
+    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them.
+
+    Args:
+      folder: of the checkpoints; None: the run has no directory.
+    """
+    kept = own_base(job, folder)
     if job.settings.run.resume and kept_already(kept, parts.mesh):
         return warmstart.initial_weights(job, parts.begin, observer, kept)
     begin = warmstart.initial_weights(job, parts.begin, observer)

@@ -9,6 +9,7 @@ import torch
 from small_runs import SIZES, assert_same, run_steps, small_job
 from test_checkpoint import assert_equal_steps, run
 
+from funrl import trees
 from funrl.algos import PieceError, grpo
 from funrl.data.tokenizer import character_tokenizer
 from funrl.fields import FIELDS, Field
@@ -144,6 +145,22 @@ def test_a_model_that_does_not_fit_is_named(own, tmp_path):
         small_job(own, mesh="dp2", fsdp=True, fsdp_models="critic")
 
 
+def test_adapters_of_own_roles_stand_on_the_base_which_is_a_role_too(compose, tmp_path):
+    job = small_job(compose, lora_rank=2)
+    roles = launch(lambda mesh: build(job, mesh, print), job.sizes, "cpu").roles
+    assert {name: role.base for name, role in roles.items()} == {
+        "base": None, "grader": None, "forecaster": "base", "imitator": "base", "policy": "base",
+    }  # fmt: skip
+    assert roles["base"].loss is None and not roles["base"].writes
+    assert job.initial_role == "base" and job.main_role == "policy"
+    stored = [{name for name, _ in trees.named(roles[name].stored)} for name in ("base", "policy")]
+    assert not stored[0] & stored[1]
+    learning = RoleKind("an imitator", writes={"imitator_logp": "logp"}, learns=True, model=compose.args[0])
+    algorithm = dataclasses.replace(compose(), roles={**compose().roles, "imitator": learning})
+    with pytest.raises(SettingsError, match=r"--lora_rank=2: .* of the role 'imitator' learns all weights of a model"):
+        small_job(lambda: algorithm, lora_rank=2)
+
+
 GRADER = RoleKind("a frozen grader", writes={"graded_logp": "logp"})
 GRADED = {"graded_logp": Field("token", "grader", "nats")}
 
@@ -154,6 +171,7 @@ GRADED = {"graded_logp": Field("token", "grader", "nats")}
         ({"roles": {"grader": GRADER}}, r"role 'grader' writes 'graded_logp', .* Field\('token', 'grader', text\)"),
         ({"roles": {"grader": "logp"}}, "role 'grader' is declared as 'logp': give RoleKind"),
         ({"roles": {"critic": GRADER}}, "role 'critic' is declared already: a critic; give yours another name"),
+        ({"roles": {"base": GRADER}}, "role 'base': a run names the frozen weights under adapters so"),
         ({"roles": {"a b": GRADER}}, "'a b' cannot name a role: give a Python identifier"),
         ({"roles": {"actor": RoleKind("an actor", generates=True)}}, "role 'actor' generates, and so does 'policy'"),
         ({"roles": {"grader": RoleKind("a grader", reads="steps")}}, "role 'grader' reads 'steps': .*--reward_model"),

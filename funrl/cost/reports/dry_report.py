@@ -97,7 +97,8 @@ def title(found: Estimate, settings: Settings) -> str:
         train += f" ({settings.devices.fsdp_models})"
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
     world = meshes.Mesh(job.sizes).world
-    trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
+    rank = settings.adapters.lora_rank
+    trained = f", of which {found.trained / 1e6:,.1f} M learn (rank {rank})" if found.trained < found.parameters else ""
     return (
         f"{job.model.config.source.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, "
         f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "

@@ -62,7 +62,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
     nbytes = 0.0
     for name in job.models:
         count = stored(job, split, name)
-        if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
+        if job.base_of(name) is not None:
             nbytes += count * split.item * (name == job.main_role)  # one base for all
         else:
             nbytes += count * (job.master.itemsize + MOMENTS if name in job.algorithm.losses else split.item)
@@ -73,7 +73,7 @@ def _learning(job: Job, split: MeshSplit) -> float:
     """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
     nbytes = 0.0
     for name, model in job.models.items():
-        if name in job.algorithm.losses and job.lora is None:
+        if name in job.algorithm.losses and job.base_of(name) is None:
             nbytes += GRADIENT * stored(job, split, name)
             if name == job.main_role and model.generates:
                 nbytes += 4 * model.config.vocab * model.config.embed / split.tensor

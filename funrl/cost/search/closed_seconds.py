@@ -144,7 +144,7 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
     (scoring, learning, steps), model = often, job.models[name]
     each = computed(model, split.experts) / split.tensor
     numbers = (scoring + 2 * learning) * GATHERED * each if shards_of(job, split, name) > 1 else 0.0
-    if job.lora is not None:
+    if job.base_of(name) is not None:
         return split.item * numbers / _speed(hardware)
     numbers += learning * (GRADIENT * each + TABLE_GRADIENT * tables(model) / split.tensor)
     numbers += learning * SCATTERED * each * (shards_of(job, split, name) > 1)
@@ -172,7 +172,7 @@ def _sharding(
     if not steps or ranks == 1:
         return gathering, 0.0
     near = split.tensor * split.rows * split.sequence <= RANKS_PER_NODE
-    nbytes = steps * 4 * weights / shards * (job.lora is None)
+    nbytes = steps * 4 * weights / shards * (job.base_of(name) is None)
     return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
 
 

@@ -27,7 +27,7 @@ from funrl.trainer.jobs.provenance import WEIGHTS
 from funrl.trainer.settings.declaration import HELD_OUT_SET
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import flag_value
-from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.roles import Role, bases
 
 UINT64 = (1 << 64) - 1
 
@@ -60,12 +60,8 @@ def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], m
     Args:
       weights: this rank's shards, by role.
     """
-    digests = {}
-    for name, params in weights.items():
-        if name not in roles:  # the base of adapters, of which a checkpoint knows each weight
-            continue
-        digests[name] = joined_digest(weight_digests(params, roles[name].stored, mesh))
-    return digests
+    own = [name for name in weights if name not in bases(roles)]  # of a base a checkpoint knows each weight
+    return {name: joined_digest(weight_digests(weights[name], roles[name].stored, mesh)) for name in own}
 
 
 def joined_digest(digests: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
-from funrl.role_kinds import RoleKind
+from funrl.role_kinds import BASE, RoleKind
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import TASKS
 from funrl.trainer.jobs.compatibility import (
@@ -109,6 +109,20 @@ class Job(NamedTuple):
         """The role that takes over the first weights, and is saved at the end."""
         return main_role_of(self.models, self.algorithm)
 
+    @property
+    def initial_role(self) -> str:
+        """The role that takes over the weights that a run begins with: the base of adapters, if there are any."""
+        return self.base_of(self.main_role) or self.main_role
+
+    @property
+    def initial_dtype(self) -> torch.dtype:
+        """The dtype of the weights that a run begins with: to compute in, where they do not learn."""
+        return self.master if self.initial_role in self.algorithm.losses else self.dtype
+
+    def base_of(self, name: str) -> str | None:
+        """The frozen role whose weights a role has, beside adapters if it learns; None: all are its own."""
+        return BASE if self.lora is not None and name not in self.directories else None
+
     def kind_of_role(self, name: str) -> RoleKind:
         """The kind of a role."""
         return self.algorithm.role_kinds[name]
@@ -168,6 +182,7 @@ def job_of(
       SettingsError: they do not.
     """
     model, tokenizer, models, directories = roles
+    lora = lora_of(settings, model)
     reading = {
         name: one
         for name, one in models.items()
@@ -186,12 +201,13 @@ def job_of(
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, rank_memory(device, mesh.world))
         else:
             check_engine(settings, model, mesh, sampling, eval_sampling)
+    rates = learning_rates(settings, algorithm, model, lora is not None)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.models.dtype], model, models, directories,
-        learning_rates(settings, algorithm, model), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        rates, tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
         judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
-        lora_of(settings, model),
+        lora,
     )  # fmt: skip
 
 

@@ -61,13 +61,13 @@ def learns_from_texts(settings: Settings, algorithm: Algorithm) -> bool:
     )
 
 
-def learning_rates(settings: Settings, algorithm: Algorithm, model: Model) -> dict[str, float]:
+def learning_rates(settings: Settings, algorithm: Algorithm, model: Model, adapters: bool = False) -> dict[str, float]:
     """Peak learning rates of the roles that learn.
 
     Args:
       model: that the run begins with, without adapters.
+      adapters: whether adapters learn instead of it.
     """
-    adapters = settings.adapters.lora_rank is not None
     if settings.optimization.lr is not None:
         lr = settings.optimization.lr
     elif settings.models.model is None:

@@ -1,5 +1,5 @@
 """Offloading: optimizer states, frozen weights and the policy's own leave the accelerator while a phase needs them not.
-The base of adapters goes with the policy's.
+The base of adapters goes with the policy's weights.
 
 Copies go through pinned memory on a stream of their own. Offloading costs no time, for the phase that follows
 computes beside the copy; what is onloaded is waited for by the device, not by the program.
@@ -19,7 +19,7 @@ from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.steps.roles import BASE, Role, RoleState
+from funrl.trainer.steps.roles import Role, RoleState, bases
 from funrl.trainer.steps.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -57,7 +57,11 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     keeps = generator is not None and not generator.engine.weights.streamed
     to_engine = generator.to_engine if generator is not None and keeps else None
     stages, model = frozen_stages(parts.roles), parts.roles[parts.main_role].placed.model
-    adapted, made = model.adapters is not None, merged_weights(model)
+    merged = merged_weights(model)
+    source = parts.roles[parts.main_role].base or parts.main_role  # whose weights may be the engine's too
+
+    def kept_by_engine(name: str, tree: trees.Tree) -> Collection[bool]:
+        return shared(tree, to_engine, merged) if name == source and to_engine is not None else ()
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
@@ -65,8 +69,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
         return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
 
     def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
-        if name == BASE:  # the policy's weights but for its adapters
-            return moved("params", tree, stage, shared(tree, to_engine, made) if to_engine is not None else ())
+        if name == source:  # the policy's weights but for its adapters
+            return moved("params", tree, stage, kept_by_engine(name, tree))
         if "reference" not in away or name not in stages:
             return tree
         return onload(tree, device) if stage in stages[name] else offload(tree)
@@ -74,9 +78,7 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
-            own = name == parts.main_role and not adapted
-            stays = shared(role.params, to_engine) if own and to_engine is not None else ()
-            params = moved("params", role.params, stage, stays)
+            params = moved("params", role.params, stage, kept_by_engine(name, role.params))
             roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
         frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
         return run._replace(frozen=frozen), state._replace(roles=roles)
@@ -91,7 +93,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name not in SCORING_ROLES and not role.on_base
+        if role.loss is None and name not in SCORING_ROLES and role.base is None and name not in bases(roles)
     }
 
 

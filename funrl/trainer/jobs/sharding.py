@@ -76,12 +76,6 @@ def _check_biases(settings: Settings, models: Collection[Model]) -> None:
             f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
             "--router_aux_coef balances them by a loss"
         )
-    if rate and settings.adapters.lora_rank is not None:
-        raise SettingsError(
-            f"--router_bias_rate={rate} with --lora_rank={settings.adapters.lora_rank}: the "
-            "biases are weights of the base, "
-            "which stays as it is; leave one out"
-        )
 
 
 def check_layouts(

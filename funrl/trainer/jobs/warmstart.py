@@ -65,8 +65,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     if directory is not None:
         for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
             stage.note(remark)
-        dtype = job.master if job.lora is None else job.dtype
-        return hf.load(directory, dtype, mesh, layouts=placed.stored, model=job.model)[1]
+        return hf.load(directory, job.initial_dtype, mesh, layouts=placed.stored, model=job.model)[1]
     if job.warmstart_steps == 0:
         return sharded(first_draw(job), placed)
     try:

@@ -407,6 +407,11 @@ def _check_lora(settings: Settings) -> None:
             "updates of whole matrices orthogonal, "
             "not those of thin factors; use --optimizer=adamw"
         )
+    if settings.routers.router_bias_rate:
+        raise SettingsError(
+            f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
+            "the biases are weights of the base, which stays as it is; leave one out"
+        )
     if settings.devices.fsdp_models is not None:
         raise SettingsError(
             f"--fsdp_models={settings.devices.fsdp_models} with "

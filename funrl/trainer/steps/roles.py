@@ -24,12 +24,12 @@ from funrl.algos.core import Algorithm, Divergence, Loss, reads
 from funrl.algos.reading import run_advantage
 from funrl.fields import FIELDS
 from funrl.models.lora import on_base, trained_part
+from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
 from funrl.trainer.steps.router_losses import RouterLosses
 
-BASE = "base"  # of the frozen weights, those that adapters stand on, and that a role without any is
 TOPK = 64
 
 
@@ -40,19 +40,17 @@ class Companion(NamedTuple):
       name: of the frozen role.
       placed: its model on its devices.
       divergence: of the role that learns from it.
+      base: as in `Role`.
     """
 
     name: str
     placed: Placed
     divergence: Divergence
+    base: str | None = None
 
     def teacher(self, frozen: Mapping[str, trees.Tree]) -> Teacher:
-        """The role as `token_scores` takes it; `frozen` are this rank's weights that do not learn, by name.
-
-        A reference beside adapters has no weights of its own: it is the base.
-        """
-        own = frozen.get(self.name)
-        params = on_base(self.placed.model, frozen[BASE], None) if own is None else own
+        """The role as `token_scores` takes it; `frozen` are this rank's weights that do not learn, by role."""
+        params = whole_weights(self.placed.model, self.base, frozen.get(self.name), frozen)
         return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
 
 
@@ -73,7 +71,8 @@ class Role(NamedTuple):
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
       router: coefficients of the losses of its routers, where its model has experts and gives probabilities.
-      on_base: whether its weights are those of the run's base, with adapters of its own beside them where it learns.
+      base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
+        weights are its own.
     """
 
     placed: Placed
@@ -87,7 +86,7 @@ class Role(NamedTuple):
     metric: str = ROLES["policy"].metric
     watch_entropy: bool = False
     companion: Companion | None = None
-    on_base: bool = False
+    base: str | None = None
     router: RouterLosses = RouterLosses()
 
     @property
@@ -115,9 +114,9 @@ class Role(NamedTuple):
 
         Args:
           own: its own weights; None where all of them are the base's.
-          frozen: weights of the run that do not learn, by name.
+          frozen: weights of the roles that do not learn.
         """
-        return on_base(self.placed.model, frozen[BASE], own) if self.on_base else own
+        return whole_weights(self.placed.model, self.base, own, frozen)
 
 
 class RoleState(NamedTuple):
@@ -125,6 +124,16 @@ class RoleState(NamedTuple):
 
     params: trees.Tree
     opt_state: trees.Tree
+
+
+def whole_weights(model: Model, base: str | None, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
+    """The tree of a model's weights; the arguments are those of `Role` and of its `whole`."""
+    return own if base is None else on_base(model, frozen[base], own)
+
+
+def bases(roles: Mapping[str, Role]) -> frozenset[str]:
+    """Names of the frozen roles that others stand on."""
+    return frozenset(role.base for role in roles.values() if role.base is not None)
 
 
 def weights_of(
