@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
-HEAD = 16  # size of the decoder's heads
+HEAD_SIZE = 16  # size of the decoder's heads
 ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
@@ -196,7 +196,7 @@ def is_its_tokenizer(folder: str | Path) -> bool:
     return vocab == character_vocabulary(ALPHABET)
 
 
-def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
+def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     """The small decoder that learns the task.
 
     Args:
@@ -234,7 +234,7 @@ def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
         },
         tokenizer=tokenizer,
         is_its_tokenizer=is_its_tokenizer,
-        model_config=lambda head: model_config(max(head, HEAD), model),
+        model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,
         demonstration_field="answer",

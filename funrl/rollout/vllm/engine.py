@@ -24,7 +24,7 @@ from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
 
 
 @dataclasses.dataclass(eq=False)
-class RunningSequence:
+class PartialCompletion:
     """A request in flight and what has been written of it.
 
     Attributes:
@@ -66,7 +66,7 @@ class VLLMEngine:
         self.weights, self.core = weights, core
         self.version, self.paused = None, False
         self._config, self._max_rows, self._decode = config, max_rows, decode
-        self._sequences: dict[int, RunningSequence] = {}
+        self._sequences: dict[int, PartialCompletion] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
@@ -101,7 +101,7 @@ class VLLMEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         for request in requests:
-            sequence = self._sequences[request.number] = RunningSequence(request, [], [], [], [])
+            sequence = self._sequences[request.number] = PartialCompletion(request, [], [], [], [])
             if request.begun is not None:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
@@ -180,7 +180,7 @@ class VLLMEngine:
                     "damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, sequence: RunningSequence, one: SampledTokens) -> list[Completion]:
+    def _grown(self, sequence: PartialCompletion, one: SampledTokens) -> list[Completion]:
         """Add what was sampled; the completion, if that ended it."""
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += one.cached
@@ -196,7 +196,7 @@ class VLLMEngine:
                 return [self._finished(sequence, finish)]
         return []
 
-    def _finish(self, sequence: RunningSequence) -> Finish | None:
+    def _finish(self, sequence: PartialCompletion) -> Finish | None:
         """Reason why the last token ends a completion; None: it does not."""
         sampling, count = sequence.request.sampling, len(sequence.tokens)
         if sequence.tokens[-1] in sampling.stop:
@@ -207,14 +207,14 @@ class VLLMEngine:
             return "length" if count >= sampling.max_new_tokens else "paused"
         return None
 
-    def _ends_by_string(self, sequence: RunningSequence) -> bool:
+    def _ends_by_string(self, sequence: PartialCompletion) -> bool:
         assert self._decode is not None
         strings = sequence.request.sampling.stop_strings
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         text = self._decode(sequence.tokens[-4 * max(map(len, strings)) - 4 :])
         return any(string in text for string in strings)
 
-    def _finished(self, sequence: RunningSequence, finish: Finish) -> Completion:
+    def _finished(self, sequence: PartialCompletion, finish: Finish) -> Completion:
         del self._sequences[sequence.request.number]
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
@@ -290,7 +290,7 @@ def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     return WeightSpec(names_of(model), replicated(split), mesh, dtype, streamed=True)
 
 
-def _core_request(sequence: RunningSequence) -> CoreRequest:
+def _core_request(sequence: PartialCompletion) -> CoreRequest:
     request, written = sequence.request, len(sequence.tokens)
     tokens = [*request.prompt, *sequence.tokens]
     return CoreRequest(request.number, tokens, written, sequence.limit - written, request.sampling, request.seed)

@@ -30,7 +30,7 @@ from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
-from funrl.tasks import TASKS, is_embedded_reward
+from funrl.tasks.embedded import TASKS, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,
