@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl.kinds import FIELD_KINDS, FieldKind, Value
+from funrl.role_kinds import ROLES
 
 FIELD_DTYPES = ("float", "int", "bool")
 EXAMPLE_ROWS = 4  # of `batch.example`: two groups of two rows
@@ -26,11 +27,7 @@ EXAMPLE_TOKENS = 8
 UNUSABLE_NAMES = ("get", "names", "across")  # attributes of a batch that are no fields
 WRITERS = {
     "source": "the source of the rows",
-    "policy": "the trainer, from the policy before the first update on the batch",
-    "reference": "a frozen reference",
-    "teacher": "a teacher",
-    "implicit_reward": "an implicit reward model, as PRIME trains one",
-    "critic": "a critic",
+    **{name: kind.text for name, kind in ROLES.items() if kind.writes},
     "advantage": "a piece of the advantage chain",
     "step": "the training step, from the policy as it is trained",
     "trainer": "the trainer",

@@ -26,11 +26,13 @@ from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
 from funrl.batch import Batch, Reads, declare, seen_of, select
 from funrl.fields import FIELDS, Field, Schema
+from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
 Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
 Filter = Callable[[Batch], Tensor]
 NO_FIELDS = Schema()
+NO_ROLES = RoleTable()
 CARRIED = ("returns", "weight")  # fields of the batch that a signal has a place for
 
 
@@ -143,7 +145,7 @@ class Divergence:
       beta: 0 is KL(p || q), 1 is KL(q || p), between them beta KL(p || m) + (1 - beta) KL(q || m) with the mixture
         m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence.
       temperature: of both distributions.
-      role: the frozen role that is p: "teacher", or "reference", the policy as it began.
+      role: the frozen role that is p, such as "teacher", or "reference", the policy as it began.
     """
 
     beta: float = 0.5
@@ -153,8 +155,6 @@ class Divergence:
     def __post_init__(self):
         if not 0 <= self.beta <= 1 or self.temperature <= 0:
             raise ValueError(f"{self}: beta is from 0 to 1 and the temperature above 0")
-        if self.role not in ("teacher", "reference"):
-            raise ValueError(f"{self}: the role is 'teacher' or 'reference'")
 
 
 @dataclass(frozen=True, repr=False)
@@ -163,8 +163,8 @@ class Algorithm:
 
     Attributes:
       advantage: from outcomes to advantages; None: the losses need none, as in supervised training.
-      losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities
-        ("policy", "implicit_reward") or its numbers ("critic", "reward_model", "process_reward_model").
+      losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities, such
+        as the policy's, or the numbers of its value head, such as the critic's.
       filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
       divergence: what the step is to compute where a loss reads `divergence`; None: none does.
       example: what belongs together and is chosen, balanced and packed as one: a "row", or a "pair" of a chosen and a
@@ -173,6 +173,8 @@ class Algorithm:
         row may also be a text that is given with a label ("labelled"), or with labels of its steps ("steps").
       fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
         of its chain declare are added.
+      roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
+        in `fields`, with the role as their writer.
     """
 
     advantage: Advantage | None
@@ -181,6 +183,7 @@ class Algorithm:
     divergence: Divergence | None = None
     example: str = "row"
     fields: Mapping[str, Field] = NO_FIELDS
+    roles: Mapping[str, RoleKind] = NO_ROLES
 
     def __repr__(self) -> str:
         """The algorithm explained; its parts by name where it cannot be run."""
@@ -217,6 +220,35 @@ class Algorithm:
                     "of a term"
                 )
         self._declare()
+        self._check_roles()
+
+    def _check_roles(self) -> None:
+        """Compare the roles that it declares with its fields and losses."""
+        try:
+            kinds = self.role_kinds
+        except ValueError as error:
+            raise PieceError(f"Algorithm.roles: {error}") from error
+        for name, kind in self.roles.items():
+            for field, output in kind.writes.items():
+                shape = "token_k" if output in TOPK_OUTPUTS else "token"
+                declared = self.schema.get(field)
+                if declared is None or (declared.writer, declared.kind.name) != (name, shape):
+                    raise PieceError(
+                        f"role {name!r} writes {field!r}, which is not declared so: give "
+                        f"Algorithm(fields={{{field!r}: Field({shape!r}, {name!r}, text)}})"
+                    )
+            if kind.learns and name not in self.losses:
+                raise PieceError(
+                    f"role {name!r} learns, and has no loss: give Algorithm(losses={{{name!r}: loss}}), or leave "
+                    "learns=True out"
+                )
+        divergence = self.divergence
+        if divergence is None:
+            return
+        kind = kinds.get(divergence.role)
+        if kind is None or kind.value_head or kind.learns:
+            frozen = [name for name, kind in kinds.items() if not (kind.value_head or kind.learns)]
+            raise PieceError(f"{divergence}: the role is one of {', '.join(frozen)}, which are frozen")
 
     def _declare(self) -> None:
         """Make the declarations of all fields known to every part."""
@@ -236,6 +268,11 @@ class Algorithm:
     def schema(self) -> Schema:
         """Declarations of all fields that a batch of a run of the algorithm may have."""
         return FIELDS.extended(self.fields)
+
+    @property
+    def role_kinds(self) -> RoleTable:
+        """Kinds of all roles that a run of the algorithm may have."""
+        return ROLES.extended(self.roles)
 
 
 def _with_declarations(piece: Advantage, fields: Schema) -> Advantage:

@@ -46,6 +46,7 @@ from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.engine import FREE_SHARE
 from funrl.tasks.embedded import TASKS
 from funrl.trainer import loop
@@ -66,7 +67,6 @@ from funrl.trainer.sources.completion_scores import end_values
 from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.sources import Source
-from funrl.trainer.steps.roles import READERS
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
@@ -167,7 +167,8 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         if settings.models.model is not None or settings.examples.data is not None:
             if settings.examples.max_text_tokens is not None:
                 return settings.examples.max_text_tokens
-            reads_end = "policy" not in algorithm.losses  # a value head reads at one token more
+            # A value head reads at one token more.
+            reads_end = algorithm.role_kinds.generating(algorithm.losses) is None
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
         texts = embedded_texts(settings, texts_kind(algorithm), TASKS[settings.examples.task].tokenizer())
         return max(len(text.tokens) for example in (*texts.examples, *texts.heldout) for text in example.texts)
@@ -219,13 +220,13 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             phases = without_offloaded(job, parts, phases, rests)
     return Estimate(
         job=job,
-        roles=tuple(parts.roles),
+        roles=tuple(name for name in parts.roles if name in job.models),
         step=_describe(job, tokens),
         tokens=width,
         phases=phases,
         axes=axes,
-        parameters=trees.count(job.models[job.lead].shapes),
-        trained=trees.count(parts.roles[job.lead].stored),
+        parameters=trees.count(job.models[job.main_role].shapes),
+        trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
         left_out=_left_out(job, judge, hardware),
     )
@@ -250,7 +251,7 @@ def check_width(job: Job, tokens: int) -> int:
       SettingsError: a row is longer than the model's positions.
     """
     positions = job.model.config.max_positions
-    reader = job.lead in READERS
+    reader = job.main_role in SCORING_ROLES
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
@@ -287,7 +288,7 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
         out.append(
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
-    if job.generates and not job.models["policy"].pages:
+    if job.generates and not job.models[job.main_role].pages:
         out.append("generation, which is by transformers' own code")
     if job.generates and settings.engines.probe_sync_every:
         out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
@@ -339,7 +340,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
         phases["generate"] = Costs({"other": {}})
-        if job.models["policy"].pages:
+        if job.models[job.main_role].pages:
             phases["generate"] = generation(
                 EngineWork(job, parts.generator, whole.generator, prompt_tokens=tokens, room=room, hardware=hardware)
             )
@@ -400,7 +401,7 @@ def trace_step(
         with phase_of_moves(MOVES[0]):
             rows, state, _ = loop.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
-        for name in (name for name in READERS if name in frozen):
+        for name in (name for name in SCORING_ROLES if name in frozen):
             read = rows_to_read(job, rows)
             with trainer.clock.phase(f"score_{name}"):
                 end_values(roles[name], frozen[name], read, scoring_budget(job.settings))

@@ -10,12 +10,12 @@ from funrl import trees
 from funrl.algos.core import reads
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
+from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.datasets import Texts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.steps.roles import READERS
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
@@ -60,7 +60,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         margin = 0.0 if "margin" in needed.required | needed.optional else None
         labels = {"ratings": (1.0,), "steps": (1.0,) * (tokens - 1)}.get(job.task.kind, ())
         example = TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin, labels)
-        row = text_batch([example], job.pad, job.lead in READERS, steps=job.task.kind == "steps")
+        row = text_batch([example], job.pad, job.main_role in SCORING_ROLES, steps=job.task.kind == "steps")
         if margin is not None:
             row = row._replace(margin=row.margin.to(job.master))
         batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), row)

@@ -13,7 +13,7 @@ from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.jobs.offload import PARTS
-from funrl.trainer.jobs.sharding import sharded_roles
+from funrl.trainer.jobs.sharding import is_sharded
 from funrl.trainer.settings.settings import Settings, scoring_budget, with_flags
 
 ATTEMPTS = 3  # estimates of other flags where it does not fit
@@ -108,7 +108,8 @@ def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: 
     changes = []
     if not settings.devices.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
-    if settings.devices.fsdp and not set(estimate.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+    whole = [role for role in estimate.roles if not is_sharded(settings, role)]
+    if settings.devices.fsdp and whole and states > 0.2 * total:
         changes.append({"fsdp_models": ",".join(estimate.roles)})
     if settings.devices.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})

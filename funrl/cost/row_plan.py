@@ -19,6 +19,7 @@ from funrl.cost.tracing.estimate import MOVE, MOVES
 from funrl.data.packing import Packing, RowCost, lockstep_work
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
+from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
@@ -26,7 +27,6 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
-from funrl.trainer.steps.roles import READERS
 
 WORD = 8  # bytes of a number of the row table when it is sent
 
@@ -72,7 +72,7 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     group = torch.arange(len(lengths)) // samples
     generating = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
     before = [Holders(generating, source)]
-    for name in READERS if job.generates else ():
+    for name in SCORING_ROLES if job.generates else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
     before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
@@ -162,8 +162,8 @@ def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
         cost = row_cost(role.placed)
         read = plan.lengths
         owner = scores
-        if name in READERS and job.generates:  # one token more, where it reads them
-            readers = [reader for reader in READERS if reader in parts.roles]
+        if name in SCORING_ROLES and job.generates:  # one token more, where it reads them
+            readers = [reader for reader in SCORING_ROLES if reader in parts.roles]
             read = plan.lengths + 1
             owner = plan.before[1 + readers.index(name)].owner
         if role.writes or read is not plan.lengths:

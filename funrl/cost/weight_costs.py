@@ -16,26 +16,22 @@ from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
-from funrl.models.lora import decoder_of, merged_weights
+from funrl.models.lora import merged_weights
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer.jobs import offload
-from funrl.trainer.jobs.build import Generator, Parts, needs_unembedding
+from funrl.trainer.jobs.build import Generator, Parts
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.steps.roles import BASE
+from funrl.trainer.steps.roles import bases
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
     """Make fake weights: those of roles that learn, and frozen ones, both by name."""
     own = {}
     frozen = {}
-    if job.lora is not None:
-        base = decoder_of(parts.begin.stored)
-        kept = {name: x for name, x in base.items() if name != "unembed" or needs_unembedding(parts)}
-        frozen[BASE] = make_weights(tracer, kept, job.dtype)
     for name, role in parts.roles.items():
         if role.loss is not None:
             own[name] = make_weights(tracer, role.stored, job.master)
-        elif not role.on_base:
+        elif role.base is None:
             frozen[name] = make_weights(tracer, role.stored, job.dtype)
     return own, frozen
 
@@ -54,7 +50,7 @@ def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, 
     Weights with merged adapters are temporary: each is freed once it is sent.
     """
     engine, _ = engine_bytes(job, parts, generator)
-    names = merged_weights(parts.roles["policy"].placed.model)
+    names = merged_weights(parts.roles[parts.main_role].placed.model)
     stored = dict(trees.named(parts.begin.stored))
     merged = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
     most = max(received_bytes(generator.to_engine), default=0)
@@ -84,11 +80,10 @@ def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tupl
     A shared weight is the trainer's own tensor.
     """
     plan = generator.to_engine
-    merged = merged_weights(parts.roles["policy"].placed.model)
-    trained = job.master if job.lora is None else job.dtype
+    merged = merged_weights(parts.roles[parts.main_role].placed.model)
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype == trained and name not in merged
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype == job.initial_dtype and name not in merged
 
 
 def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
@@ -99,7 +94,12 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
     """
     stages = offload.frozen_stages(parts.roles)
     itemsize = job.dtype.itemsize
-    own = {name: role for name, role in parts.roles.items() if role.loss is None and not role.on_base}
+    shared_weights = bases(parts.roles)
+    own = {
+        name: role
+        for name, role in parts.roles.items()
+        if role.loss is None and role.base is None and name not in shared_weights
+    }
     stored = {name: trees.leaves(role.stored) for name, role in own.items()}
     frozen = {
         name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()

@@ -42,7 +42,7 @@ from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.sources import EVAL_SEED, evaluate_heldout
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.roles import RoleState
+from funrl.trainer.steps.roles import RoleState, main_role_of
 from funrl.trainer.steps.state import State
 
 ALL = 1 << 31  # prompts, where no number says how many
@@ -70,7 +70,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
         model = read_stored_model(stored, settings.models.model_code)
     tokenizer = with_chat_template(load_tokenizer(stored.directory), settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
-    check_code(settings, models, "policy")
+    check_code(settings, models, main_role_of(models, algorithm))
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
     return job_of(settings, algorithm, Models(model, tokenizer, models, directories), sizes, generating, device, task)
@@ -110,9 +110,9 @@ def run_inference(
     """
     assert isinstance(job.task, Task)
     parts = build(job, mesh, show.note)._replace(pool=pool)
-    placed = parts.roles["policy"].placed
+    placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
-    sync(parts, State({"policy": RoleState(params, ())}))
+    sync(parts, State({job.main_role: RoleState(params, ())}))
     del params
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)

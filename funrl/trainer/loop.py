@@ -42,7 +42,7 @@ from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
-from funrl.trainer.steps.roles import BASE, weights_of
+from funrl.trainer.steps.roles import weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.state import State
@@ -108,10 +108,9 @@ def train_loop(
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
         adapters = {}
-        if job.lora is not None and trainer.folder is not None:
-            adapters = adapter_facts(job, trainer.parts, trainer.frozen[BASE])
         if trainer.folder is not None:
-            job = with_first_digests(job, trainer.parts, state.roles[job.lead].params, frozen, adapters)
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen)
+            job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, frozen, adapters)
     with (
         Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
         stops_when_asked(),
@@ -122,9 +121,11 @@ def train_loop(
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
         if outcome.stopped is None and not (outcome.error and state.step == 0):
-            role = trainer.parts.roles[job.lead]
+            role = trainer.parts.roles[job.main_role]
             with heartbeat.phase("finish"):
-                observer.finish(role.placed, role.whole(state.roles[job.lead].params, trainer.frozen), outcome.error)
+                observer.finish(
+                    role.placed, role.whole(state.roles[job.main_role].params, trainer.frozen), outcome.error
+                )
             saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
@@ -254,19 +255,21 @@ def begin_run(
         observer.note(problem)
     clock = clock or Clock(mesh.device)
     parts = build(job, mesh, observer.note)._replace(pool=pool)
-    weights = first_weights(job, parts, first_base(job, parts, observer))
+    folder = shared_folder(observer, mesh)
+    weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
     made = source(job, parts, frozen, clock, observer)
-    folder = shared_folder(observer, mesh)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
     return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
 
 
-def first_base(job: Job, parts: Parts, observer: Observer) -> trees.Tree:
-    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them."""
-    if job.lora is None:
-        return warmstart.initial_weights(job, parts.begin, observer)
-    kept = own_base(job, shared_folder(observer, parts.mesh))
+def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -> trees.Tree:
+    """The weights that a run begins with; those that adapters stand on are kept beside the run where it made them.
+
+    Args:
+      folder: of the checkpoints; None: the run has no directory.
+    """
+    kept = own_base(job, folder)
     if job.settings.run.resume and kept_already(kept, parts.mesh):
         return warmstart.initial_weights(job, parts.begin, observer, kept)
     begin = warmstart.initial_weights(job, parts.begin, observer)
@@ -291,7 +294,7 @@ def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
 def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
     """Division of a step's rows into updates, as the flags say."""
     settings = job.settings
-    cost = row_cost(parts.roles[job.lead].placed)
+    cost = row_cost(parts.roles[job.main_role].placed)
     return UpdatePlan(
         step,
         settings.run.seed,
@@ -317,7 +320,7 @@ def scoring_ranks(
     chain = job.algorithm.advantage
     if chain is not None and chain.whole_groups:
         assert group is not None
-        cost = row_cost(parts.roles[job.lead].placed)
+        cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
     epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step))
@@ -383,7 +386,7 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     probes = every > 0 and (first or state.step % every == 0)
     if generator is None or not (settings.engines.verify_sync or probes):
         return {}
-    role = trainer.parts.roles["policy"]
-    params = role.whole(state.roles["policy"].params, trainer.frozen)
+    role = trainer.parts.roles[trainer.parts.main_role]
+    params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
     with trainer.clock.phase("verify"):
         return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)

@@ -1,5 +1,7 @@
 """Bad arguments are refused where an algorithm is made, and states carry over from batch to batch."""
 
+import dataclasses
+
 import pytest
 import torch
 from pieces import example
@@ -64,7 +66,9 @@ REFUSED = {
     "aot.* compares sums": lambda: algos.dpo("aot", per_token=True),
     "kl_target=0.1 and kl_coef=0": lambda: algos.ppo(kl_coef=0, kl_target=0.1),
     r"Divergence\(beta=2, ": lambda: algos.gkd(beta=2),
-    "the role is 'teacher' or 'reference'": lambda: algos.Divergence(role="policy"),
+    "the role is one of reference, teacher, which are frozen": lambda: dataclasses.replace(
+        algos.gkd(), divergence=algos.Divergence(role="policy")
+    ),
     r"masked_importance\(clip_low=2, ": lambda: algos.masked_importance(2),
     r"masked_importance\(clip_low=0.2, clip_high=-1\)": lambda: algos.masked_importance(clip_high=-1),
     r"future_weighted\(half_life=0, ": lambda: algos.future_weighted(algos.surrogate(), 0),

@@ -132,7 +132,7 @@ BAD = [  # flags, and what the one line says
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
     (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
     (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
-    (["--fsdp_models=reward"], "--fsdp_models=reward: it must be some of policy,critic,reference,implicit_reward"),
+    (["--fsdp_models=policy,2"], "--fsdp_models=policy,2: it must be names such as policy,critic,implicit_reward"),
     (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
     (["--reward_lr=1e-3"], "--reward_lr is not a flag; did you mean --"),
     (["--nothing_like_it=3"], "--nothing_like_it is not a flag; --help lists all flags"),

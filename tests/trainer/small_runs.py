@@ -9,9 +9,8 @@ import torch
 from funrl import trees
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
-from funrl.batch import Batch, as_dict
+from funrl.batch import Batch, as_dict, kind_of, schema_of
 from funrl.data.supervised import Text
-from funrl.fields import FIELDS
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.reshard import unshard
@@ -163,7 +162,7 @@ def whole_batch(rows):
     """The rows of all ranks as one batch, in the order of their numbers; its fields as wide as the longest row."""
     width = -(-int(rows.lengths.max()) // 8) * 8
     fields = as_dict(rows.batch)
-    tokens = {name: x for name, x in fields.items() if not FIELDS[name].kind.everywhere}
+    tokens = {name: x for name, x in fields.items() if not kind_of(rows.batch, name).everywhere}
     mine = dict(zip(rows.own.tolist(), range(len(rows.own)), strict=True))
     parts = gather_objects({number: {n: x[i] for n, x in tokens.items()} for number, i in mine.items()}, rows.mesh)
     known = {number: row for part in parts for number, row in part.items()}
@@ -172,7 +171,7 @@ def whole_batch(rows):
         return torch.nn.functional.pad(x[:width], (*(0, 0) * (x.ndim - 1), 0, max(0, width - len(x))))
 
     whole = {n: torch.stack([widened(known[i][n]) for i in range(len(rows.owner))]) for n in tokens}
-    return Batch(**{name: whole.get(name, x) for name, x in fields.items()})
+    return Batch(schema_of(rows.batch), **{name: whole.get(name, x) for name, x in fields.items()})
 
 
 def whole_weights(run, state):

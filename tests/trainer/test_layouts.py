@@ -90,7 +90,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "policy,actor"},
-            "--fsdp_models=policy,actor: it must be some of policy,critic,reference",
+            "--fsdp_models=policy,actor: this run has no actor; it has policy, critic, reference",
         ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "critic", "compose": GRPO},

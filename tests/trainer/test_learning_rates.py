@@ -72,13 +72,14 @@ def model_of(embed):
     ],
 )  # fmt: skip
 def test_rates_of_a_run(settings, expected):
-    rates = [learning_rates(settings_of(**settings), ppo(), model_of(embed)) for embed in (128, 256)]
+    adapters = "lora_rank" in settings
+    rates = [learning_rates(settings_of(**settings), ppo(), model_of(embed), adapters) for embed in (128, 256)]
     assert all(rate["critic"] == 2 * rate["policy"] for rate in rates)
     if expected is not None:
         assert [rate["policy"] for rate in rates] == [expected, expected]
     else:  # about four times the parameters, half the rate
         assert 1.6 < rates[0]["policy"] / rates[1]["policy"] < 2.1
-    own = learning_rates(settings_of(**settings, critic_lr=7e-5), ppo(), model_of(128))
+    own = learning_rates(settings_of(**settings, critic_lr=7e-5), ppo(), model_of(128), adapters)
     assert own == {**rates[0], "critic": 7e-5}
 
 

@@ -50,7 +50,7 @@ def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     done = replayed(tmp_path, job, 4)
     assert [one.step for one in done] == [3, 4] and unlike(done) == []
     compared = {part.name for part in done[1].found}
-    lead = job.lead
+    lead = job.main_role
     assert {f"weights of {lead} by their digests", "state of the checkpoint"} <= compared
     fields = {"ppo": ("old_logp", "ref_logp", "value", "returns", "advantage", "actor/pg_loss")}
     assert compared >= set(fields.get(name, ("ref_logp", "train/loss")))

@@ -32,20 +32,20 @@ from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
+from funrl.role_kinds import ROLES
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
 from funrl.trainer.jobs.compatibility import check_algorithm
 from funrl.trainer.jobs.job import prepare
 from funrl.trainer.settings.declaration import run_kind
-from funrl.trainer.settings.devices import ROLES
 from funrl.trainer.settings.settings import Settings, SettingsError, settings_of, with_flags
-from funrl.trainer.steps.roles import WRITES, role_names
+from funrl.trainer.steps.roles import role_names
 
 TINY = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
 MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
 MADE = {name: make() for name, make in MAKERS.items()}
 GENERATING = [name for name, made in MADE.items() if made.advantage is not None and run_kind(made, None) == "rl"]
-COMPUTED = [*FIELDS.by(*WRITES), "greedy_score"]
+COMPUTED = [*FIELDS.by(*ROLES), "greedy_score"]
 each = pytest.mark.parametrize("name", GENERATING)
 
 
@@ -71,9 +71,8 @@ def taught(algorithm, teacher):
 
 def test_all_recipes_are_here():
     assert {"ppo", "prime", "distillation", "gdpo", "otb", "remax", "dr_grpo"} <= set(GENERATING)
-    assert tuple(WRITES) and set(WRITES) == set(ROLES)
-    for role, fields in WRITES.items():
-        assert all(FIELDS[field].writer == role for field in fields)
+    for role, kind in ROLES.items():
+        assert set(kind.writes) == set(FIELDS.by(role))
 
 
 @each

@@ -13,6 +13,7 @@ from funrl.models.weight_dtypes import cast_weights
 from funrl.rollout.certificate import certify
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.sharding import check_experts
+from funrl.trainer.settings.checks import check_together
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.router_bias import biases_of, move_biases_
@@ -78,4 +79,4 @@ def test_models_without_such_a_bias_and_adapters_are_refused():
     model = decoder_model(with_fields(arithmetic.model_config(), **DEEPSEEK))
     check_experts(settings_of(router_bias_rate=0.001), [model])
     with pytest.raises(SettingsError, match=r"--lora_rank=2: the biases are weights of the base"):
-        check_experts(settings_of(router_bias_rate=0.001, lora_rank=2), [model])
+        check_together(settings_of(router_bias_rate=0.001, lora_rank=2))

@@ -172,15 +172,15 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.models import remat
     from funrl.models.weight_dtypes import TORCH_DTYPES
     from funrl.rewards.call import LARGEST
+    from funrl.role_kinds import ROLES
     from funrl.trainer.jobs import offload
     from funrl.trainer.settings import checks
-    from funrl.trainer.steps.roles import WRITES
 
     assert choices("hardware") == tuple(HARDWARE)
     assert choices("remat") == remat.MODES
     assert set(choices("offload")) == set(offload.PARTS)
     assert choices("dtype") == tuple(TORCH_DTYPES)
-    assert set(choices("fsdp_models")) == set(WRITES)
+    assert FLAGS["fsdp_models"].bounds[0].text == f"names such as {','.join(ROLES)}"
     assert checks.LARGEST == LARGEST
 
 

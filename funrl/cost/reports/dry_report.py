@@ -104,7 +104,9 @@ def title(estimate: Estimate, settings: Settings) -> str:
         train += f" ({settings.devices.fsdp_models})"
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in estimate.phases else ""
     world = meshes.Mesh(job.sizes).world
-    trained = "" if job.lora is None else f", of which {estimate.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
+    rank = settings.adapters.lora_rank
+    learns = estimate.trained < estimate.parameters
+    trained = f", of which {estimate.trained / 1e6:,.1f} M learn (rank {rank})" if learns else ""
     return (
         f"{job.model.config.source.family}, {estimate.parameters / 1e6:,.1f} M parameters{trained}, "
         f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "

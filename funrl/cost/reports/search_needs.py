@@ -55,7 +55,8 @@ def _engine(ranked: Ranked) -> str:
     space = ranked.space
     if not space.base.generates or engine_fits_node(space):
         return ""
-    split = "experts too are split over tp alone there; " if space.base.models["policy"].abilities.routers else ""
+    routers = space.base.models[space.base.main_role].abilities.routers
+    split = "experts too are split over tp alone there; " if routers else ""
     return (
         f"the engine's weights take {size(engine_bytes_of_node(space))} a device with tp{RANKS_PER_NODE}, more than "
         f"its {size(space.room)}: {split}more devices do not help"

@@ -65,8 +65,8 @@ def _resting(job: Job, split: MeshSplit) -> float:
     nbytes = 0.0
     for name in job.models:
         count = stored(job, split, name)
-        if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
-            nbytes += count * split.item * (name == job.lead)  # one base for all
+        if job.base_of(name) is not None:
+            nbytes += count * split.item * (name == job.main_role)  # one base for all
         else:
             nbytes += count * (job.master.itemsize + MOMENT_BYTES if name in job.algorithm.losses else split.item)
     return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
@@ -76,9 +76,9 @@ def _learning(job: Job, split: MeshSplit) -> float:
     """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
     nbytes = 0.0
     for name, model in job.models.items():
-        if name in job.algorithm.losses and job.lora is None:
+        if name in job.algorithm.losses and job.base_of(name) is None:
             nbytes += GRADIENT_BYTES * stored(job, split, name)
-            if name == job.lead and model.generates:
+            if name == job.main_role and model.generates:
                 nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
         if shards_of(job, split, name) > 1:
             nbytes += 2 * split.item * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))

@@ -171,7 +171,7 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
     model = job.models[name]
     each = computed(model, split.experts) / split.tensor
     numbers = (scoring + 2 * learning) * GATHERED * each if shards_of(job, split, name) > 1 else 0.0
-    if job.lora is not None:
+    if job.base_of(name) is not None:
         return split.item * numbers / _speed(hardware)
     numbers += learning * (GRADIENT * each + TABLE_GRADIENT * tables(model) / split.tensor)
     numbers += learning * SCATTERED * each * (shards_of(job, split, name) > 1)
@@ -203,7 +203,7 @@ def _sharding(
     if not steps or ranks == 1:
         return gathering, 0.0
     near = split.tensor * split.rows * split.sequence <= RANKS_PER_NODE
-    nbytes = steps * 4 * weights / shards * (job.lora is None)
+    nbytes = steps * 4 * weights / shards * (job.base_of(name) is None)
     return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
 
 
@@ -237,7 +237,7 @@ def _summed(work: _Pass, sequence: int, hardware: Hardware) -> float:
 
 def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds of a weight sync: receiving the weights, and verifying them."""
-    have = stored(job, split, "policy")
+    have = stored(job, split, job.main_role)
     wanted = generated(job, split)
     seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
     if job.settings.engines.verify_sync:
@@ -255,7 +255,7 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
       hardware: of each rank.
       resting: bytes that a rank holds besides the cache.
     """
-    model = job.models["policy"]
+    model = job.models[job.main_role]
     tensor, ranks = split.generating
     settings = job.settings
     config = model.config

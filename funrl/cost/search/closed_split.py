@@ -13,7 +13,7 @@ from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.jobs.sharding import sharded_roles, splits_residual
+from funrl.trainer.jobs.sharding import is_sharded, splits_residual
 from funrl.trainer.settings.declaration import parts
 
 
@@ -75,7 +75,7 @@ def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
 
 def shards_of(job: Job, split: MeshSplit, role: str) -> int:
     """Ranks that the weights of a role are sharded over; 1: none."""
-    return split.shards if role in sharded_roles(job.settings) else 1
+    return split.shards if is_sharded(job.settings, role) else 1
 
 
 class RowPieces(NamedTuple):
@@ -135,10 +135,10 @@ def tables(model: Model) -> int:
 
 def generated(job: Job, split: MeshSplit) -> float:
     """Parameters that a rank of the engine has."""
-    return parameters(job.models["policy"]) / split.generating[0]
+    return parameters(job.models[job.main_role]) / split.generating[0]
 
 
 def copies_weights(job: Job, split: MeshSplit) -> bool:
     """True if the engine has a copy of its own, of the trainer's weights in another dtype or of other parts of them."""
-    experts = split.experts > 1 and job.models["policy"].abilities.routers is not None
+    experts = split.experts > 1 and job.models[job.main_role].abilities.routers is not None
     return experts or (split.item, split.shards, job.generate_sizes) != (job.master.itemsize, 1, job.sizes)

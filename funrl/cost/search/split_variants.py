@@ -104,13 +104,14 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
     base = space.base
     if not base.generates or settings.devices.generate_mesh is not None or settings.engines.engine != "native":
         return []
+    engines = {base.main_role: space.shallow[base.main_role]}
     widest = RANKS_PER_NODE if engine_fits_node(space) else RANKS_PER_NODE * MOST_NODES
     texts = []
     for tensor in (n for n in range(1, min(world, widest) + 1) if world % n == 0):
         text = meshes.text({"data": world // tensor, "expert": 1, "sequence": 1, "tensor": tensor})
         probe = with_flags(settings, mesh=text, generate_mesh=text, fsdp=False, fsdp_axes=None)
         try:
-            check_meshes(probe, {"policy": space.shallow["policy"]}, probe.devices.train.sizes, space.hardware.memory)
+            check_meshes(probe, engines, probe.devices.train.sizes, space.hardware.memory)
         except ValueError:
             continue
         texts.append(text)
@@ -119,7 +120,7 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
 
 def engine_bytes_of_node(space: SearchSpace) -> float:
     """Bytes of weights that a device of an engine holds whose tensor parallel group is a node."""
-    return space.base.dtype.itemsize * parameters(space.base.models["policy"]) / RANKS_PER_NODE
+    return space.base.dtype.itemsize * parameters(space.base.models[space.base.main_role]) / RANKS_PER_NODE
 
 
 def engine_fits_node(space: SearchSpace) -> bool:
@@ -140,7 +141,7 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
     base = space.base
     sizes = split.devices.train.chosen
     memory = space.hardware.memory
-    default = generate_sizes(split, sizes, base.models["policy"], memory) if base.generates else sizes
+    default = generate_sizes(split, sizes, base.models[base.main_role], memory) if base.generates else sizes
     laid_out = with_flags(split, generate_mesh=meshes.text(default)) if base.generates else split
     check_meshes(laid_out, space.shallow, sizes, memory)
     candidates = list(_with_savings(space, base._replace(settings=split, sizes=sizes, generate_sizes=default)))

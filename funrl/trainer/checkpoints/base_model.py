@@ -19,7 +19,6 @@ from funrl.mesh.mesh import Mesh
 from funrl.models.deployed import deployed
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.names import names_of
-from funrl.models.lora import decoder_of
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import cast_weights
 from funrl.trainer.checkpoints.checkpoint import Recorded
@@ -37,7 +36,7 @@ def own_base(job: Job, folder: str | None) -> Path | None:
     Args:
       folder: of its checkpoints; None: it has no directory.
     """
-    kept = job.lora is not None and job.settings.models.model is None and folder is not None
+    kept = job.initial_role != job.main_role and job.settings.models.model is None and folder is not None
     return Path(str(folder)).parent / OWN_BASE if kept else None
 
 
@@ -68,15 +67,18 @@ def keep_base(directory: Path, job: Job, parts: Parts, begin: trees.Tree) -> Non
         raise CheckpointError(f"{directory}: the base cannot be written: {error.strerror or error}") from error
 
 
-def adapter_facts(job: Job, parts: Parts, base: trees.Tree) -> dict[str, Any]:
+def adapter_facts(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree]) -> dict[str, Any]:
     """Facts of a checkpoint of adapters: what they are, and what they stand on. Every rank takes part.
 
     Args:
-      base: this rank's weights of the base.
+      frozen: this rank's weights of the roles that do not learn.
+
+    Returns: the facts; none where all weights learn.
     """
-    assert job.lora is not None
+    if job.lora is None:
+        return {}
     lora = job.lora._asdict() | {"targets": list(job.lora.targets)}
-    digests = weight_digests(base, decoder_of(parts.begin.stored), parts.mesh)
+    digests = weight_digests(frozen[job.initial_role], parts.roles[job.initial_role].stored, parts.mesh)
     return {"lora": lora, "base": {"directory": job.settings.models.model, "digests": digests}}
 
 

@@ -28,7 +28,9 @@ def run_facts(job: Job) -> dict[str, Any]:
     """Everything about a run that stays as it is when it goes on, in words of JSON."""
     recipe = {} if job.provenance.recipe is None else {"recipe": job.provenance.recipe}
     own = {"learns": sorted(job.algorithm.losses), "optimizer": job.settings.optimization.optimizer}
-    return recipe | own | model_function(job.models[job.lead].config) | {"tokenizer": tokenizer_digest(job.tokenizer)}
+    return (
+        recipe | own | model_function(job.models[job.main_role].config) | {"tokenizer": tokenizer_digest(job.tokenizer)}
+    )
 
 
 def check_resume(job: Job, run_dir: str | Path) -> Sequence[str]:
@@ -146,7 +148,7 @@ def check_frozen(record: Recorded, digests: Mapping[str, str], job: Job) -> None
 def _origin(role: str, job: Job) -> str:
     """The flag that a role's weights are from."""
     if role in job.directories:
-        return f"--{role}={job.directories[role]}"
+        return job.kind_of_role(role).origin(job.directories[role], role)
     return "--seed or the warm start" if job.settings.models.model is None else f"--model={job.settings.models.model}"
 
 

@@ -90,7 +90,7 @@ class Saver:
         self.job = job
         self.settings = job.settings
         self.mesh = parts.mesh
-        model = parts.roles[job.lead].placed.model
+        model = parts.roles[job.main_role].placed.model
         self.model = model if model.adapters is None else model.adapters.plain
         self.source = source
         self.folder = folder
@@ -306,7 +306,7 @@ class Saver:
             "mesh": str(mesh),
             "world": mesh.world,
             "dtype": self.settings.models.dtype,
-            "lead": self.job.lead,
+            "lead": self.job.main_role,
             "run": run_facts(self.job),
             "frozen": self.frozen,
             "processor": processor_facts(),

@@ -14,7 +14,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.trainer.checkpoints.checkpoint import Recorded
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import SCORERS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 
 
@@ -81,7 +81,7 @@ def with_model_directories(settings: Settings) -> Settings:
       SettingsError, CheckpointError: a run or a checkpoint that is named has no model.
     """
     directories = {}
-    for name in ("model", "teacher", *SCORERS):
+    for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is not None and (_is_checkpoint(Path(path)) or _run_flags(Path(path)) is not None):
             with blaming(name):

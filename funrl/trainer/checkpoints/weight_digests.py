@@ -27,7 +27,7 @@ from funrl.trainer.jobs.provenance import WEIGHTS
 from funrl.trainer.settings.declaration import HELD_OUT_SET
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import flag_value
-from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.roles import Role, bases
 
 UINT64 = (1 << 64) - 1
 
@@ -60,12 +60,8 @@ def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], m
     Args:
       weights: this rank's shards, by role.
     """
-    digests = {}
-    for name, params in weights.items():
-        if name not in roles:  # the base of adapters, of which a checkpoint knows each weight
-            continue
-        digests[name] = joined_digest(weight_digests(params, roles[name].stored, mesh))
-    return digests
+    own = [name for name in weights if name not in bases(roles)]  # of a base a checkpoint knows each weight
+    return {name: joined_digest(weight_digests(weights[name], roles[name].stored, mesh)) for name in own}
 
 
 def joined_digest(digests: Mapping[str, str]) -> str:
@@ -86,12 +82,14 @@ def with_first_digests(
       frozen, adapters: by `role_digests` and `base_model.adapter_facts`.
     """
     inputs = dict(gather_objects(dict(job.provenance.inputs), parts.mesh)[0])
+    own_head = job.kind_of_role(job.main_role).value_head
+    initial = [name for name in frozen if name not in job.directories and job.kind_of_role(name).value_head == own_head]
     if adapters:
         weights = joined_digest(adapters["base"]["digests"])
-    elif "reference" in frozen and "reference" not in job.directories:
-        weights = frozen["reference"]
+    elif initial:
+        weights = frozen[initial[0]]
     else:
-        weights = joined_digest(weight_digests(params, parts.roles[job.lead].stored, parts.mesh, dtype=job.dtype))
+        weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
     inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs)}
     return job._replace(provenance=job.provenance._replace(inputs=inputs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.optimizer import make_optimizer
-from funrl.trainer.steps.roles import BASE, LOSS_METRICS, WRITES, Companion, Role, RoleState, writes_of
+from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
 
@@ -64,6 +65,7 @@ class Parts(NamedTuple):
     Attributes:
       mesh: to train on.
       begin: the model that the run begins with.
+      main_role: name of the role that takes over the weights of `begin`, and generates if anything is generated.
       roles: by name; those that learn in the order of the algorithm's losses.
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
@@ -72,6 +74,7 @@ class Parts(NamedTuple):
 
     mesh: Mesh
     begin: Placed
+    main_role: str
     roles: Mapping[str, Role]
     generator: Generator | None
     pool: Pool | None = None
@@ -91,13 +94,14 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     def placed(name: str, model: Model) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
-        replay = settings.routers.router_replay and name == "policy"
+        replay = settings.routers.router_replay and job.kind_of_role(name).generates
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
         return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
 
-    begin = placed(job.lead, job.model)
+    begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
     roles = {name: _role(job, name, places) for name in places}
+    roles = {name: _base_role(begin, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = policy_generator(job, begin, compiled[job.model.layer], note) if job.generates else None
@@ -105,34 +109,47 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     if job.judge is not None and generator is not None:
         layer = layer_of(job.judge.model)
         judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.engines.decode_rows, layer, note)
-    return Parts(mesh, begin, ordered, generator, judge=judge)
+    return Parts(mesh, begin, job.main_role, ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     settings, loss, placed = job.settings, job.algorithm.losses.get(name), places[name]
-    writes = writes_of(name, job.algorithm)
-    if name == "policy" and not needs_old_scores(job):
+    kind, writes = job.kind_of_role(name), writes_of(name, job.algorithm)
+    if kind.generates and not needs_old_scores(job):
         writes = {}
     topk = min(settings.models.teacher_top_k, placed.model.config.vocab)
     common: dict[str, Any] = {"temperature": settings.sampling.temperature if job.generates else 1.0, "topk": topk}
-    common["on_base"] = job.lora is not None and name not in job.directories
+    common["base"] = job.base_of(name)
     if loss is None:
         return Role(placed, writes, **common)
     companion, divergence = None, job.algorithm.divergence
     if divergence is not None and "divergence" in loss.reads.required | loss.reads.optional:
-        companion = Companion(divergence.role, places[divergence.role], divergence)
-    first_step = settings.optimization.critic_warmup_steps + 1 if name == "policy" else 1
+        companion = Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
+    first_step = settings.optimization.critic_warmup_steps + 1 if kind.generates else 1
     updates = (settings.run.steps - first_step + 1) * job.settings.updates.epochs * job.settings.updates.minibatches
     return Role(
         placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
-        mask="sampled" if name == "implicit_reward" else "mask",
+        mask=kind.mask,
         first_step=first_step,
-        metric=LOSS_METRICS.get(name, f"{name}/loss") if job.generates else "train/loss",
-        watch_entropy=name == "policy" and job.generates,
+        metric=kind.loss_metric(name) if job.generates else "train/loss",
+        watch_entropy=kind.generates and job.generates,
         companion=companion,
         router=router_losses(settings, placed),
         **common,
     )  # fmt: skip
+
+
+def _base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
+    """The frozen role that others stand on: the decoder that the run begins with.
+
+    Without a role that gives probabilities it has no unembedding.
+    """
+    unembeds = any(role.placed.model.unembed is not None for role in roles.values() if role.base is not None)
+
+    def part(tree: trees.Tree) -> trees.Tree:
+        return {name: x for name, x in decoder_of(tree).items() if unembeds or name != "unembed"}
+
+    return Role(dataclasses.replace(begin, stored=part(begin.stored), compute=part(begin.compute)))
 
 
 def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
@@ -181,52 +198,54 @@ def needs_old_scores(job: Job) -> bool:
     algorithm = job.algorithm
     if not job.generates and algorithm.advantage is None:
         return False
-    others = [loss for name, loss in algorithm.losses.items() if name != "policy"]
-    before = reads(algorithm.advantage, algorithm.filter, *others, fields=algorithm.fields).required
+    kinds, main_role = algorithm.role_kinds, job.main_role
+    others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
+    before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
     single = (
         job.settings.updates.epochs * job.settings.updates.minibatches == 1
         and job.settings.optimization.critic_warmup_steps == 0
     )
-    asked = set(writes_of("policy", algorithm)) - {"old_logp"}
-    return bool("old_logp" in before or asked) or not single or "implicit_reward" in algorithm.losses
+    asked = set(writes_of(main_role, algorithm)) - {"old_logp"}
+    beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
+    return bool("old_logp" in before or asked) or not single or beside
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
     """This rank's own weights of every role. Those that begin as the policy are copies, for it is updated in place.
 
-    With adapters, what the run begins with is the one base of all roles, under the name `BASE`.
-
     Args:
-      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.lead` takes them over.
+      begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.initial_role` takes them over.
     """
-    if job.lora is not None:
-        return _weights_on_base(job, parts, begin)
     weights = {}
+    shared = bases(parts.roles)
     for name, role in parts.roles.items():
         placed, dtype = role.placed, job.dtype if role.loss is None else job.master
         if name in job.directories:
             weights[name] = _read_weights(job, name, placed, dtype)
-        elif placed.model is parts.begin.model and name == job.lead:
+        elif name in shared:
+            decoder = decoder_of(begin)
+            weights[name] = cast_weights({part: decoder[part] for part in role.stored}, dtype)
+        elif role.base is not None:
+            weights |= _first_adapters(job, name, role, begin)
+        elif placed.model is parts.begin.model and name == job.main_role:
             weights[name] = begin
         else:
             weights[name] = placed.copy_from(parts.begin, begin, dtype)
     return weights
 
 
-def _weights_on_base(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
-    """`first_weights` of a run with adapters."""
-    base = cast_weights(decoder_of(begin), job.dtype)
-    if not needs_unembedding(parts):
-        base = {name: x for name, x in base.items() if name != "unembed"}
-    weights, head = {BASE: base}, {name: begin[name] for name in (HEAD, HEAD_BIAS) if name in begin}
-    for name, role in parts.roles.items():
-        placed, generator = role.placed, torch.Generator()
-        if not role.on_base:
-            weights[name] = _read_weights(job, name, placed, job.dtype)
-        elif role.loss is not None:
-            generator.manual_seed(derived_seed(job.settings.run.seed, list(WRITES).index(name)))
-            weights[name] = first_trained(placed.model, role.stored, parts.mesh, generator, job.master, head)
-    return weights
+def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[str, trees.Tree]:
+    """This rank's adapters of a role, by its name; none where it does not learn.
+
+    A value head that the run begins with is taken over.
+    """
+    if role.loss is None:
+        return {}
+    head = {part: begin[part] for part in (HEAD, HEAD_BIAS) if part in begin}
+    generator = torch.Generator()
+    generator.manual_seed(derived_seed(job.settings.run.seed, list(job.algorithm.role_kinds).index(name)))
+    placed = role.placed
+    return {name: first_trained(placed.model, role.stored, placed.mesh, generator, job.master, head)}
 
 
 def _read_weights(job: Job, role: str, placed: Placed, dtype: torch.dtype) -> trees.Tree:
@@ -234,14 +253,9 @@ def _read_weights(job: Job, role: str, placed: Placed, dtype: torch.dtype) -> tr
     return hf.load(job.directories[role], dtype, placed.mesh, layouts=placed.stored, model=placed.model)[1]
 
 
-def needs_unembedding(parts: Parts) -> bool:
-    """True if a role on the base gives probabilities."""
-    return any(role.placed.model.unembed is not None for role in parts.roles.values() if role.on_base)
-
-
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
     """Of a rank's `first_weights` those that do not learn."""
-    return {name: tree for name, tree in weights.items() if name == BASE or parts.roles[name].loss is None}
+    return {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
 
 
 def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], source: trees.Tree) -> State:
@@ -265,15 +279,15 @@ def sync(
     """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated.
 
     Args:
-      frozen: weights that do not learn, by name, among them the base of adapters.
+      frozen: weights of the roles that do not learn.
     """
     if parts.generator is None:
         return state
     engine, _, to_engine = parts.generator
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        role = parts.roles["policy"]
-        found = deployed(role.placed, role.whole(state.roles["policy"].params, frozen or {}))
+        role = parts.roles[parts.main_role]
+        found = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
         if engine.weights.streamed:
             yield from found.exported(engine.weights.names)
         else:

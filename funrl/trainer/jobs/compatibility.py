@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from funrl.algos.checking import Available, check
-from funrl.algos.core import Algorithm, reads
+from funrl.algos.core import Algorithm, Divergence, reads
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.hf_engine import no_engine
 from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
@@ -21,14 +22,11 @@ from funrl.trainer.jobs.sharding import check_experts, check_forms, check_layout
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.steps.roles import READERS, WRITES, fields_read, role_names
+from funrl.trainer.steps.roles import fields_read, role_names
 
-LACKING = {  # `Flag.needs`: what it is for
-    "critic": ", which ppo and vapo train",
-    "implicit_reward": ", which prime trains",
-    "teacher": ": it reads nothing that one writes, as distillation and gkd do",
+MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): ending of "the algorithm has no ..."
+    **{name: kind.messages.missing for name, kind in ROLES.items()},
     "teacher_topk": ": it reads no probable tokens of the teacher, as distillation --kind=forward does",
-    "policy": " that learns, and what it trains writes no samples",
     "filter": ", which dapo has, so every batch is taken as it is sampled",
 }
 
@@ -42,17 +40,41 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     Raises:
       SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
     """
-    learning = set(algorithm.losses)
     available = provided(algorithm, settings, source)
     try:
         check(algorithm, available)
     except ValueError as error:
-        teacher = "" if settings.models.teacher is not None or "teacher" not in str(error) else "; give --teacher=DIR"
-        raise SettingsError(f"{error}{teacher}") from error
+        missing = [name for name in _roles_without_model(algorithm, settings) if name in str(error)]
+        advice = f"; give --{algorithm.role_kinds[missing[0]].flag}=DIR" if missing else ""
+        raise SettingsError(f"{error}{advice}") from error
     _check_needs(algorithm, settings)
-    unknown = sorted(learning - set(WRITES))
+    _check_roles(algorithm)
+
+
+def _check_roles(algorithm: Algorithm) -> None:
+    """Refuse a loss of an undeclared role, and a declared role that nothing reads. Raises: SettingsError."""
+    kinds, present = algorithm.role_kinds, role_names(algorithm)
+    unknown = sorted(set(algorithm.losses) - set(kinds))
     if unknown:
-        raise SettingsError(f"the algorithm has a loss for {unknown[0]!r}, which is not one of {', '.join(WRITES)}")
+        raise SettingsError(
+            f"the algorithm has a loss for {unknown[0]!r}, which is not one of {', '.join(kinds)}; "
+            f"Algorithm(roles={{{unknown[0]!r}: RoleKind(text)}}) declares it"
+        )
+    for name in algorithm.roles:
+        if name not in present:
+            fields = ", ".join(kinds[name].writes) or "nothing"
+            raise SettingsError(
+                f"the algorithm declares the role {name!r} and reads nothing that it writes ({fields}); leave it out"
+            )
+
+
+def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
+    """The roles that read the batch with a model of their own, for which no flag gives one."""
+    return [
+        name
+        for name, kind in algorithm.role_kinds.items()
+        if kind.flag and not kind.scores_completions and flag_value(settings, kind.flag) is None
+    ]
 
 
 def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
@@ -64,7 +86,7 @@ def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
         value = flag_value(settings, name)
         if one.needs and value not in (one.default, one.without) and one.needs not in parts_of_run:
             raise SettingsError(
-                f"--{name}={value} does nothing: the algorithm has no {one.needs}{LACKING[one.needs]}; leave it out"
+                f"--{name}={value} does nothing: the algorithm has no {one.needs}{MISSING[one.needs]}; leave it out"
             )
 
 
@@ -79,20 +101,17 @@ def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] |
         source = sampled_fields(settings) if sampled else FIELDS.by("source")
     source = {*source, *(name for name in schema.by("source") if name in algorithm.fields)}  # of a source of one's own
     in_filter = {*source, "failed"} if settings.rewards.on_reward_error != "stop" else set(source)
-    writers = {"policy", "reference", *algorithm.losses} | (
-        {"teacher"} if settings.models.teacher is not None else set()
-    )
+    kinds = algorithm.role_kinds
+    absent = {name for name, kind in kinds.items() if kind.learns and not kind.generates} - set(algorithm.losses)
+    absent |= set(_roles_without_model(algorithm, settings))
+    writers = (set(kinds) | set(algorithm.losses)) - absent
     in_chain = {*source, *schema.by(*writers)}
     if algorithm.example in SAMPLED_PAIRS and sampled:  # the rows of a pair are one: see `paired`
         in_chain = in_chain - set(schema.rows()) | {"length", "group", "positions", "segments"}
     elif sampled:
         in_chain |= {"greedy_score"}
-    divergence = algorithm.divergence
-    from_teacher = divergence is None or divergence.role == "teacher"
-    no_teacher = (
-        settings.models.teacher is None and from_teacher
-    )  # the step computes it with a teacher beside the policy
-    step = set(schema.by("step")) - ({"divergence"} if no_teacher else set())
+    beside = (algorithm.divergence or Divergence()).role  # the step computes it with that role beside the policy
+    step = set(schema.by("step")) - ({"divergence"} if beside in absent else set())
     in_losses = in_chain | step | {"positions", "segments"}
     return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
 
@@ -123,8 +142,8 @@ def check_meshes(
     """
     check_roles(settings, tuple(models))
     check_experts(settings, models.values())
-    lead = models.get("policy") or next(iter(models.values()))
-    generating = generate_sizes(settings, sizes, lead, memory) if "policy" in models else sizes
+    role = ROLES.generating(models)
+    generating = sizes if role is None else generate_sizes(settings, sizes, models[role], memory)
     with blaming(f"mesh={settings.devices.mesh}"):
         check_layouts(models, settings, sizes, generating)
     check_forms(models, settings, sizes)
@@ -208,7 +227,7 @@ def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorit
       SettingsError: naming the flag.
     """
     chats = any(example.messages for example in task.prompts)
-    for name in READERS:
+    for name in SCORING_ROLES:
         if chats and name in directories and load_tokenizer(directories[name]).chat_template is None:
             raise SettingsError(
                 f"--{name}={directories[name]}: prompts are chats, but its tokenizer has no chat template, and "

@@ -29,6 +29,7 @@ from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
+from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import TASKS, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
@@ -52,7 +53,6 @@ from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value
 from funrl.trainer.sources.curriculum import names_taken
-from funrl.trainer.steps.roles import READERS
 
 TEXTS = 4096  # made of the embedded task
 DEMONSTRATION = "demonstration"  # field of a prompt's record
@@ -399,10 +399,10 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
       DataError: one is too long, or none is left; see `fit_examples`.
     """
     # A reward model reads one more token, behind the completion.
-    room = {name: model.config.max_positions - new_tokens - (name in READERS) for name, model in models.items()}
+    room = {name: model.config.max_positions - new_tokens - (name in SCORING_ROLES) for name, model in models.items()}
     name = min(room, key=lambda name: room[name])
     most = room[name]
-    beyond = ", 1 of them to read the whole completion" if name in READERS else ""
+    beyond = ", 1 of them to read the whole completion" if name in SCORING_ROLES else ""
     positions = models[name].config.max_positions
     reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     most, reason, idle = _limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)

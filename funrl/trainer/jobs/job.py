@@ -17,6 +17,7 @@ from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
+from funrl.role_kinds import BASE, RoleKind
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.compatibility import (
@@ -50,7 +51,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
-from funrl.trainer.steps.roles import reads_scores
+from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 
 class Job(NamedTuple):
@@ -104,9 +105,27 @@ class Job(NamedTuple):
         return (*(one.name for one in reward_functions(self.task.rewards)), *scorers_of(self.settings))
 
     @property
-    def lead(self) -> str:
+    def main_role(self) -> str:
         """The role that takes over the first weights, and is saved at the end."""
-        return "policy" if "policy" in self.models else next(iter(self.algorithm.losses))
+        return main_role_of(self.models, self.algorithm)
+
+    @property
+    def initial_role(self) -> str:
+        """The role that takes over the weights that a run begins with: the base of adapters, if there are any."""
+        return self.base_of(self.main_role) or self.main_role
+
+    @property
+    def initial_dtype(self) -> torch.dtype:
+        """The dtype of the weights that a run begins with: to compute in, where they do not learn."""
+        return self.master if self.initial_role in self.algorithm.losses else self.dtype
+
+    def base_of(self, name: str) -> str | None:
+        """The frozen role whose weights a role has, beside adapters if it learns; None: all are its own."""
+        return BASE if self.lora is not None and name not in self.directories else None
+
+    def kind_of_role(self, name: str) -> RoleKind:
+        """The kind of a role."""
+        return self.algorithm.role_kinds[name]
 
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
@@ -133,10 +152,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, tokenizer)
-    lead = "policy" if "policy" in models else next(iter(algorithm.losses))
+    main_role = main_role_of(models, algorithm)
     with blaming(f"model={settings.models.model}"):
-        hf.check_savable(models[lead])
-    check_code(settings, models, "policy" if kind == "rl" else None)
+        hf.check_savable(models[main_role])
+    check_code(settings, models, main_role if kind == "rl" else None)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = task_of(algorithm, kind, settings, tokenizer, model, given)
     if isinstance(task, Task) and learns_from_demonstrations(algorithm):
@@ -163,7 +182,12 @@ def job_of(
       SettingsError: they do not.
     """
     model, tokenizer, models, directories = roles
-    reading = {name: one for name, one in models.items() if reads_policys(name, task, tokenizer, directories)}
+    lora = lora_of(settings, model)
+    reading = {
+        name: one
+        for name, one in models.items()
+        if reads_policys(algorithm.role_kinds[name], task, tokenizer, directories.get(name))
+    }
     smallest = min(reading, key=lambda name: reading[name].config.vocab)
     check_token_ids(task, tokenizer, models[smallest], directories.get(smallest))
     stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
@@ -177,12 +201,13 @@ def job_of(
             check_cache(settings, task, sampling.max_new_tokens, model, mesh, rank_memory(device, mesh.world))
         else:
             check_engine(settings, model, mesh, sampling, eval_sampling)
+    rates = learning_rates(settings, algorithm, model, lora is not None)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop[0] if stop else 0)
     return Job(
         settings, sizes, generating, device, TORCH_DTYPES[settings.models.dtype], model, models, directories,
-        learning_rates(settings, algorithm, model), tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
+        rates, tokenizer, task, algorithm, sampling, eval_sampling, pad, 0,
         judge_of(settings, task, sizes, rank_memory(device, Mesh(sizes).world)) if isinstance(task, Task) else None,
-        lora_of(settings, model),
+        lora,
     )  # fmt: skip
 
 
@@ -220,7 +245,8 @@ def task_of(
     """Data that the run learns from: prompts to complete, or texts."""
     if kind == "rl":
         return task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
-    if "reward_model" in algorithm.losses and tokenizer.pad_token_id is None:
+    reads_whole = any(algorithm.role_kinds[name].reads == "completion" for name in algorithm.losses)
+    if reads_whole and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
     return texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
 

@@ -30,7 +30,7 @@ from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.models.model import Model
 from funrl.trainer.settings.declaration import run_kind
-from funrl.trainer.settings.settings import Settings
+from funrl.trainer.settings.settings import Settings, flag_value
 
 RATE_OF_ONE, SUPERVISED_RATE_OF_ONE = 0.2, 1.0  # c
 LOWEST, HIGHEST = 5e-7, 1e-3
@@ -57,24 +57,23 @@ def rate_of_size(parameters: int, adapters: bool = False, supervised: bool = Fal
 def learns_from_texts(settings: Settings, algorithm: Algorithm) -> bool:
     """True if a model imitates texts or learns to score them; with preferences a policy learns as in RL."""
     return run_kind(algorithm, settings.examples.data) == "supervised" and (
-        algorithm.example == "row" or "policy" not in algorithm.losses
+        algorithm.example == "row" or algorithm.role_kinds.generating(algorithm.losses) is None
     )
 
 
-def learning_rates(settings: Settings, algorithm: Algorithm, model: Model) -> dict[str, float]:
+def learning_rates(settings: Settings, algorithm: Algorithm, model: Model, adapters: bool = False) -> dict[str, float]:
     """Peak learning rates of the roles that learn.
 
     Args:
       model: that the run begins with, without adapters.
+      adapters: whether adapters learn instead of it.
     """
-    adapters = settings.adapters.lora_rank is not None
     if settings.optimization.lr is not None:
         lr = settings.optimization.lr
     elif settings.models.model is None:
         lr = ADAPTERS_FROM_NOTHING if adapters else FROM_NOTHING
     else:
         lr = rate_of_size(trees.count(model.shapes), adapters, learns_from_texts(settings, algorithm))
-    critic = 2 * lr if settings.optimization.critic_lr is None else settings.optimization.critic_lr
-    implicit = lr if settings.optimization.implicit_reward_lr is None else settings.optimization.implicit_reward_lr
-    own = {"critic": critic, "implicit_reward": implicit}
-    return {name: own.get(name, lr) for name in algorithm.losses}
+    rules = {name: algorithm.role_kinds[name].rate for name in algorithm.losses}
+    given = {name: flag_value(settings, rule.flag) if rule.flag else None for name, rule in rules.items()}
+    return {name: rules[name].factor * lr if rate is None else rate for name, rate in given.items()}

@@ -13,13 +13,14 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
+from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.datasets import Given, Task, Texts
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import SCORERS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
-from funrl.trainer.steps.roles import READERS, VALUES, role_names
+from funrl.trainer.steps.roles import main_role_of, role_names
 
 VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
 
@@ -41,7 +42,7 @@ class Models(NamedTuple):
 def located(settings: Settings) -> Settings:
     """The settings with directories instead of names of models in the local Hugging Face cache."""
     found = {}
-    for name in ("model", "teacher", *SCORERS):
+    for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is not None:
             found[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
@@ -88,36 +89,83 @@ def models_of(
     """
     models, directories, lora = {}, {}, lora_of(settings, model)
     names = role_names(algorithm)
-    names += tuple(name for name in READERS if flag_value(settings, name) is not None and name not in names)
+    names += tuple(name for name in SCORING_ROLES if flag_value(settings, name) is not None and name not in names)
     for name in names:
-        path = model_path(settings, name) if name in ("teacher", *READERS) and name not in algorithm.losses else None
+        kind = algorithm.role_kinds[name]
+        path = directory_of(kind, settings, name in algorithm.losses)
         if path is not None:
-            with blaming(name):
-                models[name] = read(path, settings.models.model_code)
+            models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
-            if (models[name].value is None) == (name in VALUES):
-                lacking = f"value head, which `funrl {name}` trains" if name in VALUES else "unembedding"
-                raise SettingsError(f"--{name}={path}: this model has no {lacking}")
-            own = name in READERS  # which may have another tokenizer
-            if tokenizer is not None and not own and load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-                raise SettingsError(f"--{name}={path}: its tokenizer is not the policy's; tokens would not match")
+            if lora is not None and name in algorithm.losses:
+                raise SettingsError(
+                    f"--lora_rank={lora.rank}: {kind.origin(path, name)} learns all weights of a model of its own, and "
+                    "adapters stand on the policy's; leave one out"
+                )
         else:
-            if name not in VALUES and model.unembed is None:
+            if not kind.value_head and model.unembed is None:
                 raise SettingsError(
                     f"--model={settings.models.model}: it has a value head; a {name} gives probabilities"
                 )
-            models[name] = with_head_of(name, model) if name in VALUES and model.value is None else model
+            models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
-    if algorithm.divergence is not None and "teacher" in models:
-        sizes = [models[name].config.vocab for name in ("teacher", "policy")]
-        if sizes[0] != sizes[1]:
-            raise SettingsError(
-                f"--teacher={settings.models.teacher}: its vocabulary has {sizes[0]} rows and "
-                f"the policy's {sizes[1]}; a "
-                "divergence over the whole vocabulary needs as many"
-            )
+    if algorithm.divergence is not None and algorithm.divergence.role in directories:
+        _check_vocabularies(algorithm, algorithm.divergence.role, models, directories)
     return models, directories
+
+
+def directory_of(kind: RoleKind, settings: Settings, learns: bool) -> str | None:
+    """The directory that a role starts from; None: it starts from the model that the run begins with.
+
+    Args:
+      learns: whether the algorithm has a loss for it. Then the flag of its kind names a model for other algorithms.
+    """
+    if kind.model is not None:
+        return str(hf.find_directory(kind.model))
+    return model_path(settings, kind.flag) if kind.flag and not learns else None
+
+
+def stored_model_of(
+    name: str, kind: RoleKind, path: str, settings: Settings, tokenizer: Any, read: Callable[[str, str], Model]
+) -> Model:
+    """The model of a role that starts from a directory of its own, after checking that it fits its kind.
+
+    Args:
+      tokenizer: of the policy; None: it is not compared.
+      read: as in `models_of`.
+
+    Raises:
+      SettingsError: it does not fit.
+    """
+    origin = kind.origin(path, name)
+    try:
+        model = read(path, settings.models.model_code)
+    except ValueError as error:
+        raise SettingsError(f"{f'--{kind.flag}' if kind.flag else origin}: {error}") from error
+    if (model.value is None) == kind.value_head:
+        trains = f", which `funrl {kind.flag}` trains" if kind.flag else ""
+        head = f"value head{trains}" if kind.value_head else "unembedding"
+        raise SettingsError(f"{origin}: this model has no {head}")
+    shared = None if kind.scores_completions else tokenizer  # completions may be read in other tokens
+    if shared is not None and load_tokenizer(path).get_vocab() != shared.get_vocab():
+        raise SettingsError(f"{origin}: its tokenizer is not the policy's; tokens would not match")
+    return model
+
+
+def _check_vocabularies(
+    algorithm: Algorithm, role: str, models: Mapping[str, Model], directories: Mapping[str, str]
+) -> None:
+    """Check that a frozen role and the one that learns from it have as many rows in their vocabularies.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    rows, own = models[role].config.vocab, models[main_role_of(models, algorithm)].config.vocab
+    if rows != own:
+        raise SettingsError(
+            f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "
+            f"policy's {own}; a divergence over the whole vocabulary needs as many"
+        )
 
 
 def lora_of(settings: Settings, model: Model) -> Lora | None:
@@ -147,16 +195,19 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
 
-def with_head_of(name: str, model: Model) -> Model:
+def with_head_of(kind: RoleKind, model: Model) -> Model:
     """A model with the value head of a role: that of a token classifier where steps are scored, if there is such."""
-    if name == "process_reward_model" and hf.has_token_classifier(model.config):
+    if kind.reads == "steps" and hf.has_token_classifier(model.config):
         return with_value_head(model, labels=2, bias=True)
     return with_value_head(model)
 
 
-def reads_policys(name: str, task: Task | Texts, tokenizer: Any, directories: Mapping[str, str]) -> bool:
-    """True if a role reads the policy's tokens, and not texts in tokens of its own."""
-    if name not in READERS or name not in directories or not isinstance(task, Task):
+def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory: str | None) -> bool:
+    """True if a role reads the policy's tokens, and not texts in tokens of its own.
+
+    Args:
+      directory: that the role starts from; None: it starts from the policy's model.
+    """
+    if not kind.scores_completions or directory is None or not isinstance(task, Task):
         return True
-    own = load_tokenizer(directories[name])
-    return name == "reward_model" and reads_tokens(own, tokenizer, task.prompts)
+    return kind.reads == "completion" and reads_tokens(load_tokenizer(directory), tokenizer, task.prompts)

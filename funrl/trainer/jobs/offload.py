@@ -17,8 +17,9 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
+from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.steps.roles import BASE, READERS, Role, RoleState
+from funrl.trainer.steps.roles import Role, RoleState, bases
 from funrl.trainer.steps.state import State
 
 PARTS = ("optimizer", "reference", "params")
@@ -48,16 +49,27 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     Args:
       text: which of `PARTS` are offloaded, with commas between.
     """
-    away, device = offloaded_parts(text), parts.mesh.device
-    if not away or device.type != "cuda":
-        if away:
-            note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
-        return lambda run, state, stage: (run, state)
+    away = offloaded_parts(text)
+    if away and parts.mesh.device.type == "cuda":
+        return _moving(away, parts)
+    if away:
+        note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
+    return lambda run, state, stage: (run, state)
+
+
+def _moving(away: Collection[str], parts: Parts) -> Mover:
+    """`mover` on an accelerator, for some of `PARTS`."""
+    device = parts.mesh.device
     generator = parts.generator
     keeps = generator is not None and not generator.engine.weights.streamed
     to_engine = generator.to_engine if generator is not None and keeps else None
-    stages, model = frozen_stages(parts.roles), parts.roles["policy"].placed.model
-    adapted, made = model.adapters is not None, merged_weights(model)
+    stages = frozen_stages(parts.roles)
+    main = parts.roles[parts.main_role]
+    merged = merged_weights(main.placed.model)
+    source = main.base or parts.main_role  # whose weights may be the engine's too
+
+    def kept_by_engine(name: str, tree: trees.Tree) -> Collection[bool]:
+        return shared(tree, to_engine, merged) if name == source and to_engine is not None else ()
 
     def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
         if part not in away:
@@ -65,8 +77,8 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
         return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
 
     def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
-        if name == BASE:  # the policy's weights but for its adapters
-            return moved("params", tree, stage, shared(tree, to_engine, made) if to_engine is not None else ())
+        if name == source:  # the policy's weights but for its adapters
+            return moved("params", tree, stage, kept_by_engine(name, tree))
         if "reference" not in away or name not in stages:
             return tree
         return onload(tree, device) if stage in stages[name] else offload(tree)
@@ -74,9 +86,7 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
-            own = name == "policy" and not adapted
-            stays = shared(role.params, to_engine) if own and to_engine is not None else ()
-            params = moved("params", role.params, stage, stays)
+            params = moved("params", role.params, stage, kept_by_engine(name, role.params))
             roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
         frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
         return run._replace(frozen=frozen), state._replace(roles=roles)
@@ -93,7 +103,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}
         for name, role in roles.items()
-        if role.loss is None and name not in READERS and not role.on_base
+        if role.loss is None and name not in SCORING_ROLES and role.base is None and name not in bases(roles)
     }
 
 

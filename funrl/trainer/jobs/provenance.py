@@ -24,11 +24,10 @@ from funrl.models.flat import saved_fields
 from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import SCORERS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value
 
-# Flags of model directories, of functions in a FILE.py, and of texts that may be in a file.
-MODEL_FLAGS = ("model", "teacher", *SCORERS)
+# Flags of functions in a FILE.py, and of texts that may be in a file.
 CODE_FLAGS = ("reward", "curriculum")
 TEXT_FLAGS = ("prompt_template", "system_prompt", "few_shot", "chat_template", "tools", "judge_template")
 CONFIGS = ("config.json", "generation_config.json")

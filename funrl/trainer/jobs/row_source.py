@@ -56,7 +56,7 @@ from funrl.trainer.sources.sources import (
     text_source,
 )
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.roles import READERS, Role
+from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
@@ -296,7 +296,7 @@ def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: fl
     separator = step_separator(settings, job.task.demonstrations is not None)
     reader = Reader(name.replace("_", " "), tokenizer, decode, pad, config.max_positions, separator)
     common = {"role": role, "params": params, "weight": weight, "budget": scoring_budget(settings)}
-    if name == "process_reward_model":
+    if job.kind_of_role(name).reads == "steps":
         each = "token_reward" in reads(job.algorithm).optional
         reduction = settings.rewards.process_reward or ("each" if each else "min")
         return functools.partial(with_step_scores, how=reduction, read=functools.partial(read_steps, reader), **common)
@@ -346,7 +346,8 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     check_lengths(own, most, job.tokenizer)
     own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
     # A rank without texts has the same fields of no rows.
-    some = text_batch(own or [examples[0]], job.pad, job.lead in READERS, mesh.device, job.task.kind == "steps")
+    at_end = job.kind_of_role(job.main_role).scores_completions
+    some = text_batch(own or [examples[0]], job.pad, at_end, mesh.device, job.task.kind == "steps")
     mine = select(some, slice(len(own)))
     margin = mine.get("margin")
     mine = mine if margin is None else mine._replace(margin=margin.to(job.master))

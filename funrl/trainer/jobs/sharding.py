@@ -13,22 +13,22 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
 from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
+from funrl.role_kinds import ROLES
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.devices import ROLES
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
     """The rule table by which a role's weights are stored."""
-    if not settings.devices.fsdp or role not in sharded_roles(settings):
+    if not settings.devices.fsdp or not is_sharded(settings, role):
         return STORED
     named = {SHORT[short] for short in parts(settings.devices.fsdp_axes)} or set(TOKEN_AXES)
     return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
 
 
-def sharded_roles(settings: Settings) -> Collection[str]:
-    """The roles whose weights --fsdp shards."""
-    return parts(settings.devices.fsdp_models) or ROLES
+def is_sharded(settings: Settings, role: str) -> bool:
+    """True if --fsdp shards the weights of a role: without --fsdp_models, those of every role."""
+    return role in (parts(settings.devices.fsdp_models) or (role,))
 
 
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
@@ -76,12 +76,6 @@ def _check_biases(settings: Settings, models: Collection[Model]) -> None:
             f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
             "--router_aux_coef balances them by a loss"
         )
-    if rate and settings.adapters.lora_rank is not None:
-        raise SettingsError(
-            f"--router_bias_rate={rate} with --lora_rank={settings.adapters.lora_rank}: the "
-            "biases are weights of the base, "
-            "which stays as it is; leave one out"
-        )
 
 
 def check_layouts(
@@ -114,8 +108,9 @@ def check_layouts(
                 "along a row, so that its tokens are not split over sp; use dp and tp"
             )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
-    if "policy" in models:
-        layouts(models["policy"].shapes, models["policy"].axes, GENERATE, generate_sizes)
+    role = ROLES.generating(models)
+    if role is not None:
+        layouts(models[role].shapes, models[role].axes, GENERATE, generate_sizes)
 
 
 def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: bool) -> bool:

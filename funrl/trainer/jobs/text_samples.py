@@ -87,7 +87,7 @@ def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show:
     assert isinstance(task, Texts)
     count = TOKENS if task.readable is None else TASKS[settings.examples.task].max_new_tokens
     prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
-    if job.lead != "policy" or not prompts:
+    if not job.kind_of_role(job.main_role).generates or not prompts:
         return lambda states, step: None
     sampling = Sampling(greedy=True, max_new_tokens=count, stop=job.sampling.stop)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
@@ -98,7 +98,7 @@ def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show:
     def sample(states: Mapping[str, RoleState], step: int) -> None:
         if step % settings.outputs.sample_every and step != settings.run.steps:
             return
-        texts = texts_of(sampler, states["policy"])
+        texts = texts_of(sampler, states[job.main_role])
         show.samples(step, prompts, texts, [None] * len(texts), [{}] * len(texts))
 
     return sample
@@ -119,7 +119,7 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     """Continuations by an engine that is made for them. Every rank calls it and gets the same texts."""
     job, parts, prompts = sampler.job, sampler.parts, sampler.prompts
     generator = policy_generator(job, parts.begin, parts.begin.model.layer, logging.getLogger(__name__).info)
-    sync(parts._replace(generator=generator), State({"policy": policy}), frozen=sampler.frozen)
+    sync(parts._replace(generator=generator), State({job.main_role: policy}), frozen=sampler.frozen)
     engine = RewardedEngine(generator.engine, generator.mesh, sampler.decode, Pool(()), weights=())
     with awake(generator.engine):
         done = rollout(engine, prompts, sampler.sampling, 0)
@@ -128,7 +128,7 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
 
 def forward_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     """The same continuations by forward passes of the trainer."""
-    role, sampling, decode = sampler.parts.roles["policy"], sampler.sampling, sampler.decode
+    role, sampling, decode = sampler.parts.roles[sampler.job.main_role], sampler.sampling, sampler.decode
     ids = [prompt.tokens for prompt in sampler.prompts]
     params = role.whole(policy.params, sampler.frozen)
     rows = greedy_continuations(role.placed, params, ids, sampling.max_new_tokens, sampling.stop, sampler.job.pad)

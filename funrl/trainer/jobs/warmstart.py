@@ -65,8 +65,7 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
     if directory is not None:
         for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
             stage.note(remark)
-        dtype = job.master if job.lora is None else job.dtype
-        return hf.load(directory, dtype, mesh, layouts=placed.stored, model=job.model)[1]
+        return hf.load(directory, job.initial_dtype, mesh, layouts=placed.stored, model=job.model)[1]
     if job.warmstart_steps == 0:
         return sharded(first_draw(job), placed)
     try:
@@ -127,14 +126,15 @@ def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tre
     schedule = warmup_cosine(LR, steps // 20, steps)
     optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(schedule, b2=0.99))
     placed = place(job.model, alone, dtype=job.dtype)
-    role = Role(placed, loss=sft().losses["policy"], optimizer=optimizer, metric="train/loss")
+    ((name, loss),) = sft().losses.items()
+    role = Role(placed, loss=loss, optimizer=optimizer, metric="train/loss")
     weights = sharded(first_draw(job), placed)
-    states = {"policy": RoleState(weights, optimizer.init(weights))}
+    states = {name: RoleState(weights, optimizer.init(weights))}
     for step in range(1, steps + 1):
         with one_thread():
             rows = rows_of(demonstration_batch(job, step, device), mesh=alone)
-            states, metrics = learn({"policy": role}, states, rows, UpdatePlan(step))
-        yield states["policy"].params, metrics["train/loss"]
+            states, metrics = learn({name: role}, states, rows, UpdatePlan(step))
+        yield states[name].params, metrics["train/loss"]
 
 
 @contextlib.contextmanager

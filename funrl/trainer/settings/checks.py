@@ -25,7 +25,7 @@ from funrl.trainer.settings.mesh_checks import (
 )
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
-from funrl.trainer.settings.scorers import SCORERS, model_path, scorers_of, weights_by_name
+from funrl.trainer.settings.scorers import MODEL_FLAGS, SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings.settings import (
     Settings,
     check_values,
@@ -158,7 +158,7 @@ def check_files(settings: Settings) -> None:
         for path, _ in data_files(settings, name):
             if problem := source_problem(path):
                 raise SettingsError(f"--{name}: {path}: {problem}; {DATA_FLAGS[name]} are {FORMATS}, see --help")
-    for name in ("model", "teacher", *SCORERS):
+    for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is None or settings.estimate.dry_run or Path(path).is_dir():
             continue
@@ -371,6 +371,11 @@ def _check_lora(settings: Settings) -> None:
             f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon makes "
             "updates of whole matrices orthogonal, "
             "not those of thin factors; use --optimizer=adamw"
+        )
+    if settings.routers.router_bias_rate:
+        raise SettingsError(
+            f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
+            "the biases are weights of the base, which stays as it is; leave one out"
         )
     if settings.devices.fsdp_models is not None:
         raise SettingsError(

@@ -42,7 +42,7 @@ def kinds_of(algorithm: Any) -> tuple[str, ...]:
     if getattr(algorithm, "advantage", None) is not None or getattr(algorithm, "filter", None) is not None:
         return RL
     divergence = getattr(algorithm, "divergence", None)
-    return RUN_KINDS if divergence is not None and divergence.role == "teacher" else SUPERVISED
+    return RUN_KINDS if divergence is not None and algorithm.role_kinds[divergence.role].flag else SUPERVISED
 
 
 def run_kind(algorithm: Any, data: str | None) -> str:
@@ -109,6 +109,16 @@ def some_of(*choices: str) -> Bound:
         return bool(named) and set(named) <= set(choices) and len(set(named)) == len(named)
 
     return Bound(f"some of {','.join(choices)}", holds)
+
+
+def names_like(*examples: str) -> Bound:
+    """A list with commas between, of different names, such as these."""
+
+    def holds(value: str) -> bool:
+        named = parts(value)
+        return bool(named) and all(name.isidentifier() for name in named) and len(set(named)) == len(named)
+
+    return Bound(f"names such as {','.join(examples)}", holds)
 
 
 class Flag(NamedTuple):

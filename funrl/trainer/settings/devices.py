@@ -6,16 +6,16 @@ import functools
 from dataclasses import dataclass
 
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
+from funrl.role_kinds import ROLES
 from funrl.trainer.settings.declaration import (
     RL,
     at_least,
     at_most,
     flag,
+    names_like,
     one_of,
     some_of,
 )
-
-ROLES = ("policy", "critic", "reference", "implicit_reward", "reward_model", "process_reward_model", "teacher")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class DeviceSettings:
     fsdp_models: str | None = flag(
         None,
         "which models --fsdp shards",
-        some_of(*ROLES),
+        names_like(*ROLES),
+        example="policy",
         chosen="all",
         requires="fsdp",
         effect="ranks",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from funrl.rewards.named import parse_rewards
+from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.trainer.settings.settings import Settings, flag_value
 
-SCORERS = ("reward_model", "process_reward_model", "judge")  # in the order of their weights and columns
+SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
+MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
 
 
 def scorers_of(settings: Settings) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
     """Words for the first odd term of a loss on one micro-batch."""
     assert role.loss is not None
     if not where_masked(x_BT, rows.mask).isfinite().all():
-        return f"the {role.metric.split('/')[0]}'s own numbers are not finite before any term of its loss: {STEEP}"
+        return f"the {role.prefix}'s own numbers are not finite before any term of its loss: {STEEP}"
     x_BT = x_BT.detach().requires_grad_()
     written = {name: x.detach() for name in ("entropy", "topk_logp", "divergence") if (x := rows.get(name)) is not None}
     leaves = [x_BT, *(x.requires_grad_() for x in written.values() if x.is_floating_point())]

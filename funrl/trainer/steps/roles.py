@@ -11,12 +11,12 @@
 | reward_model | a value at the end of a completion | part of score | only by `reward_model` runs |
 | process_reward_model | a value at the end of every step | token_reward, or part of score | only by runs of its name |
 
-A role of another name may be added by hand: it is a `Role` in the dict like these.
+What they write, start from and report is declared in `funrl.role_kinds`; an algorithm may bring roles of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from funrl import trees
@@ -24,25 +24,12 @@ from funrl.algos.core import Algorithm, Divergence, Loss, reads
 from funrl.algos.reading import run_advantage
 from funrl.fields import FIELDS
 from funrl.models.lora import on_base, trained_part
+from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
+from funrl.role_kinds import ROLES
 from funrl.trainer.steps.router_losses import RouterLosses
 
-# Of each role: field of the batch -> what its model calls it.
-WRITES: Mapping[str, Mapping[str, str]] = {
-    "policy": {"old_logp": "logp", "old_entropy": "entropy", "sum_pi_squared": "sum_pi_squared"},
-    "critic": {"value": "values"},
-    "implicit_reward": {"implicit_logp": "logp"},
-    "reference": {"ref_logp": "logp"},
-    "teacher": {"teacher_logp": "logp", "teacher_topk": "topk", "teacher_topk_logp": "topk_logp"},
-    "reward_model": {},  # they read completions in the source, before there are scores
-    "process_reward_model": {},
-}
-READERS = ("reward_model", "process_reward_model")
-FROZEN = ("reference", "teacher", *READERS)  # where the algorithm gives them no loss
-VALUES = ("critic", *READERS)  # a value head instead of an unembedding
-BASE = "base"  # of the frozen weights, those that adapters stand on, and that a role without any is
-LOSS_METRICS = {"policy": "actor/pg_loss", "critic": "critic/vf_loss"}  # of the others: ROLE/loss
 TOPK = 64
 
 
@@ -53,19 +40,17 @@ class Companion(NamedTuple):
       name: of the frozen role.
       placed: its model on its devices.
       divergence: of the role that learns from it.
+      base: as in `Role`.
     """
 
     name: str
     placed: Placed
     divergence: Divergence
+    base: str | None = None
 
     def teacher(self, frozen: Mapping[str, trees.Tree]) -> Teacher:
-        """The role as `token_scores` takes it; `frozen` are this rank's weights that do not learn, by name.
-
-        A reference beside adapters has no weights of its own: it is the base.
-        """
-        own = frozen.get(self.name)
-        params = on_base(self.placed.model, frozen[BASE], None) if own is None else own
+        """The role as `token_scores` takes it; `frozen` are this rank's weights that do not learn, by role."""
+        params = whole_weights(self.placed.model, self.base, frozen.get(self.name), frozen)
         return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
 
 
@@ -86,7 +71,8 @@ class Role(NamedTuple):
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
       router: coefficients of the losses of its routers, where its model has experts and gives probabilities.
-      on_base: whether its weights are those of the run's base, with adapters of its own beside them where it learns.
+      base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
+        weights are its own.
     """
 
     placed: Placed
@@ -97,11 +83,16 @@ class Role(NamedTuple):
     first_step: int = 1
     temperature: float = 1.0
     topk: int = TOPK
-    metric: str = "actor/pg_loss"
+    metric: str = ROLES["policy"].metric
     watch_entropy: bool = False
     companion: Companion | None = None
-    on_base: bool = False
+    base: str | None = None
     router: RouterLosses = RouterLosses()
+
+    @property
+    def prefix(self) -> str:
+        """First part of the names of its metrics, such as "actor"."""
+        return self.metric.split("/")[0]
 
     @property
     def stored(self) -> trees.Tree:
@@ -123,9 +114,9 @@ class Role(NamedTuple):
 
         Args:
           own: its own weights; None where all of them are the base's.
-          frozen: weights of the run that do not learn, by name.
+          frozen: weights of the roles that do not learn.
         """
-        return on_base(self.placed.model, frozen[BASE], own) if self.on_base else own
+        return whole_weights(self.placed.model, self.base, own, frozen)
 
 
 class RoleState(NamedTuple):
@@ -133,6 +124,16 @@ class RoleState(NamedTuple):
 
     params: trees.Tree
     opt_state: trees.Tree
+
+
+def whole_weights(model: Model, base: str | None, own: trees.Tree, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
+    """The tree of a model's weights; the arguments are those of `Role` and of its `whole`."""
+    return own if base is None else on_base(model, frozen[base], own)
+
+
+def bases(roles: Mapping[str, Role]) -> frozenset[str]:
+    """Names of the frozen roles that others stand on."""
+    return frozenset(role.base for role in roles.values() if role.base is not None)
 
 
 def weights_of(
@@ -162,19 +163,28 @@ def fields_read(algorithm: Algorithm) -> frozenset[str]:
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
-    fields = fields_read(algorithm)
-    writers = {algorithm.schema[field].writer for field in fields} & set(WRITES)
+    kinds, fields = algorithm.role_kinds, fields_read(algorithm)
+    needed = {algorithm.schema[field].writer for field in fields} | set(algorithm.losses)
     if algorithm.divergence is not None:  # which the step computes with that role beside the policy
-        writers.add(algorithm.divergence.role)
-    return tuple(
-        name for name in dict.fromkeys((*WRITES, *algorithm.losses)) if name in writers | set(algorithm.losses)
-    )
+        needed.add(algorithm.divergence.role)
+    return tuple(name for name in dict.fromkeys((*kinds, *algorithm.losses)) if name in needed)
+
+
+def main_role_of(names: Collection[str], algorithm: Algorithm) -> str:
+    """The role that takes over the weights that a run begins with, and is saved.
+
+    It is the one that generates, or else the first that learns.
+
+    Args:
+      names: of the run's roles.
+    """
+    return algorithm.role_kinds.generating(names) or next(iter(algorithm.losses))
 
 
 def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
     """The fields that a role writes for an algorithm, with what its model calls them."""
     read = fields_read(algorithm) | reads(algorithm).optional
-    return {field: of for field, of in WRITES.get(name, {}).items() if field in read}
+    return {field: output for field, output in algorithm.role_kinds[name].writes.items() if field in read}
 
 
 def reads_scores(algorithm: Algorithm) -> bool:

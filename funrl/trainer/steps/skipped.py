@@ -23,6 +23,7 @@ from funrl import trees
 from funrl.batch import as_dict, kind_of, schema_of
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
+from funrl.role_kinds import ROLES
 from funrl.trainer.steps.odd_terms import STEEP
 from funrl.trainer.steps.step import NotFiniteError
 from funrl.trainer.steps.step_rows import Rows, own_batch
@@ -30,14 +31,11 @@ from funrl.trainer.steps.step_rows import Rows, own_batch
 LARGE = 1e15  # what is smaller has squares that float32 can add up
 FOLDER = "skipped"  # in the run's directory
 FILES, FILE_ROWS, FILE_BYTES = 8, 16, 16 << 20  # at most, of a run and of a file
-ADVICE = {
+ADVICE = {  # by the writer of a field; a role that is not among them is an algorithm's own
     "source": "the reward function gave it; have it give numbers of usual size, such as between -1 and 1",
-    "reference": "the reference gave it; its weights, those of --model, may be damaged",
-    "teacher": "the teacher gave it; its weights, those of --teacher, may be damaged",
-    "policy": "the policy itself gave it; a lower --lr may prevent it",
-    "critic": "the critic gave it; a lower --critic_lr may prevent it",
-    "implicit_reward": "the implicit reward model gave it; a lower --implicit_reward_lr may prevent it",
     "advantage": "the advantage chain made it of numbers of usual size",
+    **{name: kind.advice(name) for name, kind in ROLES.items()},
+    **dict.fromkeys(("trainer", "step"), STEEP),
 }
 
 
@@ -85,7 +83,8 @@ def cause_in(rows: Rows, part: np.ndarray, suspects: Suspects, rank: int) -> Cau
         odd = own[_odd(values).any(1).cpu().numpy()]
         if len(odd):
             value = values[_odd(values)][0].item()
-            text = f"{name} of row {odd[0]}, on rank {rank}, is {value:.3g}: {ADVICE.get(field.writer, STEEP)}"
+            advice = ADVICE.get(field.writer, f"the {field.writer} gave it; its weights may be damaged")
+            text = f"{name} of row {odd[0]}, on rank {rank}, is {value:.3g}: {advice}"
             return Cause(order, rank, tuple(odd.tolist()), text)
     numbers = tuple(suspects.rows.tolist())
     if suspects.term is not None:

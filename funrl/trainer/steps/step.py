@@ -78,7 +78,7 @@ def train_step(
     if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
         text = f"{what}: the gradient's norm is {told[1].item():.4g} and the loss {told[0].item():.4g}"
         raise NotFiniteError(text, [i for i, value in enumerate(each) if not math.isfinite(value.item())])
-    metrics |= {role.metric: loss, f"{role.metric.split('/')[0]}/grad_norm": norm}
+    metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
     if told[2].item() == 0:
         return state, metrics
     assert role.optimizer is not None
@@ -210,7 +210,7 @@ def present_scores(
     logp_BT, seen = scores.logp, dict[str, Metric]()
     assert logp_BT is not None
     if role.watch_entropy and scores.entropy is not None:
-        seen["actor/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
+        seen[f"{role.prefix}/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:
         rows = rows._replace(old_logp=logp_BT.detach())
         seen |= engine_gap(rows)
