@@ -70,12 +70,12 @@ def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) 
       position: where to begin.
     """
     if not isinstance(items, Mixture) or items.shares is None:
-        return _shuffled(len(items), count, seed, position)
+        return _shuffled(len(items), count, seed, position=position)
     part_C, earlier = items.drawn_parts(count, seed, position)
     places_C = np.zeros(count, dtype=np.int64)
     for number, part in enumerate(items.parts):
         mine_C = part_C == number
-        own = _shuffled(len(part), int(mine_C.sum()), derived_seed(seed, number), int(earlier[number]))
+        own = _shuffled(len(part), int(mine_C.sum()), derived_seed(seed, number), position=int(earlier[number]))
         places_C[mine_C] = items.starts[number] + own
     return places_C
 
@@ -96,13 +96,13 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
     """
     if weights is None or not count:
         end = position + count
-        return Taken(np.arange(position, end), places_in_order(items, count, seed, position), end)
+        return Taken(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
     chance_N = weights / weights.max()
     span = 2 * count
     positions: list[int] = []
     places: list[int] = []
     while len(places) < count:
-        come_up = places_in_order(items, span, seed, position)
+        come_up = places_in_order(items, span, seed, position=position)
         taken = np.flatnonzero(_chances(seed, position, span) < chance_N[come_up])[: count - len(places)]
         positions += (position + taken).tolist()
         places += come_up[taken].tolist()

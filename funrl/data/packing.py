@@ -122,9 +122,9 @@ def pack(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _units(lengths, example, cost)
-    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rule = _rule(units, ranks, sizes, max_segments=max_segments, cost=cost)
     rank, micro, size = _align(_best(units, rule), units, rule)
-    return _packing(lengths, rank[units.of_row], micro[units.of_row], size, units.of_row)
+    return _packing(lengths, rank[units.of_row], micro[units.of_row], size=size, example=units.of_row)
 
 
 def pack_owned(
@@ -150,9 +150,9 @@ def pack_owned(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _units(lengths, None, cost)
-    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rule = _rule(units, ranks, sizes, max_segments=max_segments, cost=cost)
     rank, micro, size = _stay(np.array(owner, dtype=np.int64), units, rule)
-    return _packing(lengths, rank, micro, size, units.of_row)
+    return _packing(lengths, rank, micro, size=size, example=units.of_row)
 
 
 def _packing(
@@ -166,7 +166,7 @@ def _packing(
     before = ends - lengths[order]
     start = np.empty_like(lengths)
     start[order] = before - np.maximum.accumulate(np.where(first, before, 0))
-    return Packing(rank, micro, start, size)
+    return Packing(rank, micro, start, size=size)
 
 
 def lockstep_work(packing: Packing, lengths: Sequence[int] | np.ndarray, cost: RowCost) -> int:
@@ -216,13 +216,13 @@ class _Rule(NamedTuple):
 def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost: RowCost) -> _Units:
     work = cost.work(lengths)
     if example is None:
-        return _Units(lengths, np.ones_like(lengths), work, np.arange(len(lengths)))
+        return _Units(lengths, np.ones_like(lengths), work, of_row=np.arange(len(lengths)))
     numbers, of_row = np.unique(np.asarray(example), return_inverse=True)
     totals = np.zeros((3, len(numbers)), dtype=np.int64)
     for total, column in zip(totals, (lengths, np.ones_like(lengths), work), strict=True):
         np.add.at(total, of_row, column)
     tokens, rows, works = totals
-    return _Units(tokens, rows, works, of_row)
+    return _Units(tokens, rows, works, of_row=of_row)
 
 
 def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, cost: RowCost) -> _Rule:
@@ -235,7 +235,7 @@ def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, co
                 f"{'token budget' if unit == 'tokens' else 'number of segments'}"
             )
     most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
-    return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most)
+    return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most_work=most)
 
 
 def _best(units: _Units, rule: _Rule) -> np.ndarray:
@@ -243,7 +243,7 @@ def _best(units: _Units, rule: _Rule) -> np.ndarray:
     best = np.zeros(0, dtype=np.int64)
     least = None
     for bins in _plans(units, rule):
-        work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule)
+        work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule=rule)
         time = int(np.sort(work)[::-1][:: rule.ranks].sum())
         cost = time + -(-len(work) // rule.ranks) * rule.overhead
         if least is None or cost < least:
@@ -259,7 +259,7 @@ def _plans(units: _Units, rule: _Rule) -> Iterator[np.ndarray]:
     ascending = units.ascending()
     yield _fill(ascending, rule, level=False)
     yield _fill(ascending, rule, level=True)
-    fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, rule.ranks)
+    fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, ranks=rule.ranks)
     for deep in range(fewest, fewest + 3):
         bins = _spread(ascending, rule.ranks * deep, rule)
         if bins is not None:
@@ -346,7 +346,7 @@ def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     Of such bins the one with most work goes to the rank that has had least.
     """
     deep = max(1, -(-(int(bins.max(initial=-1)) + 1) // rule.ranks))
-    work, size = _bin_work(bins, deep * rule.ranks, units, rule)
+    work, size = _bin_work(bins, deep * rule.ranks, units, rule=rule)
     by_work = np.argsort(-work, kind="stable").reshape(deep, rule.ranks)
     had = np.zeros(rule.ranks, dtype=np.int64)
     rank, micro = np.empty((2, by_work.size), dtype=np.int64)
@@ -366,14 +366,15 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
     by_home = np.argsort(homes, kind="stable")
     shares = np.split(by_home, np.searchsorted(homes[by_home], np.arange(1, rule.ranks)))
     parts = [
-        _Units(units.tokens[share], units.rows[share], units.work[share], np.arange(len(share))) for share in shares
+        _Units(units.tokens[share], units.rows[share], units.work[share], of_row=np.arange(len(share)))
+        for share in shares
     ]
     full = [_fill(part.ascending(), alone, level=False) for part in parts]
     deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
     even = [_spread(part.ascending(), deep, alone) for part in parts]
     even = [first if bins is None else bins for first, bins in zip(full, even, strict=True)]
     works = [
-        [np.sort(_bin_work(bins, deep, part, rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
+        [np.sort(_bin_work(bins, deep, part, rule=rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
         for plan in (full, even)
     ]
     sooner = full if np.max(works[0], axis=0).sum() <= np.max(works[1], axis=0).sum() else even

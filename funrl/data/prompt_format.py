@@ -87,7 +87,7 @@ def encoded(
       TokenizerError: as `encode_prompt`.
       DataError: the tools are neither.
     """
-    return encode_prompt(tokenizer, formatted(prompt, form), tools_of(tools, form), form.arguments)
+    return encode_prompt(tokenizer, formatted(prompt, form), tools_of(tools, form), arguments=form.arguments)
 
 
 def tools_of(own: Any, form: PromptFormat) -> list[Any]:

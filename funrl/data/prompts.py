@@ -107,7 +107,7 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     """
     where = f"{prompt.source}: " if prompt.source else ""
     try:
-        tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
+        tokens, text = encoded(tokenizer, prompt.prompt, form, tools=prompt.fields.get("tools"))
         content = formatted(prompt.prompt, form)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
@@ -116,12 +116,19 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     if not tokens:
         raise PromptError(f"{where}prompt {prompt.prompt!r} has no tokens")
     messages = None if isinstance(content, str) else content
-    return Example(tokens, text, prompt.fields, prompt.source, messages, not isinstance(prompt.prompt, str))
+    return Example(
+        tokens,
+        text,
+        prompt.fields,
+        source=prompt.source,
+        messages=messages,
+        conversational=not isinstance(prompt.prompt, str),
+    )
 
 
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
     """The prompts at the next positions of the order; see `places_in_order`."""
-    return [prompts[place] for place in places_in_order(prompts, count, seed, consumed).tolist()]
+    return [prompts[place] for place in places_in_order(prompts, count, seed, position=consumed).tolist()]
 
 
 def _check_record(where: str, record: Any, fields: Fields) -> Prompt:

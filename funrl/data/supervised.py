@@ -112,7 +112,7 @@ class TextFile(Sequence[TextExample]):
         record = self.records[index]
         where = self.records.where(index)
         try:
-            example = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
+            example = text_example(renamed(record, self.fields), self.kind, self.tokenizer, form=self.form)
             example = example if self.most is None else shortened(example, self.most)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
@@ -160,8 +160,8 @@ def load_examples(
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
-        return TextFile(halves, kind, tokenizer, False, {}, form)
-    return TextFile(records, kind, tokenizer, not without_margin, fields, form)
+        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form)
+    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form)
 
 
 def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
@@ -224,15 +224,17 @@ def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PL
     record = text_columns(record, kind)
     check_record(record, kind)
     if kind == "demonstrations" and "messages" in record:
-        return TextExample((conversation(record["messages"], tokenizer, form, record.get("tools")),))
+        return TextExample((conversation(record["messages"], tokenizer, form, tools=record.get("tools")),))
     if kind == "demonstrations" and "prompt" not in record:
         return TextExample((_whole(record["text"], tokenizer),))
-    prompt, _ = encoded(tokenizer, record["prompt"], form, record.get("tools"))
+    prompt, _ = encoded(tokenizer, record["prompt"], form, tools=record.get("tools"))
     if kind == "steps":
         labels = tuple(float(label) for label in record["labels"])
-        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer)
+        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer=tokenizer)
         return TextExample((text,), labels=labels)
-    texts = tuple(completed_text(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
+    texts = tuple(
+        completed_text(prompt, name, _content(record[name]), tokenizer=tokenizer) for name in TEXT_FIELDS[kind]
+    )
     return TextExample(texts, record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
 
 
@@ -275,8 +277,8 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        _, before = encode_prompt(tokenizer, messages[:i], tools, form.arguments)
-        after = chat_text(tokenizer, messages[: i + 1], tools, form.arguments)
+        _, before = encode_prompt(tokenizer, messages[:i], tools, arguments=form.arguments)
+        after = chat_text(tokenizer, messages[: i + 1], tools, arguments=form.arguments)
         if not (before.startswith(text) and after.startswith(before)):
             raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
         for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):

@@ -90,7 +90,7 @@ def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: s
       DataError: one is longer and `long` is "error", or none is left of a file.
     """
     if long == "error":
-        check_lengths(examples, most, tokenizer, reason)
+        check_lengths(examples, most, tokenizer, reason=reason)
         return Fitting(examples, "")
     sources = long_examples(examples, most)
     lines = f"as {reason}: {named_lines(sources.values())}"

@@ -95,7 +95,7 @@ def encode_prompt(
             "give --chat_template=FILE.jinja, or prompts as text"
         )
     try:
-        text = chat_text(tokenizer, prompt, tools, arguments, add_generation_prompt=True)
+        text = chat_text(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False), text

@@ -100,11 +100,11 @@ def reshard(
     """
     if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
         return None
-    work = begin_reshard(tree, plan, mesh, donate)
+    work = begin_reshard(tree, plan, mesh, donate=donate)
     flying: list[Flight] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
-    for step in program(plan, mesh.process, bucket_bytes, _gathers_natively(plan, mesh), direct):
+    for step in program(plan, mesh.process, bucket_bytes, native=_gathers_natively(plan, mesh), direct_bytes=direct):
         flying.append(_start(work, step, mesh))
         settle(work, step.finished)
         if len(flying) == 2:
@@ -122,14 +122,14 @@ def copied(tree: trees.Tree, src: trees.Tree, dst: trees.Tree, mesh: Mesh, dtype
       dtypes: of the copy, one or a tree of them; None: as it is.
     """
     dtypes = trees.map(lambda x: x.dtype, tree) if dtypes is None else dtypes
-    copy = reshard(tree, _within(mesh, src, dst, dtypes), mesh)
+    copy = reshard(tree, _within(mesh, src, dst, dtypes=dtypes), mesh)
     return trees.map(lambda new, old: new.clone() if new is old else new, copy, tree)
 
 
 def unshard(tree: trees.Tree, layouts: trees.Tree, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> trees.Tree:
     """Gather every leaf whole on every rank. The inverse of `rules.shard`."""
-    to_whole = _within(mesh, layouts, replicated(layouts), trees.map(lambda x: x.dtype, tree))
-    return reshard(tree, to_whole, mesh, bucket_bytes)
+    to_whole = _within(mesh, layouts, replicated(layouts), dtypes=trees.map(lambda x: x.dtype, tree))
+    return reshard(tree, to_whole, mesh, bucket_bytes=bucket_bytes)
 
 
 def replicated(layouts: trees.Tree) -> trees.Tree:
@@ -175,7 +175,9 @@ def export_weights(
         src = {name: layout for (name, _), layout, _ in leaves[:count]}
         dst = {name: layout for (name, _), _, layout in leaves[:count]}
         leaves = leaves[count:]
-        results = reshard(local, _within(mesh, src, dst, trees.map(lambda x: x.dtype, local)), mesh, bucket_bytes)
+        results = reshard(
+            local, _within(mesh, src, dst, dtypes=trees.map(lambda x: x.dtype, local)), mesh, bucket_bytes=bucket_bytes
+        )
         del local
         for name, layout in dst.items():
             theirs, whole = names[name]
@@ -216,8 +218,12 @@ def begin_reshard(tree: trees.Tree, plan: Plan, mesh: Mesh, donate: bool) -> Wor
     leaves = []
     for x, dtype, has in zip(given, plan.dtypes, held, strict=True):
         stays = x is not None and x.dtype == dtype and has.old == has.new
-        leaves.append(Leaf(has, dtype, x, None if x is None else x.detach(), x if stays else None, stays))
-    work = Work(plan, leaves, donate, frozenset(id(leaf.original) for leaf in leaves if leaf.stays), mesh.device)
+        leaves.append(
+            Leaf(has, dtype, x, source=None if x is None else x.detach(), result=x if stays else None, stays=stays)
+        )
+    work = Work(
+        plan, leaves, donate, results=frozenset(id(leaf.original) for leaf in leaves if leaf.stays), device=mesh.device
+    )
     settle(work, (i for i in range(len(leaves)) if plan.route(i).way in ("alias", "local")))
     return work
 
@@ -340,7 +346,7 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
                 received[i] = together
             for i in sends:
                 sent[i] = together
-    return Flight(step, received, arriving, sent, list(packed.values()))
+    return Flight(step, received, arriving, sent=sent, sending=list(packed.values()))
 
 
 class _Together(NamedTuple):
@@ -397,7 +403,7 @@ def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
     own = pack_message(work, step, Message(mesh.process, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
     handle = mesh.group(step.axes)._allgather_base(whole.view(-1), own.view(-1))
-    return Flight(step, [handle], [whole], [], [own])
+    return Flight(step, [handle], [whole], sent=[], sending=[own])
 
 
 def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:

@@ -30,11 +30,13 @@ def final_answer(completion: str) -> str:
 
 def last_tagged(text: str) -> str | None:
     """Content of the last <answer>...</answer>, None where there is none; in time linear in the text's length."""
-    content, begin = None, None
+    content = None
+    begin = None
     for tag in _TAG.finditer(text):
         closes = bool(tag[1])
         if closes and begin is not None:
-            content, begin = text[begin : tag.start()], None
+            content = text[begin : tag.start()]
+            begin = None
         elif not closes and begin is None:
             begin = tag.end()
     return content

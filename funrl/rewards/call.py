@@ -47,7 +47,9 @@ class RewardError(ValueError):
 
     def __init__(self, message: str, prompt: str | None = None, completion: str | None = None, value: Any = None):
         super().__init__(message)
-        self.prompt, self.completion, self.value = prompt, completion, value
+        self.prompt = prompt
+        self.completion = completion
+        self.value = value
 
 
 class Completed(NamedTuple):
@@ -144,7 +146,9 @@ def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...]
         return RewardFunction(name, function, awaited=awaited, needs=needs)
     takes = frozenset(one.name for one in arguments if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
     keywords = any(one.kind == one.VAR_KEYWORD for one in arguments)
-    return RewardFunction(name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited, takes, keywords, needs)
+    return RewardFunction(
+        name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited=awaited, takes=takes, keywords=keywords, needs=needs
+    )
 
 
 def function_name(function: Reward) -> str:
@@ -156,7 +160,9 @@ def function_name(function: Reward) -> str:
 @contextlib.contextmanager
 def torch_state_kept() -> Iterator[None]:
     """Put torch's grad mode, default dtype and default device back at the end: a reward's changes are not the run's."""
-    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    grad = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
     try:
         yield
     finally:
@@ -257,7 +263,7 @@ def row_text(row: Completed) -> str:
 def failure_of(one: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
     """A failure on a row: "the reward function" or its name, what it did, the row, and what else there is to say."""
     name = "" if one.alone else f" {one.name}"
-    return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value)
+    return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value=value)
 
 
 def picklable(outcome: RewardOutcome) -> RewardOutcome:
@@ -278,7 +284,7 @@ def _row_outcome(one: RewardFunction, row: Completed, call: Callable[[], Any]) -
     except TooSlow as error:
         return failure_of(one, row, too_slow(error.args[0]))
     except (Exception, SystemExit) as error:
-        return failure_of(one, row, f"raised {error!r}", f"\n{_own_trace(error)}")
+        return failure_of(one, row, f"raised {error!r}", rest=f"\n{_own_trace(error)}")
     return _checked(one, row, value)
 
 
@@ -290,7 +296,7 @@ def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callab
     except TooSlow as error:
         return [failure_of(one, rows[0], too_slow(error.args[0]) + among)] * len(rows)
     except (Exception, SystemExit) as error:
-        return [failure_of(one, rows[0], f"raised {error!r}{among}", f"\n{_own_trace(error)}")] * len(rows)
+        return [failure_of(one, rows[0], f"raised {error!r}{among}", rest=f"\n{_own_trace(error)}")] * len(rows)
     values = given.tolist() if hasattr(given, "tolist") else given  # an array or a tensor
     if not isinstance(values, (list, tuple)) or len(values) != len(rows):
         what = f"gave {len(values)} numbers" if isinstance(values, (list, tuple)) else f"gave {given!r}"
@@ -310,7 +316,9 @@ def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
     if not one.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        return failure_of(one, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", "", value)
+        return failure_of(
+            one, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", rest="", value=value
+        )
     return Score(number, entries) if entries else number
 
 

@@ -39,13 +39,13 @@ class Verifier(NamedTuple):
 VERIFIERS: Mapping[str, Verifier] = {
     "exact": Verifier("funrl.rewards.verifiers:exact_match", (GOLD,)),
     "gsm8k": Verifier("funrl.rewards.verifiers:gsm8k", (GOLD,)),
-    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", "math"),
-    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", "math"),
+    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", extra="math"),
+    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", extra="math"),
     "choice": Verifier("funrl.rewards.verifiers:multiple_choice", (GOLD,)),
     "regex": Verifier(
         "funrl.rewards.verifiers:matches_pattern", (("pattern",),), check="funrl.rewards.verifiers:check_pattern"
     ),
-    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", "json"),
+    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", extra="json"),
     "format": Verifier("funrl.rewards.structure:think_then_answer"),
     "length": Verifier("funrl.rewards.style:within_length", (("min_words", "max_words"),)),
     "repetition": Verifier("funrl.rewards.style:repetition"),
@@ -77,7 +77,8 @@ def parse_rewards(text: str) -> tuple[NamedReward, ...]:
     Raises:
       LoadError: a weight is no finite number, or a name without a colon is not that of a verifier.
     """
-    sources, weights = [], []
+    sources = []
+    weights = []
     for part in (part.strip() for part in text.split(",")):
         found = WEIGHTED_REWARD.fullmatch(part)
         assert found is not None

@@ -52,10 +52,14 @@ class Pool:
     def __init__(
         self, rewards: Sequence[Reward], workers: int = 0, connection: Connection | None = None, server: int = 0
     ):
-        self.functions, self.workers = reward_functions(rewards), workers
-        self._connection, self._server = connection, server
+        self.functions = reward_functions(rewards)
+        self.workers = workers
+        self._connection = connection
+        self._server = server
         self._waiting: dict[int, Future[list[RewardOutcome]]] = {}
-        self._lock, self._count, self._closed = threading.Lock(), 0, False
+        self._lock = threading.Lock()
+        self._count = 0
+        self._closed = False
         if connection is not None:
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
@@ -111,7 +115,8 @@ class Pool:
 
     def _fail(self, message: str) -> None:
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting = list(self._waiting.values())
+            self._waiting = {}
         for future in waiting:
             future.set_exception(RewardError(message))
 
@@ -144,7 +149,7 @@ def open_pool(
         )
         server = fork(program)
         there.close()
-        pool = Pool(rewards, most, here, server)
+        pool = Pool(rewards, most, here, server=server)
     try:
         yield pool
     finally:

@@ -94,7 +94,10 @@ class Server:
     def __init__(
         self, parent: Connection, functions: Sequence[RewardFunction], least: int, most: int, timeout_s: float
     ):
-        self.parent, self.functions, self.least, self.most = parent, tuple(functions), least, most
+        self.parent = parent
+        self.functions = tuple(functions)
+        self.least = least
+        self.most = most
         self.timeout_s = timeout_s
         self.queues: list[deque[Submission]] = [deque() for _ in functions]
         self.workers: list[_Worker] = []
@@ -130,7 +133,8 @@ class Server:
         """Give all free workers what waits, the first tasks first."""
         for worker in self.workers:
             while worker.free and (task := self._first(worker.awaits)) is not None:
-                queue, one = self.queues[task.function], self.functions[task.function]
+                queue = self.queues[task.function]
+                one = self.functions[task.function]
                 tasks = [queue.popleft()]
                 share = -(-(len(queue) + 1) // sum(other.awaits == worker.awaits for other in self.workers))
                 room = BATCH_ROWS - len(task.rows)
@@ -159,7 +163,8 @@ class Server:
             return
         self._answer(worker.calls.pop(number), found)
         if not worker.awaits:
-            self.cpu_s, self.wall_s = self.cpu_s * _MEMORY + cpu_s, self.wall_s * _MEMORY + wall_s
+            self.cpu_s = self.cpu_s * _MEMORY + cpu_s
+            self.wall_s = self.wall_s * _MEMORY + wall_s
             self._grow()
 
     def _grow(self) -> None:
@@ -190,7 +195,8 @@ class Server:
             at += len(task.rows)
 
     def _fail(self, call: _Call, what: str) -> None:
-        one, rows = self.functions[call.tasks[0].function], [row for task in call.tasks for row in task.rows]
+        one = self.functions[call.tasks[0].function]
+        rows = [row for task in call.tasks for row in task.rows]
         among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
         self._answer(call, [failure_of(one, pickle.loads(rows[0]), what + among)] * len(rows))
 
@@ -205,13 +211,18 @@ class Server:
             pid = fork(functools.partial(_work, there, others, self.functions, awaits, self.timeout_s))
             _own_group(pid)
             there.close()
-            self.workers.append(_Worker(pid, here, awaits, {}))
+            self.workers.append(_Worker(pid, here, awaits, calls={}))
 
 
 def serve_rewards(
-    parent: Connection, theirs: Connection, rank: int, functions: Sequence[RewardFunction], least: int, most: int,
+    parent: Connection,
+    theirs: Connection,
+    rank: int,
+    functions: Sequence[RewardFunction],
+    least: int,
+    most: int,
     timeout_s: float,
-) -> None:  # fmt: skip
+) -> None:
     """The program of the server's process.
 
     Args:
@@ -222,7 +233,7 @@ def serve_rewards(
     """
     theirs.close()
     _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
-    Server(parent, functions, least, most, timeout_s).serve(rank)
+    Server(parent, functions, least, most=most, timeout_s=timeout_s).serve(rank)
 
 
 def fork(live: Callable[[], None]) -> int:
@@ -267,9 +278,12 @@ def _leave_signals_to_the_rank() -> None:
 
 
 def _work(
-    connection: Connection, others: Sequence[Connection], functions: Sequence[RewardFunction], awaits: bool,
+    connection: Connection,
+    others: Sequence[Connection],
+    functions: Sequence[RewardFunction],
+    awaits: bool,
     timeout_s: float,
-) -> None:  # fmt: skip
+) -> None:
     """The life of a worker.
 
     Args:
@@ -287,7 +301,8 @@ def _work(
             asyncio.run(_answer_awaited(connection, functions, timeout_s))
         while True:
             number, function, rows = pickle.loads(connection.recv_bytes())
-            cpu_s, wall_s = _cpu_s(), time.monotonic()
+            cpu_s = _cpu_s()
+            wall_s = time.monotonic()
             found = outcomes(functions[function], [pickle.loads(row) for row in rows])
             connection.send((number, [*map(picklable, found)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
 
@@ -295,7 +310,8 @@ def _work(
 async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunction], timeout_s: float) -> None:
     """Answer calls side by side until the server is gone."""
     loop = asyncio.get_running_loop()
-    gone, tasks = loop.create_future(), set[asyncio.Task[None]]()
+    gone = loop.create_future()
+    tasks = set[asyncio.Task[None]]()
 
     async def answer(number: int, function: int, rows: Sequence[bytes]) -> None:
         found = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
@@ -317,7 +333,8 @@ async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunc
 
 def _cpu_s() -> float:
     """Seconds in which this process used a core or waited for one, and the programs that it has waited for used one."""
-    programs, queued = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+    programs = resource.getrusage(resource.RUSAGE_CHILDREN)
+    queued = 0.0
     with contextlib.suppress(OSError), open("/proc/self/schedstat") as file:
         queued = int(file.read().split()[1]) / 1e9
     return time.process_time() + programs.ru_utime + programs.ru_stime + queued

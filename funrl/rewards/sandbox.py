@@ -34,15 +34,30 @@ from funrl.rewards import confine
 
 MEANS = ("landlock", "bubblewrap")  # in the order in which they are tried
 _SYSTEM = (  # readable, where they exist
-    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache", "/etc/localtime",
-    "/etc/alternatives", "/etc/ssl", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
-)  # fmt: skip
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+    "/etc/ssl",
+    "/etc/mime.types",
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+    "/sys/devices/system/cpu",
+)
 _LOOK_EVERY_S = 0.05
 _FOLDER = "funrl-program-{}-"  # with the number of the process that has made it
 _ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-}  # fmt: skip
+}
 
 
 class SandboxError(RuntimeError):
@@ -125,9 +140,14 @@ def run_program(
             command = [sys.executable, "-I", confine.__file__, str(task_file.fileno()), str(its_result)]
             process = subprocess.Popen(
                 command if means == "landlock" else [*_bubblewrap(folder), *command],
-                stdin=stdin_file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, start_new_session=True,
-                pass_fds=(task_file.fileno(), its_result), env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
-            )  # fmt: skip
+                stdin=stdin_file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                start_new_session=True,
+                pass_fds=(task_file.fileno(), its_result),
+                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+            )
         finally:
             os.close(its_result)
         with process, open(result, "rb", buffering=0) as told:
@@ -143,7 +163,7 @@ def run_program(
     code = process.returncode
     if means == "bubblewrap" and code > 128:  # its way to say which signal ended the program
         code = 128 - code
-    return Ended(problem or _status(code), stdout, stderr, passed)
+    return Ended(problem or _status(code), stdout, stderr, passed=passed)
 
 
 @functools.cache
@@ -181,9 +201,24 @@ def _bubblewrap(folder: str) -> list[str]:
     binds = [word for path in readable_paths() for word in _bind(path)]
     devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
     return [
-        "bwrap", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--die-with-parent", *binds, *devices,
-        "--proc", "/proc", "--remount-ro", "/proc", "--bind", folder, folder, "--chdir", folder, "--",
-    ]  # fmt: skip
+        "bwrap",
+        "--unshare-user-try",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--die-with-parent",
+        *binds,
+        *devices,
+        "--proc",
+        "/proc",
+        "--remount-ro",
+        "/proc",
+        "--bind",
+        folder,
+        folder,
+        "--chdir",
+        folder,
+        "--",
+    ]
 
 
 def _bind(path: str) -> list[str]:
@@ -215,7 +250,8 @@ def _watch(
     """
     assert process.stdout is not None and process.stderr is not None
     limits = watched.limits
-    outputs, problem = (bytearray(), bytearray(), bytearray()), ""
+    outputs = (bytearray(), bytearray(), bytearray())
+    problem = ""
     deadline = time.monotonic() + limits.wall_s
     with selectors.DefaultSelector() as open_pipes:
         for pipe, into in zip((process.stdout, process.stderr, told), outputs, strict=True):
@@ -233,7 +269,8 @@ def _watch(
             if time.monotonic() > deadline:
                 problem = "wall time"
             elif time.monotonic() - looked > _LOOK_EVERY_S:
-                problem, looked = problem or _exceeded(process.pid, watched), time.monotonic()
+                problem = problem or _exceeded(process.pid, watched)
+                looked = time.monotonic()
     return problem, outputs
 
 
@@ -243,7 +280,8 @@ def _exceeded(pid: int, watched: Watched) -> str:
     Args:
       pid: of the program, or of bubblewrap, whose last descendant it is.
     """
-    limits, pid = watched.limits, _last_descendant(pid)
+    limits = watched.limits
+    pid = _last_descendant(pid)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         threads = re.search(r"^Threads:\s*(\d+)", file.read(), re.MULTILINE)
         if threads is not None and int(threads[1]) > limits.threads:

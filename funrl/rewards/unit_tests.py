@@ -52,7 +52,8 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         check_tests(fields)
-        tests, program = read_tests(fields), program_of(prompt, completion, fields)
+        tests = read_tests(fields)
+        program = program_of(prompt, completion, fields)
         setup = str(fields.get("test_setup_code") or "")
         passed = len(run_program(f"{setup}\n{program}", tests.sources, limits=limits).passed) if tests.sources else 0
         for stdin, wanted in tests.pairs:
@@ -73,7 +74,8 @@ code_tests = unit_tests()
 def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     """The program that a completion holds."""
     blocks = _FENCED.findall(completion)
-    program, entry = blocks[-1] if blocks else completion, fields.get("entry_point")
+    program = blocks[-1] if blocks else completion
+    entry = fields.get("entry_point")
     lacks = entry is not None and not re.search(rf"^\s*def\s+{re.escape(str(entry))}\b", program, re.MULTILINE)
     return prompt + program if lacks else program
 

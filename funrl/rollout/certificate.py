@@ -52,7 +52,9 @@ GPU_PIECE = 1 << 21
 DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and written), summed
 # By bytes of a number: the whole numbers that its bits are read as.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-PROBE_PROMPTS, PROBE_TOKENS, PROBE_NEW_TOKENS = 2, 32, 8
+PROBE_PROMPTS = 2
+PROBE_TOKENS = 32
+PROBE_NEW_TOKENS = 8
 # Nats that two programs' rounding may make of the same weights; measured in benchmarks/README.md.
 PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
@@ -92,7 +94,8 @@ def certify(
     whole = digests and compare_weights(deployed(placed, params), engine, version)
     if not probes:
         return {"sync/verified": float(whole)}
-    gap, bound = probe_gap(placed, params, engine), PROBE_BOUNDS[placed.dtype]
+    gap = probe_gap(placed, params, engine)
+    bound = PROBE_BOUNDS[placed.dtype]
     if not gap <= bound:
         shown = "Its weights are the trainer's" if whole else "Not all of its weights were compared"
         raise SyncError(
@@ -116,7 +119,9 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    trained, placed, mesh = source.stored, dict(trees.named(engine.weights.layouts)), source.mesh
+    trained = source.stored
+    placed = dict(trees.named(engine.weights.layouts))
+    mesh = source.mesh
     digests, faults = _own_digests(source, engine)
     if engine.version != version:
         faults.insert(0, f"the version is {engine.version}")
@@ -141,7 +146,7 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     if wrong:
         name = wrong[0]
         _, trainer, _, held, _ = own_N5[list(placed).index(name)].tolist()
-        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), held)
+        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), engine=held)
         where = _where(gather_objects(share, mesh), mesh.ranks)
         raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
     return not any(missing for *_, missing in rows)
@@ -182,7 +187,8 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
 
     Args: as in `certify`.
     """
-    mesh, config = placed.mesh, placed.model.config
+    mesh = placed.mesh
+    config = placed.model.config
     prompts, new_tokens = probe_prompts(config.vocab, config.max_positions)
     tokens_BS, logp_BS = _greedy(engine, prompts, new_tokens)
     here = mesh.rank == 0
@@ -204,7 +210,8 @@ def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
     """Rows end to end and padded, where ranks share the tokens of a row; as they are where each has all."""
     if multiple == 1:
         return Batch(tokens=tokens_BT, mask=mask_BT)
-    (B, T), device = tokens_BT.shape, tokens_BT.device
+    (B, T) = tokens_BT.shape
+    device = tokens_BT.device
     rows = tokens_BT, mask_BT, torch.arange(1, B + 1, device=device)[:, None].expand(B, T)
     tokens, mask, segments = (F.pad(x.flatten(), (0, -B * T % multiple)).unsqueeze(0) for x in rows)
     positions = F.pad(torch.arange(T, device=device).repeat(B), (0, -B * T % multiple)).unsqueeze(0)
@@ -234,9 +241,13 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
     are compared."""
-    spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
-    trained, mesh = source.stored, source.mesh
-    awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}
+    spec = engine.weights
+    placed = dict(trees.named(engine.weights.layouts))
+    trained = source.stored
+    mesh = source.mesh
+    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
+    faults = []
+    found = {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for there, held in engine.held_weights():
         name = awaited.pop(there, None)
@@ -244,15 +255,18 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
             faults.append(f"{there} is unknown or given twice")
         if name is None or held is None:
             continue
-        shape, dtype = placed[name].local_shape(spec.mesh.rank), weight_dtype(name, spec.dtype)
+        shape = placed[name].local_shape(spec.mesh.rank)
+        dtype = weight_dtype(name, spec.dtype)
         if held.numel() != math.prod(shape) or held.dtype != dtype:
             faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
             continue
-        held, own = held.reshape(shape), source.weight(name)
-        ours = digest(own, trained[name], mesh.rank, dtype).to(mesh.device)
+        held = held.reshape(shape)
+        own = source.weight(name)
+        ours = digest(own, trained[name], mesh.rank, dtype=dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
-        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype).to(mesh.device)
-        first, engine_first = first_copy(trained[name], mesh), first_copy(placed[name], spec.mesh)
+        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype=dtype).to(mesh.device)
+        first = first_copy(trained[name], mesh)
+        engine_first = first_copy(placed[name], spec.mesh)
         found[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
     return found, faults + [f"{name} is missing" for name in awaited.values()]
 
@@ -303,10 +317,13 @@ def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     Args:
       keys: for each dim those of the part's coordinates; for the last one, those of its words.
     """
-    piece, row = PIECE.get(x.device.type, GPU_PIECE), x[0].numel()
+    piece = PIECE.get(x.device.type, GPU_PIECE)
+    row = x[0].numel()
     if row > piece:
         return (torch.stack([_digest(one, keys[1:], dtype) for one in x]) * keys[0]).sum()
-    total, rows, words = keys[0].new_zeros(()), piece // row, len(keys[0]) // len(x)
+    total = keys[0].new_zeros(())
+    rows = piece // row
+    words = len(keys[0]) // len(x)
     for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
         numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize]).to(torch.int64)
         for key in (*keys[:0:-1], first):

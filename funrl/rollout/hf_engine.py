@@ -36,8 +36,10 @@ class HFEngine:
 
     def __init__(self, config: ModelConfig, weights: WeightSpec):
         self.weights = weights
-        self.version, self.paused = None, False
-        self._config, self._stored = config, stored_in(config.source.family, weights.names)
+        self.version = None
+        self.paused = False
+        self._config = config
+        self._stored = stored_in(config.source.family, weights.names)
         self._waiting: list[Request] = []
         self._passes = self._decoded = 0
 
@@ -70,9 +72,12 @@ class HFEngine:
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights of the transformers model; see `Engine`."""
-        held, names = self.model.state_dict(), self.weights.names
-        return ((there, held[one.name][slice(*one.rows)]) for (there, _), one in zip(
-            names.values(), (self._stored[name] for name in names), strict=True))  # fmt: skip
+        held = self.model.state_dict()
+        names = self.weights.names
+        return (
+            (there, held[one.name][slice(*one.rows)])
+            for (there, _), one in zip(names.values(), (self._stored[name] for name in names), strict=True)
+        )
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine can complete."""
@@ -115,7 +120,10 @@ class HFEngine:
         gone = [request for request in self._waiting if request.number in wanted]
         self._waiting = [request for request in self._waiting if request.number not in wanted]
         none = torch.zeros(0, dtype=torch.promote_types(self.weights.dtype, torch.float32))
-        return [Completion(r.number, none.long(), none, none, none.long(), "cancelled") for r in gone]
+        return [
+            Completion(r.number, none.long(), none, raw_logp=none, versions=none.long(), finish="cancelled")
+            for r in gone
+        ]
 
     def pause(self) -> None:
         """Let `step` do nothing until `resume`."""
@@ -127,14 +135,28 @@ class HFEngine:
 
     def cost(self) -> EngineCost:
         """Counts of its work; transformers makes a cache of its own for each batch."""
-        return EngineCost(0, 0, 0, 0, 0, len(self._waiting), self._passes, 0, 0, self._decoded, 0)
+        return EngineCost(
+            0,
+            0,
+            0,
+            used_pages=0,
+            peak_pages=0,
+            rows=len(self._waiting),
+            passes=self._passes,
+            prefilled=0,
+            cached=0,
+            decoded=self._decoded,
+            preempted=0,
+        )
 
     @torch.no_grad()
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         from transformers import GenerationConfig
 
-        pad, width = self._config.special_tokens.pad or 0, max(len(request.prompt) for request in requests)
-        device, prompts = self.model.device, [list(request.prompt) for request in requests]
+        pad = self._config.special_tokens.pad or 0
+        width = max(len(request.prompt) for request in requests)
+        device = self.model.device
+        prompts = [list(request.prompt) for request in requests]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -173,10 +195,14 @@ class HFEngine:
             self._decoded += count
             done.append(
                 Completion(
-                    request.number, tokens_RT[row, :count].cpu(), sampling_RT[row, :count], raw_RT[row, :count],
-                    torch.full((count,), self.version or 0), "stop" if stops else "length",
+                    request.number,
+                    tokens_RT[row, :count].cpu(),
+                    sampling_RT[row, :count],
+                    raw_logp=raw_RT[row, :count],
+                    versions=torch.full((count,), self.version or 0),
+                    finish="stop" if stops else "length",
                 )
-            )  # fmt: skip
+            )
         return done
 
 
@@ -210,6 +236,6 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
     """
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
-    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    weights = WeightSpec(names_of(model), placed, mesh, dtype)
+    placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+    weights = WeightSpec(names_of(model), placed, mesh, dtype=dtype)
     return HFEngine(model.config, weights)

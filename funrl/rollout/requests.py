@@ -84,9 +84,10 @@ def requests_of(
       first_prompt: number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the prompt, so
         ranks that share the prompts of a step draw what one rank would draw.
     """
-    samples, first = sampling.samples, first_prompt * sampling.samples
+    samples = sampling.samples
+    first = first_prompt * sampling.samples
     numbers = range(first, first + len(prompts) * samples)
-    return [Request(n, prompts[(n - first) // samples], sampling, request_seed(seed, n)) for n in numbers]
+    return [Request(n, prompts[(n - first) // samples], sampling, seed=request_seed(seed, n)) for n in numbers]
 
 
 class RequestGroups(Sequence[list[Request]]):
@@ -130,7 +131,7 @@ class RequestGroups(Sequence[list[Request]]):
         numbers = range(index * sampling.samples, (index + 1) * sampling.samples)
         seeds = [request_seed(self.seed, n) for n in numbers]
         rows = zip(numbers, seeds, strict=True)
-        return [Request(self.first + n, prompt, sampling, seed, None, self.most) for n, seed in rows]
+        return [Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most) for n, seed in rows]
 
 
 def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Container[int] = ()) -> None:

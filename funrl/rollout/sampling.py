@@ -82,7 +82,7 @@ def sample_tokens(
     shaped_RV = penalized_RV if sampling.temperature == 1 else penalized_RV / sampling.temperature
     prob_RV = shaped_RV.softmax(-1)
     if sampling.truncated:
-        token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling, static)
+        token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling, static=static)
     else:
         token_R1, kept_R1 = invert(prob_RV, noise_R)
     prob_R1 = prob_RV.gather(1, token_R1).double()

@@ -39,7 +39,9 @@ def complete_shared(
     Raises:
       ValueError, RuntimeError, FloatingPointError: as the engine.
     """
-    replicas, first, at = mesh.size(mesh.row_axes), mesh.index("tensor") == 0, 0
+    replicas = mesh.size(mesh.row_axes)
+    first = mesh.index("tensor") == 0
+    at = 0
     found: list[Completion] = []
     begun = [own]
     engine.submit(own)
@@ -47,7 +49,7 @@ def complete_shared(
         while at < len(groups) or engine.in_flight():
             if at < len(groups) and engine.room():
                 most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
-                at, count = _take(engine, groups, most, take, mesh, first)
+                at, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)
                 taken = groups[at : at + count]
                 begun += taken
                 engine.submit([request for group in taken for request in group])

@@ -72,12 +72,13 @@ def kept_mass(prob_RV: Tensor, sampling: Sampling) -> Tensor:
 
     Returns: [R, V] int64.
     """
-    mass_RV, k = mass_of(prob_RV), _top_k(prob_RV, sampling)
+    mass_RV = mass_of(prob_RV)
+    k = _top_k(prob_RV, sampling)
     if 0 < k < LONGEST:  # then top-p and min-p are settled among these
         value_RC = prob_RV.topk(k).values
         n_R1 = _kept_count(value_RC, k, sampling)
         last_R1 = value_RC.gather(1, n_R1 - 1)
-        return _first(prob_RV, mass_RV, last_R1, n_R1 - (value_RC > last_R1).sum(1, keepdim=True))
+        return _first(prob_RV, mass_RV, last_R1, ties_R1=n_R1 - (value_RC > last_R1).sum(1, keepdim=True))
     if k:
         wanted_R1 = torch.full_like(mass_RV[:, :1], k)
         mass_RV = _first(prob_RV, mass_RV, *threshold(prob_RV, torch.ones_like(mass_RV), wanted_R1))
@@ -85,7 +86,7 @@ def kept_mass(prob_RV: Tensor, sampling: Sampling) -> Tensor:
         total_R1 = mass_RV.sum(1, keepdim=True) if k else torch.full_like(mass_RV[:, :1], ONE)
         last_R1, wanting_R1 = threshold(prob_RV, mass_RV, _share(sampling.top_p, total_R1))
         each_R1 = mass_of(last_R1).clamp_min_(1)
-        mass_RV = _first(prob_RV, mass_RV, last_R1, (wanting_R1 + each_R1 - 1) // each_R1)
+        mass_RV = _first(prob_RV, mass_RV, last_R1, ties_R1=(wanting_R1 + each_R1 - 1) // each_R1)
     if sampling.min_p > 0:
         mass_RV = mass_RV.masked_fill(prob_RV < sampling.min_p * prob_RV.amax(1, keepdim=True), 0)
     return mass_RV
@@ -108,7 +109,8 @@ def threshold(prob_RV: Tensor, weight_RV: Tensor, wanted_R1: Tensor) -> tuple[Te
     prefix_R1 = torch.zeros_like(key_RV[:, :1])
     wanting_R1 = wanted_R1
     for shift in range(bits - DIGIT_BITS, -DIGIT_BITS, -DIGIT_BITS):
-        values, shift = 1 << min(DIGIT_BITS, DIGIT_BITS + shift), max(shift, 0)
+        values = 1 << min(DIGIT_BITS, DIGIT_BITS + shift)
+        shift = max(shift, 0)
         prefix_R1 = prefix_R1 * values
         digit_RV = (key_RV >> shift).sub_(prefix_R1).clamp_(-1, values)  # beyond the digits: what is known to differ
         sums_RD = wanted_R1.new_zeros(len(key_RV), values + 2)

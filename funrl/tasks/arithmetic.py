@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ALPHABET = "0123456789+-*="  # with the two special tokens 16, which every tensor axis up to 16 divides
 DIGITS = 3
-HEAD = 16  # size of the decoder's heads
+HEAD_SIZE = 16  # size of the decoder's heads
 ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
@@ -59,7 +59,8 @@ def problems(seed: int, count: int, digits: int = DIGITS, split: Split = "train"
 
 def is_held_out(pairs: np.ndarray) -> np.ndarray:
     """Mask of the pairs [N, 2] that are never trained on, by a hash of the two summands in either order."""
-    low, high = pairs.min(1).astype(np.uint64), pairs.max(1).astype(np.uint64)
+    low = pairs.min(1).astype(np.uint64)
+    high = pairs.max(1).astype(np.uint64)
     # Two rounds of the finaliser of splitmix64; uint64 wraps.
     x = low * np.uint64(0x9E3779B97F4A7C15) + high
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -107,7 +108,7 @@ def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "tra
 
     Args: as in `problems`.
     """
-    pairs = problems(seed, 8 * count, digits, split)
+    pairs = problems(seed, 8 * count, digits, split=split)
     differ = pairs[pairs.sum(1) != sum_without_carries(pairs)][:count]
     wrong = sum_without_carries(differ)
     return [
@@ -121,7 +122,7 @@ def triples(seed: int, count: int, digits: int = DIGITS, split: Split = "train")
 
     Args: as in `problems`.
     """
-    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split)]
+    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split=split)]
 
 
 def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
@@ -129,7 +130,7 @@ def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train")
 
     Args: as in `problems`.
     """
-    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
     return [one for prompt, right, wrong in pairs for one in ((prompt, right, True), (prompt, wrong, False))][:count]
 
 
@@ -140,7 +141,7 @@ def steps(
 
     Args: as in `problems`.
     """
-    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
     both = [(prompt, answer, right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
     return [
         (prompt, list(answer), [answer[:n] == right[:n] for n in range(1, len(answer) + 1)])
@@ -172,12 +173,12 @@ def in_usual_order(text: str) -> str:
 
 def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
     """Problems to train on, with the field "answer"."""
-    return _prompts(problems(seed, count, digits, "train"))
+    return _prompts(problems(seed, count, digits, split="train"))
 
 
 def heldout_prompts(count: int, digits: int = DIGITS) -> list[Prompt]:
     """At most `count` different problems that no training split contains; the same ones for every seed."""
-    pairs = problems(0, 4 * count, digits, "heldout")
+    pairs = problems(0, 4 * count, digits, split="heldout")
     _, first = np.unique(pairs, axis=0, return_index=True)
     return _prompts(pairs[np.sort(first)][:count])
 
@@ -196,7 +197,7 @@ def is_its_tokenizer(folder: str | Path) -> bool:
     return vocab == character_vocabulary(ALPHABET)
 
 
-def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
+def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     """The small decoder that learns the task.
 
     Args:
@@ -209,9 +210,18 @@ def model_config(head: int = HEAD, model: str = "arithmetic") -> Config:
     from funrl.models.flat import with_fields
 
     dense = decoder_config(
-        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
-        rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
-    )  # fmt: skip
+        vocab=len(ALPHABET) + 2,
+        embed=64,
+        layers=2,
+        heads=8,
+        kv_heads=64 // head,
+        head=head,
+        mlp=128,
+        rope_theta=100.0,
+        max_positions=64,
+        eos=(1,),
+        pad=0,
+    )
     if model == "arithmetic":
         return dense
     return with_fields(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
@@ -234,7 +244,7 @@ def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
         },
         tokenizer=tokenizer,
         is_its_tokenizer=is_its_tokenizer,
-        model_config=lambda head: model_config(max(head, HEAD), model),
+        model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,
         demonstration_field="answer",

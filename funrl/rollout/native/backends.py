@@ -115,13 +115,18 @@ class TorchBackend:
         page_tokens: int,
         record_routes: bool = False,
     ):
-        self.page_tokens, self.vocab, self.model, self.mesh = page_tokens, model.config.vocab, model, mesh
+        self.page_tokens = page_tokens
+        self.vocab = model.config.vocab
+        self.model = model
+        self.mesh = mesh
         assert model.init_cache is not None
         self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
         self._choices = model.abilities.choices if record_routes else 0
         self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
         self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # of the tokens of each page
-        self._dtype, self._layer, self._cache = dtype, layer, None
+        self._dtype = dtype
+        self._layer = layer
+        self._cache = None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
         self.spare_pages = 0
@@ -131,7 +136,8 @@ class TorchBackend:
         unembed_VD = self.model.unembed(params)
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
-        self._params, self._unembed_VD = params, unembed_VD
+        self._params = params
+        self._unembed_VD = unembed_VD
 
     def drop(self) -> None:
         self._params = self._unembed_VD = None
@@ -163,7 +169,7 @@ class TorchBackend:
     def forward(self, work: PassWork) -> Tensor:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
-        paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
+        paging = paging_of(work.counts, work.ends, work.table_SP, page_tokens=self.page_tokens, device=device)
         return self.hidden(work.tokens_N, paging)[
             torch.tensor(work.sampled_positions, dtype=torch.int64, device=device)
         ]
@@ -180,14 +186,16 @@ class TorchBackend:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        return all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+        return all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
 
     @property
     def by_kernel(self) -> bool:
         """True if attention stops at the end of each sequence by itself, however many pages it is given."""
         heads = self.model.abilities.paged_kernel
         device = self.mesh.device.type
-        return heads is not None and takes_kernel(device, self._dtype, heads.head, self.page_tokens, heads.cap)
+        return heads is not None and takes_kernel(
+            device, self._dtype, heads.head, page_tokens=self.page_tokens, cap=heads.cap
+        )
 
     @property
     def rows_at_once(self) -> int:
@@ -202,7 +210,7 @@ class TorchBackend:
             some = slice(low, low + self.rows_at_once)
             logits_RV = self.logits(found_M[source_R[some]])
             noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
-            parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
+            parts.append(sample_tokens(logits_RV, noise_here, how, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
@@ -218,7 +226,9 @@ class PackedBackend:
     def __init__(self, model: Model, dtype: torch.dtype):
         sizes = model.abilities.compiled_step
         assert not isinstance(sizes, str), sizes
-        self.vocab, self._sizes, self._dtype = model.config.vocab, sizes, dtype
+        self.vocab = model.config.vocab
+        self._sizes = sizes
+        self._dtype = dtype
         self.page_bytes = decode_step.page_bytes(sizes, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
@@ -238,7 +248,8 @@ class PackedBackend:
         yield from self._decoder.weights()
 
     def resize(self, pages: int) -> None:
-        self._cache, self._logits = None, torch.empty(0, self.vocab)
+        self._cache = None
+        self._logits = torch.empty(0, self.vocab)
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -250,7 +261,8 @@ class PackedBackend:
     def forward(self, work: PassWork) -> Tensor:
         """Logits [M, V], until the next pass."""
         assert self._decoder is not None and self._cache is not None
-        counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
+        counts_S = np.asarray(work.counts)
+        ends_S = np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
         behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
         positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
@@ -268,7 +280,7 @@ class PackedBackend:
     ) -> Draw:
         assert self._decoder is not None
         if how.truncated or seen_RV is not None:
-            return sample_tokens(found_M[source_R], noise_R, how, seen_RV)
+            return sample_tokens(found_M[source_R], noise_R, how, seen_RV=seen_RV)
         return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
 
 

@@ -89,13 +89,17 @@ def decode_pass(
     """
     numbers_CB = state.numbers_CS.index_select(1, rows_B)
     length_B, prompt_B, limit_B, seed_B, kind_B, ended_B = numbers_CB[:STOP]
-    token_B, running_B, page = state.tokens_S.index_select(0, rows_B), ended_B == 0, decoder.page_tokens
+    token_B = state.tokens_S.index_select(0, rows_B)
+    running_B = ended_B == 0
+    page = decoder.page_tokens
     position_B = torch.where(running_B, length_B - 1, 0)
     table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
     place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
-    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B))
-    sampled_B, *logps = _sample(decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B, form.kinds)
+    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B=running_B))
+    sampled_B, *logps = _sample(
+        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B=kind_B, kinds=form.kinds
+    )
     last_B = length_B + running_B.long()
     stopped_B = (numbers_CB[STOP:] == sampled_B).any(0) | (last_B >= limit_B)
     state.tokens_S.index_copy_(0, rows_B, torch.where(running_B, sampled_B, token_B))
@@ -111,7 +115,8 @@ def _sample(
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
         some = slice(low, low + decoder.rows_at_once)
-        logits_RV, found = decoder.logits(hidden_BD[some]), None
+        logits_RV = decoder.logits(hidden_BD[some])
+        found = None
         for number, how in kinds:
             this = sample_tokens(logits_RV, noise_B[some], how, static=True)
             mine_R = kind_B[some] == number

@@ -80,18 +80,27 @@ class NativeEngine:
           The others are as `native_engine` says.
         """
         device = weights.mesh.device
-        self.weights, self.version, self.paused = weights, None, False
-        self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
-        self._sequences = RunningSequences(device, weights.dtype, decode, max_rows + 1 if static else 0)
+        self.weights = weights
+        self.version = None
+        self.paused = False
+        self.model = model
+        self._backend = backend
+        self._cache_bytes = cache_bytes
+        self._sequences = RunningSequences(device, weights.dtype, decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
-            self._sequences, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
+            self._sequences,
+            max_rows,
+            backend.page_tokens,
+            pass_tokens=pass_tokens(device.type),
+            speculate=speculate,
+            few_rows=few_rows,
         )
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
             backend.spare_pages = 1
-            self._static = StaticDecode(backend, self._sequences, self._scheduler, graph_problem(weights.mesh))
+            self._static = StaticDecode(backend, self._sequences, self._scheduler, problem=graph_problem(weights.mesh))
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
         self._limit: int | None = None  # pages that the cache may have, once it is known
@@ -108,7 +117,8 @@ class NativeEngine:
         self._drop_cache()  # where weights were damaged there may be NaN in it, which no mask hides
         self._backend.drop()
         self.version = None
-        mesh, dtype = self.weights.mesh, self.weights.dtype
+        mesh = self.weights.mesh
+        dtype = self.weights.dtype
         params = trees.from_named(self.weights.layouts, named_weights)
         for (name, x), layout in zip(trees.named(params), trees.leaves(self.weights.layouts), strict=True):
             if tuple(x.shape) != layout.local_shape(mesh.rank):
@@ -137,7 +147,8 @@ class NativeEngine:
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
         check_requests(self.model.config, requests, self._sequences.by_number)
-        size, limit = self._backend.page_tokens, self._most_pages()
+        size = self._backend.page_tokens
+        limit = self._most_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:
@@ -203,7 +214,8 @@ class NativeEngine:
     def pause(self) -> None:
         """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
         self._drop_cache()
-        self._limit, self.paused = None, True
+        self._limit = None
+        self.paused = True
 
     def resume(self) -> None:
         """Let `step` work again."""
@@ -211,13 +223,24 @@ class NativeEngine:
 
     def cost(self) -> EngineCost:
         """Memory of its cache, and counts of its work."""
-        s, backend, spare = self._scheduler, self._backend, self._pages > 0 and self._static is not None
+        s = self._scheduler
+        backend = self._backend
+        spare = self._pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
-            used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
-            prefilled=s.prefilled, cached=s.cached, decoded=self._sequences.decoded, preempted=s.preempted,
-            drafted=self._sequences.drafted, accepted=self._sequences.accepted,
-        )  # fmt: skip
+            cache_bytes=(self._pages + spare) * backend.page_bytes,
+            page_tokens=backend.page_tokens,
+            pages=self._pages,
+            used_pages=s.pool.used,
+            peak_pages=s.peak_pages,
+            rows=s.max_rows,
+            passes=self._passes,
+            prefilled=s.prefilled,
+            cached=s.cached,
+            decoded=self._sequences.decoded,
+            preempted=s.preempted,
+            drafted=self._sequences.drafted,
+            accepted=self._sequences.accepted,
+        )
 
     def _decoded_by_static_pass(self) -> bool:
         """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
@@ -248,7 +271,8 @@ class NativeEngine:
     def _most_pages(self) -> int:
         """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
         if self._limit is None:
-            mesh, given = self.weights.mesh, self._cache_bytes
+            mesh = self.weights.mesh
+            given = self._cache_bytes
             if not given:
                 free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
                 given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
@@ -321,7 +345,7 @@ def native_engine(
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
-    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
+    placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
     problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"
@@ -332,13 +356,25 @@ def native_engine(
         (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
             f"generation runs in torch: {problem}"
         )
-        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type), record_routes)
+        backend = TorchBackend(
+            model, mesh, dtype, layer=layer, page_tokens=page_tokens(mesh.device.type), record_routes=record_routes
+        )
     by_static = mesh.device.type == "cuda" if static is None else static
     problem = static_problem(model, backend, speculate) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
-    spec, by_static = WeightSpec(names, placed, mesh, dtype), by_static and problem is None
-    engine = NativeEngine(model, spec, backend, max_rows, cache_bytes, decode, speculate, by_static)
+    spec = WeightSpec(names, placed, mesh, dtype=dtype)
+    by_static = by_static and problem is None
+    engine = NativeEngine(
+        model,
+        spec,
+        backend,
+        max_rows=max_rows,
+        cache_bytes=cache_bytes,
+        decode=decode,
+        speculate=speculate,
+        static=by_static,
+    )
     if record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine

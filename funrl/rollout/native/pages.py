@@ -22,7 +22,9 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page_tokens: int):
-        self.pages, self.page_tokens, self.peak = pages, page_tokens, 0
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.peak = 0
         self._users = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and not in use, the longest unused first
@@ -75,7 +77,9 @@ class PagePool:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Pages that hold the longest known beginning of a text, in whole pages; see `share`."""
-        found, before, size = [], ROOT, self.page_tokens
+        found = []
+        before = ROOT
+        size = self.page_tokens
         for low in range(0, len(tokens) - size + 1, size):
             page = self._known.get((before, tuple(tokens[low : low + size])))
             if page is None:
@@ -86,7 +90,8 @@ class PagePool:
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Let `find` find the whole pages of a text whose keys and values are computed, or will be in this pass."""
-        before, size = ROOT, self.page_tokens
+        before = ROOT
+        size = self.page_tokens
         for i in range(min(len(tokens) // size, len(pages))):
             key = (before, tuple(tokens[i * size : (i + 1) * size]))
             page = self._known.get(key)
@@ -95,7 +100,9 @@ class PagePool:
                 if page in self._key:
                     return  # it is known as other content: that of a text that went another way
                 self._contents += 1
-                self._known[key], self._key[page], self._content[page] = page, key, self._contents
+                self._known[key] = page
+                self._key[page] = key
+                self._content[page] = self._contents
             before = self._content[page]
 
     def _forget(self, page: int) -> None:

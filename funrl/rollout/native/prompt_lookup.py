@@ -24,7 +24,9 @@ class PromptLookup:
     def __init__(self) -> None:
         self._text: list[int] = []
         self._behind: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)  # sequence -> the place after
-        self._reach, self._wrong, self._begin = 2, 0, 0
+        self._reach = 2
+        self._wrong = 0
+        self._begin = 0
 
     @property
     def length(self) -> int:
@@ -45,7 +47,8 @@ class PromptLookup:
 
         Where the text repeats itself the draft does too, beyond its end.
         """
-        text, most = self._text, min(most, self._reach)
+        text = self._text
+        most = min(most, self._reach)
         if most < 1 or len(text) < self._begin:
             return []
         for size, behind in zip(SIZES, self._behind, strict=True):

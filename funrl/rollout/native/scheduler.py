@@ -61,11 +61,16 @@ class Scheduler:
           speculate: tokens of a draft at most.
           few_rows: tokens of a pass, drafts included, up to which there are drafts.
         """
-        self.max_rows, self.pool = max_rows, PagePool(0, page_tokens)
-        self._speculate, self._few_rows = speculate, few_rows
+        self.max_rows = max_rows
+        self.pool = PagePool(0, page_tokens)
+        self._speculate = speculate
+        self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = 0
-        self._peak, self._wanted = 0, 0
-        self._sequences, self._page, self._pass_tokens = sequences, page_tokens, pass_tokens
+        self._peak = 0
+        self._wanted = 0
+        self._sequences = sequences
+        self._page = page_tokens
+        self._pass_tokens = pass_tokens
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # in the order of their admission
         self._running_slots: np.ndarray | None = None  # of these; None: somebody came or went
@@ -103,7 +108,8 @@ class Scheduler:
 
     def resize(self, pages: int) -> None:
         """Have so many pages, with nothing in them; nothing runs."""
-        self._peak, self.pool = self.peak_pages, PagePool(pages, self._page)
+        self._peak = self.peak_pages
+        self.pool = PagePool(pages, self._page)
 
     def restart(self) -> None:
         """Put all running requests back. All draws have been looked at."""
@@ -174,17 +180,19 @@ class Scheduler:
         table_SP = torch.from_numpy(self._table[slots, : self._read(int(ends.max()))])
         self._known[slots] = ends
         draws, sampling_slots, ahead = _sampled_positions(
-            slots, counts, self._sequences.lengths[slots] - ends, len(decoding)
+            slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
-        sources, copies = np.arange(len(draws)), []
+        sources = np.arange(len(draws))
+        copies = []
         forks = self._forks(sampling_slots, copies)
         if forks:
             forked, begun = np.array(forks).T
-            sampling_slots, sources = np.concatenate([sampling_slots, forked]), np.concatenate([sources, begun])
+            sampling_slots = np.concatenate([sampling_slots, forked])
+            sources = np.concatenate([sources, begun])
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
-        work = PassWork(tokens, counts, ends, table_SP, draws)
-        return PassPlan(work, sampling_slots, sources, ahead if drafts.any() else None, copies)
+        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=draws)
+        return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Slots of the siblings of those that draw now, and the draw of which each begins."""
@@ -211,7 +219,8 @@ class Scheduler:
         left = self._few_rows - len(decoding) if self._speculate else 0
         running = {sequence.slot: sequence for sequence in self._running} if left > 0 else {}
         for i, slot in enumerate(decoding.tolist() if left > 0 else ()):
-            sequence, needed = running[slot], int(self._known[slot]) + 1
+            sequence = running[slot]
+            needed = int(self._known[slot]) + 1
             room = int(self._owned[slot]) * self._page - needed
             spare = self.pool.available > len(running)
             most = min(self._speculate, left, room + self._page * spare)
@@ -276,7 +285,9 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[tuple[RunningSequence, int]]:
         """The next tokens of texts that are not computed yet: those that run first, then those that wait."""
-        chunks, budget, slots = [], max(budget, 1), self._slots()
+        chunks = []
+        budget = max(budget, 1)
+        slots = self._slots()
         left_S = self._sequences.lengths[slots] - self._known[slots]
         for i in np.flatnonzero(left_S > 1).tolist():  # where one is left it is computed with those that decode
             if budget:
@@ -344,7 +355,9 @@ class Scheduler:
                 np.pad(x, (0, more)) for x in (self._known, self._owned, self._most)
             )
             self._table = np.pad(self._table, ((0, more), (0, 0)))
-        self._known[sequence.slot], self._owned[sequence.slot], sequence.pages = known, 0, []
+        self._known[sequence.slot] = known
+        self._owned[sequence.slot] = 0
+        sequence.pages = []
         self._most[sequence.slot] = -(-sequence.limit // self._page)
         self._table[sequence.slot] = 0
         self._give(sequence, pages)

@@ -44,7 +44,9 @@ class RunningSequence:
     @property
     def limit(self) -> int:
         """Tokens of prompt and completion at which it ends."""
-        sampling, begun, most = self.request.sampling, self.request.begun, self.request.most
+        sampling = self.request.sampling
+        begun = self.request.begun
+        most = self.request.most
         count = sampling.max_new_tokens
         if most is not None:
             count = min(count, most + (0 if begun is None else len(begun.tokens)))

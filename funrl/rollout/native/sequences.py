@@ -66,7 +66,9 @@ class RunningSequences:
         """
         self.by_number: dict[int, RunningSequence] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
-        self.decode, self.decoded, self._device = decode, 0, device
+        self.decode = decode
+        self.decoded = 0
+        self._device = device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
         self._by_slot: list[RunningSequence | None] = []
@@ -83,7 +85,8 @@ class RunningSequences:
         self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
         self._last = torch.zeros(0, dtype=torch.int64, device=device)
         self._noise = SlotNoise(device)
-        self.serials, self._assignments = self.lengths.copy(), 0
+        self.serials = self.lengths.copy()
+        self._assignments = 0
         self.needs_sync = self.any_at_limit = False
         if slots:
             self._add_slots(slots)
@@ -95,7 +98,8 @@ class RunningSequences:
 
     def begin(self, request: Request, version: int | None) -> RunningSequence:
         """Register a request, which waits for a slot."""
-        begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
+        begun = request.begun
+        prompt = np.asarray(request.prompt, dtype=np.int64)
         if not self.by_number:
             self._sampling_groups.clear()
         if begun is None:
@@ -125,13 +129,17 @@ class RunningSequences:
         if not self._free:
             self._add_slots()
         slot = sequence.slot = self._free.pop()
-        request, length = sequence.request, len(sequence.text)
+        request = sequence.request
+        length = len(sequence.text)
         self._widen(sequence.limit, sequence.limit - len(request.prompt))
         self._assignments += 1
-        self._by_slot[slot], self.serials[slot] = sequence, self._assignments
+        self._by_slot[slot] = sequence
+        self.serials[slot] = self._assignments
         self._tokens[slot, :length] = sequence.text
         self._logps[:, slot, : sequence.logps.shape[1]] = sequence.logps
-        self.lengths[slot], self._prompts[slot], self._limits[slot] = length, len(request.prompt), sequence.limit
+        self.lengths[slot] = length
+        self._prompts[slot] = len(request.prompt)
+        self._limits[slot] = sequence.limit
         self._noise.begin(slot, request.seed)
         self._last[slot] = int(sequence.text[-1])
         self._group[slot] = self._sampling_groups.setdefault(
@@ -143,10 +151,13 @@ class RunningSequences:
 
     def release_slot(self, sequence: RunningSequence) -> None:
         """Save a sequence's tokens and free its slot. All its tokens have been polled."""
-        slot, length = sequence.slot, self.lengths[sequence.slot]
+        slot = sequence.slot
+        length = self.lengths[sequence.slot]
         sequence.text = self._tokens[slot, :length].copy()
         sequence.logps = self._logps[:, slot, : length - len(sequence.request.prompt)].copy()
-        self._by_slot[slot], self.serials[slot], sequence.slot = None, NO_HOLDER, -1
+        self._by_slot[slot] = None
+        self.serials[slot] = NO_HOLDER
+        sequence.slot = -1
         self._free.append(slot)
 
     def holder(self, slot: int) -> RunningSequence | None:
@@ -191,7 +202,8 @@ class RunningSequences:
 
     def draft(self, sequence: RunningSequence, most: int) -> int:
         """Append a draft of the next tokens to a sequence; returns its length. All tokens have been polled."""
-        slot, length = sequence.slot, int(self.lengths[sequence.slot])
+        slot = sequence.slot
+        length = int(self.lengths[sequence.slot])
         steps = (length - len(sequence.request.prompt)) % NOISE_STEPS
         most = min(most, sequence.limit - length - 1, NOISE_STEPS - 1 - steps)  # a slot's noise covers one block
         if sequence.lookup is None:
@@ -252,7 +264,7 @@ class RunningSequences:
 
     def append(self, slots: np.ndarray, copy: HostCopy) -> None:
         """Append one token per slot; the device buffer already holds it."""
-        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy))
+        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy=copy))
         self.lengths[slots] += 1
 
     def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -295,8 +307,11 @@ class RunningSequences:
           FloatingPointError: a log-probability is not finite.
         """
         read = max(0, len(self._pending) - keep)
-        pending, later = self._pending[:read], self._pending[read:]
-        self._pending, self.needs_sync, self.any_at_limit = [], False, False
+        pending = self._pending[:read]
+        later = self._pending[read:]
+        self._pending = []
+        self.needs_sync = False
+        self.any_at_limit = False
         for slots, serials, positions, copy in pending:
             token_R, sampling_R, raw_R = (x[: len(slots)] for x in copy.arrays())
             alive = serials == self.serials[slots]
@@ -338,10 +353,10 @@ class RunningSequences:
                 sequence.request.number,
                 torch.from_numpy(sequence.text[begin:]),
                 sampling_logp,
-                raw_logp,
-                torch.from_numpy(versions.astype(np.int64)),
-                finish,
-                None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
+                raw_logp=raw_logp,
+                versions=torch.from_numpy(versions.astype(np.int64)),
+                finish=finish,
+                routes=None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
             )
         del self.by_number[sequence.request.number]
         self._released.append(sequence)

@@ -26,17 +26,20 @@ class SlotNoise:
     def more(self, count: int) -> None:
         """Have so many slots more."""
         none = np.zeros(count, dtype=np.int64)
-        self.seeds, self._blocks = np.concatenate([self.seeds, none]), np.concatenate([self._blocks, none])
+        self.seeds = np.concatenate([self.seeds, none])
+        self._blocks = np.concatenate([self._blocks, none])
         self._held = torch.cat([self._held, self._held.new_zeros(count, NOISE_STEPS)])
 
     def begin(self, slot: int, seed: int) -> None:
         """Give a slot another stream."""
-        self.seeds[slot], self._blocks[slot] = seed, -1
+        self.seeds[slot] = seed
+        self._blocks[slot] = -1
 
     def at(self, slots: np.ndarray, steps: np.ndarray) -> Tensor:
         """[R] the number of each of some slots' streams for a step."""
         lacking = self._blocks[slots] != steps // NOISE_STEPS
-        old, slots_R = slots[lacking], torch.from_numpy(slots).to(self._held.device)
+        old = slots[lacking]
+        slots_R = torch.from_numpy(slots).to(self._held.device)
         if len(old):
             block = steps[lacking] // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)

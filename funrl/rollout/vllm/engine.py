@@ -24,7 +24,7 @@ from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
 
 
 @dataclasses.dataclass(eq=False)
-class RunningSequence:
+class VLLMSequence:
     """A request in flight and what has been written of it.
 
     Attributes:
@@ -43,7 +43,9 @@ class RunningSequence:
     @property
     def limit(self) -> int:
         """Tokens of the completion at which it ends."""
-        count, begun, most = self.request.sampling.max_new_tokens, self.request.begun, self.request.most
+        count = self.request.sampling.max_new_tokens
+        begun = self.request.begun
+        most = self.request.most
         return count if most is None else min(count, most + (0 if begun is None else len(begun.tokens)))
 
 
@@ -63,10 +65,14 @@ class VLLMEngine:
         max_rows: int,
         decode: Callable[[list[int]], str] | None = None,
     ):
-        self.weights, self.core = weights, core
-        self.version, self.paused = None, False
-        self._config, self._max_rows, self._decode = config, max_rows, decode
-        self._sequences: dict[int, RunningSequence] = {}
+        self.weights = weights
+        self.core = core
+        self.version = None
+        self.paused = False
+        self._config = config
+        self._max_rows = max_rows
+        self._decode = decode
+        self._sequences: dict[int, VLLMSequence] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
@@ -101,7 +107,7 @@ class VLLMEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         for request in requests:
-            sequence = self._sequences[request.number] = RunningSequence(request, [], [], [], [])
+            sequence = self._sequences[request.number] = VLLMSequence(request, [], [], [], [])
             if request.begun is not None:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
@@ -159,10 +165,18 @@ class VLLMEngine:
         """Memory of its cache, and counts of its work."""
         page_tokens, page_bytes, pages, used, preempted = self.core.counts()
         return EngineCost(
-            cache_bytes=pages * page_bytes, page_tokens=page_tokens, pages=pages, used_pages=used,
-            peak_pages=self._peak, rows=self._max_rows, passes=self._passes, prefilled=self._prefilled,
-            cached=self._cached, decoded=self._decoded, preempted=preempted,
-        )  # fmt: skip
+            cache_bytes=pages * page_bytes,
+            page_tokens=page_tokens,
+            pages=pages,
+            used_pages=used,
+            peak_pages=self._peak,
+            rows=self._max_rows,
+            passes=self._passes,
+            prefilled=self._prefilled,
+            cached=self._cached,
+            decoded=self._decoded,
+            preempted=preempted,
+        )
 
     def _withdraw(self) -> None:
         """Take all requests out of vLLM."""
@@ -180,7 +194,7 @@ class VLLMEngine:
                     "damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, sequence: RunningSequence, one: SampledTokens) -> list[Completion]:
+    def _grown(self, sequence: VLLMSequence, one: SampledTokens) -> list[Completion]:
         """Add what was sampled; the completion, if that ended it."""
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += one.cached
@@ -196,9 +210,10 @@ class VLLMEngine:
                 return [self._finished(sequence, finish)]
         return []
 
-    def _finish(self, sequence: RunningSequence) -> Finish | None:
+    def _finish(self, sequence: VLLMSequence) -> Finish | None:
         """Reason why the last token ends a completion; None: it does not."""
-        sampling, count = sequence.request.sampling, len(sequence.tokens)
+        sampling = sequence.request.sampling
+        count = len(sequence.tokens)
         if sequence.tokens[-1] in sampling.stop:
             return "stop"
         if sampling.stop_strings and self._ends_by_string(sequence):
@@ -207,19 +222,21 @@ class VLLMEngine:
             return "length" if count >= sampling.max_new_tokens else "paused"
         return None
 
-    def _ends_by_string(self, sequence: RunningSequence) -> bool:
+    def _ends_by_string(self, sequence: VLLMSequence) -> bool:
         assert self._decode is not None
         strings = sequence.request.sampling.stop_strings
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         text = self._decode(sequence.tokens[-4 * max(map(len, strings)) - 4 :])
         return any(string in text for string in strings)
 
-    def _finished(self, sequence: RunningSequence, finish: Finish) -> Completion:
+    def _finished(self, sequence: VLLMSequence, finish: Finish) -> Completion:
         del self._sequences[sequence.request.number]
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
         tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
-        return Completion(sequence.request.number, tokens, sampling_logp, raw_logp, versions, finish)
+        return Completion(
+            sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
+        )
 
 
 class WholeWeights:
@@ -234,7 +251,8 @@ class WholeWeights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], source: Iterable[tuple[str, Tensor]]):
         self.error: Exception | None = None
-        self._awaited, self._source = dict(shapes), source
+        self._awaited = dict(shapes)
+        self._source = source
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
@@ -280,17 +298,20 @@ def vllm_engine(
     Raises:
       ModelError, ImportError, MeshError: as `start_vllm`.
     """
-    core = start_vllm(model, mesh, dtype, max_rows, cache_bytes, compiled)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows, decode)
+    core = start_vllm(model, mesh, dtype, max_rows=max_rows, cache_bytes=cache_bytes, compiled=compiled)
+    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows=max_rows, decode=decode)
 
 
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
-    split = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    return WeightSpec(names_of(model), replicated(split), mesh, dtype, streamed=True)
+    split = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True)
 
 
-def _core_request(sequence: RunningSequence) -> CoreRequest:
-    request, written = sequence.request, len(sequence.tokens)
+def _core_request(sequence: VLLMSequence) -> CoreRequest:
+    request = sequence.request
+    written = len(sequence.tokens)
     tokens = [*request.prompt, *sequence.tokens]
-    return CoreRequest(request.number, tokens, written, sequence.limit - written, request.sampling, request.seed)
+    return CoreRequest(
+        request.number, tokens, written, count=sequence.limit - written, sampling=request.sampling, seed=request.seed
+    )

@@ -65,7 +65,8 @@ def sample_rows(logits_RV: Tensor, states: list[Any], draws: list[RequestSamplin
 
     Returns: token [R] int64; its log-probabilities [R, 2], raw and of the sampling distribution.
     """
-    device, logits_RV = logits_RV.device, logits_RV.float()
+    device = logits_RV.device
+    logits_RV = logits_RV.float()
     groups: dict[Sampling, list[int]] = {}
     for row, draw in enumerate(draws):
         groups.setdefault(draw.sampling, []).append(row)
@@ -84,5 +85,5 @@ def sample_rows(logits_RV: Tensor, states: list[Any], draws: list[RequestSamplin
                 mask[[*states[row].prompt_token_ids, *states[row].output_token_ids]] = True
             seen = seen.to(device)
         some_RV = logits_RV if len(groups) == 1 else logits_RV[here]
-        token_R[here], logp_R2[here, 1], logp_R2[here, 0] = sample_tokens(some_RV, noise, sampling, seen)
+        token_R[here], logp_R2[here, 1], logp_R2[here, 0] = sample_tokens(some_RV, noise, sampling, seen_RV=seen)
     return token_R, logp_R2

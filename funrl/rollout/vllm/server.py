@@ -76,7 +76,8 @@ class CoreServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], start: Start):
-        self.start, self.instance = start, secrets.token_hex(8)
+        self.start = start
+        self.instance = secrets.token_hex(8)
         self.core: Core | None = None
         self.sizes: Answer = {}
         self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
@@ -154,7 +155,8 @@ class CoreServer(ThreadingHTTPServer):
 
     def _open(self, message: Answer) -> Answer:
         if self.core is None:
-            self.core, self.sizes = self.start(message), message
+            self.core = self.start(message)
+            self.sizes = message
         elif message != self.sizes:
             raise ValueError("this server has another model; start it again for this one")
         self._empty()
@@ -222,23 +224,28 @@ class CoreHandler(BaseHTTPRequestHandler):
         """Answer with JSON, or with a line that says what went wrong."""
         what = self.path.strip("/")
         try:
-            code, text = 200, json.dumps(self._answered(what))
+            code = 200
+            text = json.dumps(self._answered(what))
         except ConnectionError:
             return
         except RefusedError as refused:
-            code, text = refused.code, f"{what}: {refused}"
+            code = refused.code
+            text = f"{what}: {refused}"
         except (ValueError, RecursionError) as error:
-            code, text = 400, str(error)
+            code = 400
+            text = str(error)
         except Exception as error:
             traceback.print_exc()  # for whoever runs this server; a client is told the message alone
-            code, text = 500, f"{type(error).__name__}: {error}"
+            code = 500
+            text = f"{type(error).__name__}: {error}"
         self._within(IDLE_S)
         self.send_response(code)
         self.end_headers()
         self.wfile.write(text.encode())
 
     def _answered(self, what: str) -> Answer:
-        host, origin = host_name(self.headers.get("Host", "")), self.headers.get("Origin")
+        host = host_name(self.headers.get("Host", ""))
+        origin = self.headers.get("Origin")
         if origin is not None:
             raise RefusedError(403, f"Origin: {origin}: a page in a browser may not ask this server")
         if self.server.loopback and not is_loopback(host):
@@ -299,7 +306,14 @@ def start_here(message: Answer, device: str) -> Core:
     model = decoder_model(config_from_hf(message["config"]))
     mesh = single("cuda:0" if device == "cuda" else "cpu")
     dtype = getattr(torch, message["dtype"])
-    return start_vllm(model, mesh, dtype, message["max_rows"], message["cache_bytes"], message["compiled"])
+    return start_vllm(
+        model,
+        mesh,
+        dtype,
+        max_rows=message["max_rows"],
+        cache_bytes=message["cache_bytes"],
+        compiled=message["compiled"],
+    )
 
 
 def serve() -> None:

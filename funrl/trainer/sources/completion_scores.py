@@ -21,8 +21,11 @@ from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
 ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # rows and their prompts -> as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] chances that each is right -> a completion's number
-    "min": torch.amin, "mean": torch.mean, "last": lambda x: x[-1], "product": torch.prod,
-}  # fmt: skip
+    "min": torch.amin,
+    "mean": torch.mean,
+    "last": lambda x: x[-1],
+    "product": torch.prod,
+}
 
 
 def with_completion_scores(
@@ -43,7 +46,7 @@ def with_completion_scores(
       RewardError: a number is not finite; on every rank alike.
     """
     rows = moved(rows, reading_ranks(rows.lengths, role, budget), role.placed.mesh)
-    score_B = end_values(role, params, read(rows, examples), budget)
+    score_B = end_values(role, params, read(rows, examples), token_budget=budget)
     check_scores(score_B, examples, "reward model")
     return with_column(rows, score_B, weight)
 
@@ -72,11 +75,11 @@ def with_step_scores(
     """
     rows = moved(rows, reading_ranks(rows.lengths, role, budget), role.placed.mesh)
     reading, ends = read(rows, examples)
-    values_bT = score_role(role._replace(writes={"value": "values"}), params, reading, budget)["value"]
+    values_bT = score_role(role._replace(writes={"value": "values"}), params, reading, token_budget=budget)["value"]
     chances = [x[mask].sigmoid() for x, mask in zip(values_bT, reading.batch.mask, strict=True)]
     number = OF_STEPS["mean" if how == "each" else how]
     own_b = torch.stack([number(x) if len(x) else x.new_zeros(()) for x in chances]) if chances else values_bT[:, 0]
-    score_B = gather_table({"score": own_b}, rows.owner, rows.mesh, rows.mesh.row_axes)["score"]
+    score_B = gather_table({"score": own_b}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)["score"]
     check_scores(score_B, examples, "process reward model")
     if how != "each":
         return with_column(rows, score_B, weight)
@@ -104,7 +107,8 @@ def check_scores(score_B: Tensor, examples: Sequence[Example], what: str) -> Non
 
 def with_column(rows: Rows, score_B: Tensor, weight: float) -> Rows:
     """The rows with one more column of scores, which counts in every score by its weight; NaN: it does not apply."""
-    before, columns = rows.batch.get("score"), rows.batch.get("scores")
+    before = rows.batch.get("score")
+    columns = rows.batch.get("scores")
     score_B = score_B.to(rows.batch.rollout_logp.dtype)
     part = (weight * score_B).nan_to_num(0.0)
     all_columns = score_B[:, None] if columns is None else torch.cat([columns, score_B[:, None]], 1)
@@ -119,7 +123,7 @@ def reading_ranks(lengths: np.ndarray, role: Role, token_budget: int) -> np.ndar
     """
     mesh = role.placed.mesh
     sizes, _ = sizes_of(lengths, token_budget, token_ranks(mesh))
-    return pack(lengths, mesh.size(mesh.row_axes), sizes, len(lengths), cost=row_cost(role.placed)).rank
+    return pack(lengths, mesh.size(mesh.row_axes), sizes, max_segments=len(lengths), cost=row_cost(role.placed)).rank
 
 
 @torch.no_grad()
@@ -131,7 +135,7 @@ def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, toke
       pad: id of the padding token.
       token_budget: tokens in one forward pass of one device.
     """
-    return end_values(role, params, as_read(rows, pad), token_budget)
+    return end_values(role, params, as_read(rows, pad), token_budget=token_budget)
 
 
 def as_read(rows: Rows, pad: int) -> Rows:
@@ -141,7 +145,7 @@ def as_read(rows: Rows, pad: int) -> Rows:
     texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
     whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]
     batch = text_batch(whole, pad, reader=True, device=rows.mesh.device)
-    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
+    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)
     return rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)
 
 
@@ -154,4 +158,4 @@ def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) ->
         score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
         score_b[places] = value_N
     assert score_b is not None
-    return gather_table({"score": score_b}, read.owner, read.mesh, read.mesh.row_axes)["score"]
+    return gather_table({"score": score_b}, read.owner, read.mesh, axes=read.mesh.row_axes)["score"]

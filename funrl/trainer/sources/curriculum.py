@@ -87,12 +87,21 @@ def weighing(
     if not rates and function is None:
         return UNWEIGHTED
     records = [{"prompt": one.text, **one.fields} for one in prompts] if "prompts" in names else []
-    how = _Curriculum(len(prompts), function, names, records, rates, difficulty, tuple(reward_weights), mesh)
+    how = _Curriculum(
+        len(prompts),
+        function,
+        names,
+        records=records,
+        rates=rates,
+        difficulty=difficulty,
+        reward_weights=tuple(reward_weights),
+        mesh=mesh,
+    )
     return Weighing(
         functools.partial(_begun, how),
         functools.partial(_weights, how),
         functools.partial(_measured, how),
-        functools.partial(_observed, how),
+        observed=functools.partial(_observed, how),
     )
 
 
@@ -124,7 +133,8 @@ def _begun(how: _Curriculum) -> dict[str, trees.Tree]:
 
 
 def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
-    found_N, metrics = np.ones(how.count), {}
+    found_N = np.ones(how.count)
+    metrics = {}
     rate_N = (told["passes"] / told["samples"]).numpy() if how.rates else None
     if how.difficulty is not None:
         assert rate_N is not None
@@ -132,8 +142,11 @@ def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None,
     if how.function is not None:
         before = _unpacked(told["curriculum"])
         given = {"prompts": how.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
-        own_N, state = _called(how.function, how.names, given | {"state": before["state"]}, how.count, how.mesh)
-        found_N, told = found_N * own_N, {**told, "curriculum": _packed(before["metrics"], state)}
+        own_N, state = _called(
+            how.function, how.names, given | {"state": before["state"]}, count=how.count, mesh=how.mesh
+        )
+        found_N = found_N * own_N
+        told = {**told, "curriculum": _packed(before["metrics"], state)}
         metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
     if not found_N.any():
         raise CurriculumError(
@@ -145,7 +158,9 @@ def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None,
 
 def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
     """Weights by pass rates, NaN where none is measured, and metrics."""
-    found_N, outside_N = np.ones(len(rate_N)), (rate_N < difficulty.low) | (rate_N > difficulty.high)  # NaN is neither
+    # NaN is neither
+    found_N = np.ones(len(rate_N))
+    outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)
     found_N[outside_N] = difficulty.rest
     measured = int((~np.isnan(rate_N)).sum())
     return found_N, {
@@ -159,11 +174,12 @@ def _measured(
 ) -> Any:
     if not how.rates or scores_RK is None:
         return told
-    own_RK, weights = scores_RK[:, : len(how.reward_weights)].double().cpu(), list(how.reward_weights)
+    own_RK = scores_RK[:, : len(how.reward_weights)].double().cpu()
+    weights = list(how.reward_weights)
     full = sum(max(weight, 0.0) for weight in weights)
     rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
     scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-    return {**told, **_counted(told, places, rate_R, scored_R.double())}
+    return {**told, **_counted(told, places, rate_R, scored_R=scored_R.double())}
 
 
 def _observed(how: _Curriculum, told: Any, metrics: Mapping[str, float]) -> Any:
@@ -184,8 +200,10 @@ def _counted(told: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, sco
       rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
     """
     scored_PS = scored_R.reshape(len(places), -1)
-    at, here = torch.from_numpy(np.asarray(places)), torch.from_numpy(np.unique(places))
-    passes, samples = told["passes"].clone(), told["samples"].clone()
+    at = torch.from_numpy(np.asarray(places))
+    here = torch.from_numpy(np.unique(places))
+    passes = told["passes"].clone()
+    samples = told["samples"].clone()
     passes[here] *= KEPT
     samples[here] *= KEPT
     passes.index_add_(0, at, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))

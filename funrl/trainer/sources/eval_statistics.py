@@ -72,7 +72,8 @@ def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:
     References: Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953; Miller, 2024,
       https://arxiv.org/abs/2411.00640 (errors clustered by prompt)
     """
-    count, mean = len(values_P), float(values_P.mean())
+    count = len(values_P)
+    mean = float(values_P.mean())
     variance = float(values_P.var(ddof=1)) / count if count > 1 else 0.0
     if not verdicts:
         return None if count < 2 else Interval95(mean - Z * math.sqrt(variance), mean + Z * math.sqrt(variance))

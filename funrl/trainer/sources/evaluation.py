@@ -88,17 +88,18 @@ def evaluated(
       decode: token ids -> text.
       names: of the rewards.
     """
-    score_R, scores_RK = rows.batch.get("score"), rows.batch.get("scores")
+    score_R = rows.batch.get("score")
+    scores_RK = rows.batch.get("scores")
     right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
     shape = (len(examples), -1)
     correct_PN = None if right_R is None else right_R.cpu().numpy().reshape(shape)
     return Evaluated(
         None if score_R is None else score_R.double().cpu().numpy().reshape(shape),
         correct_PN,
-        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode),
-        done.lengths.cpu().numpy().reshape(shape),
-        done.finished.cpu().numpy().reshape(shape),
-        parts_of_scores(names, rows, range(len(done.lengths))),
+        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode=decode),
+        tokens_PN=done.lengths.cpu().numpy().reshape(shape),
+        finished_PN=done.finished.cpu().numpy().reshape(shape),
+        parts=parts_of_scores(names, rows, range(len(done.lengths))),
     )
 
 
@@ -110,7 +111,8 @@ def _votes(
     counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
     if not counts:
         return {}
-    found_PK, answers = np.zeros((len(examples), len(counts))), _answers(examples, done, samples, decode)
+    found_PK = np.zeros((len(examples), len(counts)))
+    answers = _answers(examples, done, samples, decode=decode)
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]
@@ -146,7 +148,8 @@ def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float
 def _columns(found: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each number that is told [P] values, and whether they are between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}
-    right, rewards = found.correct_PN, found.reward_PN
+    right = found.correct_PN
+    rewards = found.reward_PN
     if rewards is not None:
         columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
     if right is not None:
@@ -189,13 +192,16 @@ def table_of(
       step: after how many steps.
       prompts: at most so many, spread over all; None: all.
     """
-    samples, count = found.tokens_PN.shape[1], len(examples)
+    samples = found.tokens_PN.shape[1]
+    count = len(examples)
     places = np.arange(count) if prompts is None or count <= prompts else np.linspace(0, count - 1, prompts).astype(int)
     numbers = (places[:, None] * samples + np.arange(samples)).flatten().tolist()
     for begin in range(0, len(numbers), TABLE_ROWS):
         part = numbers[begin : begin + TABLE_ROWS]
-        texts = first_texts(done, part, decode, [examples[n // samples].tokens[-1] for n in part])
-        yield [_row(found, examples, n, samples, text, step) for n, text in zip(part, texts, strict=True)]
+        texts = first_texts(done, part, decode, before=[examples[n // samples].tokens[-1] for n in part])
+        yield [
+            _row(found, examples, n, samples=samples, text=text, step=step) for n, text in zip(part, texts, strict=True)
+        ]
 
 
 def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
@@ -205,9 +211,18 @@ def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: in
         return None if values_PN is None else values_PN[place, sample].item()
 
     return EvalRow(
-        step, examples[place].source, sample, examples[place].text, text, final_answer(text),
-        at(found.reward_PN), at(found.correct_PN), at(found.tokens_PN), at(found.finished_PN), found.parts[number],
-    )  # fmt: skip
+        step,
+        examples[place].source,
+        sample,
+        prompt=examples[place].text,
+        completion=text,
+        answer=final_answer(text),
+        reward=at(found.reward_PN),
+        correct=at(found.correct_PN),
+        tokens=at(found.tokens_PN),
+        finished=at(found.finished_PN),
+        rewards=found.parts[number],
+    )
 
 
 def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:

@@ -142,7 +142,7 @@ def run_requests(
     asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
     pending = _pending(engine, examples, rows // len(examples)) if asks else None
     start = time.perf_counter()
-    completions = _complete(engine, groups, own, pending and pending.add)
+    completions = _complete(engine, groups, own, finished=pending and pending.add)
     generated = time.perf_counter()
     with heartbeat.phase("reward"):
         collected = _collect(engine, completions, pending)
@@ -160,7 +160,7 @@ def run_requests(
         failed = torch.from_numpy(collected.failed).to(mesh.device)
         columns["failed"] = collectives.psum(failed, mesh, "tensor") > 0
     owner = _owners(completions, rows, mesh)
-    table = gather_table(columns, owner, mesh, mesh.row_axes)
+    table = gather_table(columns, owner, mesh, axes=mesh.row_axes)
     if "failed" in table and table["failed"].any():
         problem = next(filter(None, collectives.gather_objects(collected.problem, mesh)))[:LONGEST_REMARK]
         count = int(table["failed"].sum())
@@ -244,7 +244,7 @@ def _complete(
     """Complete this replica's requests and its share of the groups."""
     mesh = engine.mesh
     if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh, finished, own)
+        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, finished=finished, own=own)
     share = own_range(len(groups), mesh, mesh.row_axes)
     requests = [request for group in groups[share.start : share.stop] for request in group]
     return complete(engine.engine, [*own, *requests], finished)
@@ -266,10 +266,10 @@ def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) 
     def completed(completion: Completion) -> Completed:
         example = examples[completion.number // samples]
         before = example.tokens[-1]
-        text = text_after(opening(before), before, completion.written, decode)
+        text = text_after(opening(before), before, completion.written, decode=decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
-        return Completed(example.text, text, example.fields, ids, messages)
+        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages)
 
     return PendingRewards(engine.pool, completed, samples)
 
@@ -294,7 +294,7 @@ def completion_texts(
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
 
 
 def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:

@@ -99,7 +99,8 @@ def judge_job(
     Raises:
       SettingsError, ModelError: naming what cannot work.
     """
-    model, tokenizer = hf.check_directory(directory, code), load_tokenizer(directory)
+    model = hf.check_directory(directory, code)
+    tokenizer = load_tokenizer(directory)
     if not model.generates:
         raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
     if (problem := no_engine(model)) is not None:
@@ -116,7 +117,9 @@ def judge_job(
         )
     stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling = Sampling(greedy=True, max_new_tokens=max_new_tokens, stop=stop)
-    return JudgeJob(directory, model, tokenizer, text, compiled, sampling, sizes_of(model))
+    return JudgeJob(
+        directory, model, tokenizer, template=text, pattern=compiled, sampling=sampling, sizes=sizes_of(model)
+    )
 
 
 def read_template(file: str) -> str:
@@ -195,7 +198,7 @@ def open_judge(
     """
     mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
     if job.model.pages:
-        engine = native_engine(job.model, mesh, dtype, max_rows, layer=layer, note=note)
+        engine = native_engine(job.model, mesh, dtype, max_rows=max_rows, layer=layer, note=note)
     else:
         engine = hf_engine(job.model, mesh, dtype)
     _, params = hf.load(job.directory, dtype, mesh, layouts=engine.weights.layouts, model=job.model)
@@ -220,7 +223,8 @@ def with_verdicts(
     Raises:
       RewardError: a text is too long for the judge; on every rank alike.
     """
-    job, mesh = judge.job, judge.mesh
+    job = judge.job
+    mesh = judge.mesh
     owner = generating_ranks(len(examples), len(rows.owner) // len(examples), mesh.size(mesh.row_axes))
     rows = moved(rows, owner, mesh)
     written = written_of(rows, examples)
@@ -229,8 +233,8 @@ def with_verdicts(
         for one, text in zip(written, written_texts(written, decode), strict=True)
     ]
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
-    _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, mesh.row_axes)["length"], job, examples)
-    requests = [Request(n, ids, job.sampling, n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
+    _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
+    requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
     with awake(judge.engine):
         done = complete(judge.engine, requests)
     verdicts = [job.tokenizer.decode(one.written, skip_special_tokens=True) for one in done]
@@ -238,7 +242,7 @@ def with_verdicts(
     if verdicts and rows.own[0] == 0:
         read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"
         note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
-    score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, mesh.row_axes)["score"]
+    score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, axes=mesh.row_axes)["score"]
     return with_column(rows, score_B, weight)
 
 
@@ -250,7 +254,8 @@ def judge_tokens(text: str, tokenizer: Any) -> list[int]:
 
 def _check_lengths(lengths_B: torch.Tensor, job: JudgeJob, examples: Sequence[Example]) -> None:
     worst = int(np.argmax(lengths_B.cpu().numpy()))
-    most, positions = int(lengths_B[worst]), job.model.config.max_positions
+    most = int(lengths_B[worst])
+    positions = job.model.config.max_positions
     if most + job.sampling.max_new_tokens > positions:
         example = examples[worst * len(examples) // len(lengths_B)]
         raise RewardError(

@@ -62,8 +62,10 @@ def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
     Args:
       examples: prompts, each with the same number of rows.
     """
-    own, batch = rows.own.tolist(), rows.batch
-    lengths, truncated = rows.lengths.tolist(), batch.truncated.tolist()
+    own = rows.own.tolist()
+    batch = rows.batch
+    lengths = rows.lengths.tolist()
+    truncated = batch.truncated.tolist()
     found = []
     for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
         example = examples[number * len(examples) // len(lengths)]
@@ -76,7 +78,9 @@ def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
     """The texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
     last = [one.example.tokens[-1] for one in written]
-    return [text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)]
+    return [
+        text_after(opening(token), token, one.tokens, decode=decode) for token, one in zip(last, written, strict=True)
+    ]
 
 
 def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
@@ -103,7 +107,10 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
     pieces = list(token_texts(written.tokens, written.example.tokens[-1], decode))
     if not separator:
         return [SolutionStep(text, place) for place, text in enumerate(pieces) if text]
-    text, found, begin, at = "".join(pieces), list[SolutionStep](), 0, 0
+    text = "".join(pieces)
+    found = list[SolutionStep]()
+    begin = 0
+    at = 0
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     for part in text.split(separator):
         at = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
@@ -119,7 +126,7 @@ def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[
     Args:
       before: the token before them.
     """
-    piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode))
+    piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode=decode))
     held: list[int] = []
     for token in tokens:
         held.append(token)
@@ -127,7 +134,8 @@ def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[
         if text.endswith(UNFINISHED) and len(held) < 4:  # bytes of a character
             yield ""
         else:
-            before, held = token, []
+            before = token
+            held = []
             yield text
 
 
@@ -173,11 +181,12 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
     Raises:
       RewardError: as `read_texts`.
     """
-    texts, ends = [], []
+    texts = []
+    ends = []
     for one in written_of(rows, examples):
         found = steps_of(one, reader.separator, reader.decode)
         prompt, _ = encode_prompt(reader.tokenizer, one.example.messages or one.example.text)
-        text = steps_text(prompt, [step.text for step in found], reader.separator, reader.tokenizer)
+        text = steps_text(prompt, [step.text for step in found], reader.separator, tokenizer=reader.tokenizer)
         texts.append(TextExample((text,)))
         ends.append([len(one.example.tokens) + step.last for step in found])
     batch = text_batch(texts, reader.pad, reader=True, device=rows.mesh.device, steps=True)
@@ -186,7 +195,7 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
 
 def _read_rows(reader: Reader, rows: Rows, batch: Batch) -> Rows:
     """Rows of a batch of texts of this rank's rows."""
-    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
+    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)
     longest = int(table["length"].max()) - 1  # one more, to read the last
     if longest > reader.positions:
         raise RewardError(

@@ -43,7 +43,8 @@ def paired(rows: Rows) -> Rows:
     none = not len(best_P)
     if none:
         best_P = worst_P = torch.zeros(1, dtype=torch.int64)
-    count, chosen = len(best_P), take(rows, torch.cat([best_P, worst_P]).numpy())
+    count = len(best_P)
+    chosen = take(rows, torch.cat([best_P, worst_P]).numpy())
     owner = chosen.owner[:count]
     both = moved(chosen, np.concatenate([owner, owner]), rows.mesh)
     length_P, fields = _joined(both, count)
@@ -59,14 +60,18 @@ def _joined(both: Rows, count: int) -> tuple[Tensor, dict[str, Tensor]]:
     Args:
       both: the chosen rows, then the rejected ones, each pair on one rank.
     """
-    batch, half = both.batch, len(both.own) // 2  # the rows of a rank are in the order of their numbers
+    # the rows of a rank are in the order of their numbers
+    batch = both.batch
+    half = len(both.own) // 2
     first_p, second_p = (batch.length[own].to(batch.tokens.device) for own in (both.own[:half], both.own[half:]))
     width = -(-int((first_p + second_p).max()) // 8) * 8 if half else 8
     at_T = torch.arange(width, device=batch.tokens.device)
-    in_first_pT, used_pT = at_T < first_p[:, None], at_T < (first_p + second_p)[:, None]
+    in_first_pT = at_T < first_p[:, None]
+    used_pT = at_T < (first_p + second_p)[:, None]
     place_pT = torch.where(in_first_pT, at_T, at_T - first_p[:, None])
     row_p = torch.arange(half, device=batch.tokens.device)[:, None]
-    row_pT, column_pT = torch.where(in_first_pT, row_p, row_p + half), place_pT.clamp(0, batch.tokens.shape[1] - 1)
+    row_pT = torch.where(in_first_pT, row_p, row_p + half)
+    column_pT = place_pT.clamp(0, batch.tokens.shape[1] - 1)
     fields = {}
     for name, x in as_dict(batch).items():
         kind = schema_of(batch)[name].kind

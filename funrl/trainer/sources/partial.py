@@ -77,7 +77,9 @@ class BegunPrompts(NamedTuple):
     def some(self, prompts: np.ndarray, samples: int) -> BegunPrompts:
         """Some prompts, by their places here."""
         numbers = (prompts[:, None] * samples + np.arange(samples)).flatten()
-        return BegunPrompts(self.places[prompts], self.seeds[numbers], self.paused[numbers], take(self.rows, numbers))
+        return BegunPrompts(
+            self.places[prompts], self.seeds[numbers], self.paused[numbers], rows=take(self.rows, numbers)
+        )
 
 
 class Examined(NamedTuple):
@@ -136,14 +138,14 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     sampling = generation.sampling
     weighing = generation.drawing.weighing
     batch_size = generation.drawing.batch
-    empty = to_rows((), empty_rollout(engine), sampling, generation.pad, versions=True)
-    nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), empty)
+    empty = to_rows((), empty_rollout(engine), sampling, pad=generation.pad, versions=True)
+    nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), rows=empty)
     whole = prompt_source(generation, clock, show)
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["told"], step)
-        filled = _fill(RowWriter(generation, tokens, clock, weights), _held(state["begun"], mesh), begin)
+        filled = _fill(RowWriter(generation, tokens, clock, weights=weights), _held(state["begun"], mesh), begin)
         held = filled.held
         seen = _joined_examined(filled.examined)
         numbers = _prompt_numbers(generation.drawing, seen.places)
@@ -151,17 +153,19 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         metrics = weighed | _metrics(generation, filled, seen) | entry_metrics(held.entries)
         if weights is not None:
             metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
-        seen, skipped = _with_some_kept(generation, seen, show, step)
+        seen, skipped = _with_some_kept(generation, seen, show, step=step)
         useful = np.flatnonzero(seen.kept_PS.any(1))[:batch_size]
-        chosen = chosen_rows(_examples(generation.drawing, seen.places), seen.rows, useful, seen.kept_PS)
+        chosen = chosen_rows(_examples(generation.drawing, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
         held = held.some(left, sampling.samples)
-        rows = one_step_of(generation, [chosen], begin, clock, generation.greedy_baseline and not skipped)
+        rows = one_step_of(
+            generation, [chosen], begin, clock=clock, baseline=generation.greedy_baseline and not skipped
+        )
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped)}
         metrics |= _staleness(rows, engine.engine.version or 0)
         if generation.shows(step):
-            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, chosen.samples))
+            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.samples))
         return rows, {**state, "prompts_consumed": filled.consumed, "told": measured, "begun": _tree(held)}, metrics
 
     def saved(state: trees.Tree) -> trees.Tree:
@@ -206,7 +210,7 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
             show.note(f"step {step}: the filter kept {kept} prompts, the batch needs {wanted}")
         return seen, False
     rewarded_PS = rewarded_samples(generation, seen.rows, len(seen.places))
-    skipped = skips_empty(generation, show, step, len(seen.places))
+    skipped = skips_empty(generation, show, step, prompts=len(seen.places))
     return seen._replace(kept_PS=rewarded_PS), skipped
 
 
@@ -231,7 +235,7 @@ def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
     examined = []
     begun = beyond = kept = 0
     new = max(0, batch - int(held.ready(samples).sum()))
-    held, consumed = _write(writer, held, held.paused, begin, new, tokens)
+    held, consumed = _write(writer, held, held.paused, begin=begin, new=new, tokens=tokens)
     while True:
         begun += new
         known = np.concatenate([np.zeros(0, np.int64), *(prompts.places for prompts in examined)])
@@ -244,12 +248,12 @@ def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
         may_begin = missing if most is None else min(missing, most - begun)
         new = max(0, min(may_begin, under_way + missing - len(waiting)))
         if missing <= 0 or not (new or len(waiting)):
-            return Filled(held, consumed, examined, begun, beyond)
+            return Filled(held, consumed, examined, begun=begun, beyond=beyond)
         if new:
-            held, consumed = _write(writer, held, np.zeros_like(held.paused), consumed, new, tokens)
+            held, consumed = _write(writer, held, np.zeros_like(held.paused), begin=consumed, new=new, tokens=tokens)
         else:
             oldest = np.isin(np.arange(len(held.paused)) // samples, waiting[:missing])
-            held, consumed = _write(writer, held, held.paused & oldest, consumed, 0, None)
+            held, consumed = _write(writer, held, held.paused & oldest, begin=consumed, new=0, tokens=None)
             beyond += min(missing, len(waiting))
 
 
@@ -276,21 +280,21 @@ def _write(
     samples = sampling.samples
     first = len(numbers)
     old = [example for example in _examples(drawing, held.places) for _ in range(samples)]
-    taken = take_next(drawing.prompts, new, drawing.seed, begin, weights)
+    taken = take_next(drawing.prompts, new, drawing.seed, position=begin, weights=weights)
     drawn = [drawing.prompts[place] for place in taken.places.tolist()]
     seed = derived_seed(drawing.seed, begin)
     seeds = np.array([request_seed(seed, n) for n in range(new * samples)], dtype=np.int64)
     held = held._replace(rows=_dealt(held.rows, numbers, mesh))
     own = []
     for n in np.flatnonzero(goes_on & (held.rows.owner == held.rows.index)).tolist():
-        written = _completion(held.rows, n, old[n], "paused")
+        written = _completion(held.rows, n, old[n], finish="paused")
         number = int(np.searchsorted(numbers, n))
-        own.append(Request(number, old[n].tokens, sampling, int(held.seeds[n]), written, tokens))
+        own.append(Request(number, old[n].tokens, sampling, seed=int(held.seeds[n]), begun=written, most=tokens))
     groups = RequestGroups([example.tokens for example in drawn], sampling, seed, first=first, most=tokens)
     examples = [*(old[n] for n in numbers), *(example for example in drawn for _ in range(samples))]
     with clock.phase("generate"):
         done = run_requests(generation.engine, groups, examples, rows=len(examples), own=own)
-        rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), generation.pad, versions=True)
+        rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), pad=generation.pad, versions=True)
     if done.reward_s:
         clock.move(done.reward_s, "generate", "reward")
     paused = (~done.finished & (done.lengths < sampling.max_new_tokens)).cpu().numpy()
@@ -301,8 +305,8 @@ def _write(
         np.concatenate([held.places, taken.positions]),
         np.concatenate([held.seeds, seeds]),
         np.concatenate([held.paused, paused])[order],
-        take(join_rows([held.rows, rows]), order),
-        joined_totals(held.entries, done.entries),
+        rows=take(join_rows([held.rows, rows]), order),
+        entries=joined_totals(held.entries, done.entries),
     )
     return prompts, taken.end
 
@@ -366,11 +370,11 @@ def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows,
     firsts = take(rows, np.cumsum([0, *samples])[: len(examples)])
     truncated = firsts.batch.truncated.tolist()
     completions = [
-        _completion(firsts, n, examples[n], "length" if truncated[n] else "stop")._replace(number=n)
+        _completion(firsts, n, examples[n], finish="length" if truncated[n] else "stop")._replace(number=n)
         for n in firsts.own.tolist()
     ]
     done = empty_rollout(generation.engine)._replace(completions=completions, owner=firsts.owner, mesh=firsts.mesh)
-    return first_samples(generation, examples, done, firsts, 1)
+    return first_samples(generation, examples, done, rows=firsts, samples=1)
 
 
 def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:
@@ -379,7 +383,7 @@ def _completion(rows: Rows, number: int, example: Example, finish: str) -> Compl
     batch = rows.batch
     here = slice(len(example.tokens), int(batch.length[number]))
     tokens, logp, versions = (x[row, here].cpu() for x in (batch.tokens, batch.rollout_logp, batch.version))
-    return Completion(number, tokens.long(), logp, logp, versions.long(), finish)  # type: ignore[arg-type]
+    return Completion(number, tokens.long(), logp, raw_logp=logp, versions=versions.long(), finish=finish)  # type: ignore[arg-type]
 
 
 def _examples(drawing: Drawing, places: np.ndarray) -> list[Example]:
@@ -392,7 +396,7 @@ def _prompt_numbers(drawing: Drawing, places: np.ndarray) -> np.ndarray:
     if not len(places):
         return places
     first = int(places.min())
-    return places_in_order(drawing.prompts, int(places.max()) + 1 - first, drawing.seed, first)[places - first]
+    return places_in_order(drawing.prompts, int(places.max()) + 1 - first, drawing.seed, position=first)[places - first]
 
 
 def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
@@ -404,4 +408,4 @@ def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
 
 def _held(tree: dict[str, trees.Tree], mesh: Mesh) -> BegunPrompts:
     rows = rows_of(Batch(**tree["fields"]), tree["owner"].numpy(), mesh)
-    return BegunPrompts(tree["places"].numpy(), tree["seeds"].numpy(), tree["paused"].numpy(), rows)
+    return BegunPrompts(tree["places"].numpy(), tree["seeds"].numpy(), tree["paused"].numpy(), rows=rows)

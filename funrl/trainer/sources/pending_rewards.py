@@ -63,7 +63,9 @@ class PendingRewards:
           completed: a completion -> what the functions are given.
           samples: rows of a prompt, which have neighbouring numbers.
         """
-        self._pool, self._completed, self._samples = pool, completed, samples
+        self._pool = pool
+        self._completed = completed
+        self._samples = samples
         self._rows: dict[int, Completed] = {}
         self._parts: dict[tuple[int, int], _Part] = {}  # by row and function
         self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for

@@ -169,11 +169,11 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         entries: Totals = {}
         room = batch_size
         while room and sampled < most:
-            taken = take_next(prompts, min(room, most - sampled), seed, consumed, weights)
+            taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
             drawn = [prompts[place] for place in taken.places.tolist()]
-            done, rows = rewarded_rows(generation, clock, drawn, sampling, derived_seed(seed, consumed))
+            done, rows = rewarded_rows(generation, clock, drawn, sampling=sampling, seed=derived_seed(seed, consumed))
             if not sampled and generation.shows(step):
-                show.samples(step, *first_samples(generation, drawn[:8], done, rows, sampling.samples))
+                show.samples(step, *first_samples(generation, drawn[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             entries = joined_totals(entries, done.entries)
@@ -182,7 +182,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             consumed = taken.end
             sampled += len(drawn)
             room -= len(useful)
-            batches.append(chosen_rows(drawn, rows, useful, kept_PS))
+            batches.append(chosen_rows(drawn, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(chosen.examples) for chosen in batches)
         if weights is not None:
@@ -191,15 +191,17 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         skipped = False
         if not count:
             kept_PS = rewarded_samples(generation, rows, len(drawn))
-            skipped = skips_empty(generation, show, step, sampled)
-            batches = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS)]
+            skipped = skips_empty(generation, show, step, prompts=sampled)
+            batches = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
         elif count < batch_size:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {batch_size}; a "
                 f"--max_refills above {selection.max_refills} may fill it"
             )
         batches = [chosen for chosen in batches if chosen.examples]
-        batch = one_step_of(generation, batches, begin, clock, generation.greedy_baseline and not skipped)
+        batch = one_step_of(
+            generation, batches, begin, clock=clock, baseline=generation.greedy_baseline and not skipped
+        )
         if generation.demonstrate is not None and not skipped:
             batch = generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
         metrics[SKIPPED] = float(skipped)
@@ -217,7 +219,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return {**state, "told": weighing.observed(state["told"], metrics)}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        return evaluate_heldout(generation, clock, show, step)
+        return evaluate_heldout(generation, clock, show, step=step)
 
     return Source(lambda: dict(first), draw, evaluate, restored=restored, observed=observed)
 
@@ -225,11 +227,11 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
-    done, rows = rewarded_rows(generation, clock, heldout, sampling, seed, "eval")
-    show.samples(step, *first_samples(generation, heldout[:8], done, rows, sampling.samples))
+    done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    show.samples(step, *first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
-    scores = evaluated(heldout, done, rows, solved, decode, generation.reward_names)
-    for part in table_of(scores, heldout, done, decode, step, table_prompts):
+    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
+    for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     return metrics_of(scores, heldout) | entry_metrics(done.entries, "eval/reward")
 
@@ -301,11 +303,11 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
     roles, frozen, token_budget, chain, sample = evaluation
     (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
     scoring = {n: r for n, r in roles.items() if r.loss is None}
-    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget)
+    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget=token_budget)
 
     def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
-        rows = to_rows(Drawn(examples, places_in_order(examples, batch, seed, consumed).tolist()))
+        rows = to_rows(Drawn(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
         tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
         return rows, {**state, "examples_consumed": consumed + batch}, tokens
 
@@ -314,12 +316,14 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
         with clock.phase("eval"):
             rows = held
             if chain is not None:
-                scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget)
+                scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget=token_budget)
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
             pieces = own_micro_batches(rows, token_budget, cost, row_fields=row_fields_of(role.loss))
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            metrics, value = loss_value(role, states[name].params, (piece.batch for piece in pieces), dens, frozen)
+            metrics, value = loss_value(
+                role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen
+            )
         if not math.isfinite(value):
             when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
             raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
@@ -348,7 +352,7 @@ def rewarded_rows(
       phase: one for all of it.
     """
     with clock.phase(phase or "generate"):
-        done = rollout(generation.engine, examples, sampling, seed)
+        done = rollout(generation.engine, examples, sampling, seed=seed)
         rows = to_rows(examples, done, sampling, generation.pad, choices=generation.choices)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
@@ -435,7 +439,7 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
         return rows
     examples = [example for part in chosen for example in part.examples]
     sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    _, greedy = rewarded_rows(generation, clock, examples, sampling, 0)
+    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
     rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
     if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
@@ -458,7 +462,7 @@ def first_samples(
       samples: completions of each prompt.
     """
     numbers = [i * samples for i in range(len(examples))]
-    texts = first_texts(done, numbers, generation.engine.decode, [e.tokens[-1] for e in examples])
+    texts = first_texts(done, numbers, generation.engine.decode, before=[e.tokens[-1] for e in examples])
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
     return examples, texts, scores, parts_of_scores(generation.reward_names, rows, numbers)
