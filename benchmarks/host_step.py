@@ -21,7 +21,7 @@ from weightless import Weightless, smallest_config
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Model, decoder_model
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native.backends import Draw, PassWork
+from funrl.rollout.native.backends import PassWork, SampledRows
 from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
@@ -42,8 +42,8 @@ class NothingComputed(Weightless):
         return torch.zeros(len(work.draws), 1)
 
     def draw(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         zeros_R = torch.zeros(len(source_R))
         return torch.full((len(source_R),), 7), zeros_R, zeros_R
 

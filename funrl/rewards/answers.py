@@ -18,14 +18,14 @@ def final_answer(completion: str) -> str:
     boxed = completion.rfind(r"\boxed{")
     tagged = last_tagged(completion)
     if boxed >= 0:
-        found = _braced(completion[boxed + len(r"\boxed{") :])
+        answer = _braced(completion[boxed + len(r"\boxed{") :])
     elif tagged is not None:
-        found = tagged
+        answer = tagged
     else:
         _, mark, rest = completion.rpartition("####")
-        found = (rest.strip().splitlines() or [""])[0] if mark else completion
-    found = found.strip()
-    return re.sub(r"[$,]", "", found) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", found) else found
+        answer = (rest.strip().splitlines() or [""])[0] if mark else completion
+    answer = answer.strip()
+    return re.sub(r"[$,]", "", answer) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", answer) else answer
 
 
 def last_tagged(text: str) -> str | None:
@@ -45,8 +45,8 @@ def last_tagged(text: str) -> str | None:
 def _braced(text: str) -> str:
     """The text up to the brace that closes it; all of it where none does."""
     depth = 1
-    for at, letter in enumerate(text):
+    for end, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return text[:at]
+            return text[:end]
     return text

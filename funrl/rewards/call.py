@@ -91,9 +91,9 @@ class Score(float):
     """
 
     def __new__(cls, value: float, entries: Mapping[str, float] | None = None) -> Score:
-        made = super().__new__(cls, value)
-        made.entries = dict(entries or {})
-        return made
+        score = super().__new__(cls, value)
+        score.entries = dict(entries or {})
+        return score
 
     entries: dict[str, float]
 
@@ -132,9 +132,14 @@ class RewardFunction(NamedTuple):
 
 def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
     """Descriptions of functions that run together; those of one name are numbered."""
-    found = [one if isinstance(one, RewardFunction) else described_function(one, function_name(one)) for one in rewards]
-    names = unique_names([one.name for one in found])
-    return tuple(one._replace(name=name, alone=len(found) == 1) for one, name in zip(found, names, strict=True))
+    described = [
+        reward if isinstance(reward, RewardFunction) else described_function(reward, function_name(reward))
+        for reward in rewards
+    ]
+    names = unique_names([reward.name for reward in described])
+    return tuple(
+        reward._replace(name=name, alone=len(described) == 1) for reward, name in zip(described, names, strict=True)
+    )
 
 
 def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
@@ -144,8 +149,10 @@ def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...]
         arguments = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # one written in C has none
         return RewardFunction(name, function, awaited=awaited, needs=needs)
-    takes = frozenset(one.name for one in arguments if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-    keywords = any(one.kind == one.VAR_KEYWORD for one in arguments)
+    takes = frozenset(
+        argument.name for argument in arguments if argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
+    )
+    keywords = any(argument.kind == argument.VAR_KEYWORD for argument in arguments)
     return RewardFunction(
         name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited=awaited, takes=takes, keywords=keywords, needs=needs
     )
@@ -172,43 +179,45 @@ def torch_state_kept() -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)  # it is the CPU where none is set
 
 
-def outcomes(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
+def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
     """Numbers of rows by a function that is not awaited, in their order. Nothing is raised."""
-    if one.batched:
-        return _batch_outcomes(one, rows, lambda: one.function(**columns_of(one, rows)))
-    return [_row_outcome(one, row, lambda row=row: _called(one, row)) for row in rows]
+    if reward.batched:
+        return _batch_outcomes(reward, rows, lambda: reward.function(**columns_of(reward, rows)))
+    return [_row_outcome(reward, row, lambda row=row: _called(reward, row)) for row in rows]
 
 
 async def awaited_outcomes(
-    one: RewardFunction, rows: Sequence[Completed], timeout_s: float | None = None
+    reward: RewardFunction, rows: Sequence[Completed], timeout_s: float | None = None
 ) -> list[RewardOutcome]:
     """The same by an awaited function; of a plain one, all rows are under way at once.
 
     Args:
       timeout_s: that a call may take.
     """
-    if one.batched:
-        return _batch_outcomes(one, rows, await _awaited(lambda: one.function(**columns_of(one, rows)), timeout_s))
+    if reward.batched:
+        return _batch_outcomes(
+            reward, rows, await _awaited(lambda: reward.function(**columns_of(reward, rows)), timeout_s)
+        )
 
-    async def reward(row: Completed) -> RewardOutcome:
-        return _row_outcome(one, row, await _awaited(lambda: _called(one, row), timeout_s))
+    async def row_outcome(row: Completed) -> RewardOutcome:
+        return _row_outcome(reward, row, await _awaited(lambda: _called(reward, row), timeout_s))
 
-    return list(await asyncio.gather(*map(reward, rows)))
+    return list(await asyncio.gather(*map(row_outcome, rows)))
 
 
-def named_fields(one: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+def named_fields(reward: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a function takes by name, and no other."""
-    return {name: x for name, x in fields.items() if one.keywords or name in one.takes}
+    return {name: x for name, x in fields.items() if reward.keywords or name in reward.takes}
 
 
-def _called(one: RewardFunction, row: Completed) -> Any:
+def _called(reward: RewardFunction, row: Completed) -> Any:
     """The value that a plain function gives for a row."""
-    if BY_NAME in one.takes:
-        return one.function(**{BY_NAME: row.completion, **named_fields(one, row.fields)})
-    return one.function(row.prompt, row.completion, **row.fields)
+    if BY_NAME in reward.takes:
+        return reward.function(**{BY_NAME: row.completion, **named_fields(reward, row.fields)})
+    return reward.function(row.prompt, row.completion, **row.fields)
 
 
-def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
+def columns_of(reward: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
     """The arguments of a batched function: a list of one item a row for each column that it takes; None where a row
     has no such field."""
     own: dict[str, list[Any]] = {
@@ -220,9 +229,9 @@ def columns_of(one: RewardFunction, rows: Sequence[Completed]) -> dict[str, list
     }
     fields = dict.fromkeys(name for row in rows for name in row.fields)
     columns = own | {name: [row.fields.get(name) for row in rows] for name in fields if name not in BATCH_ARGUMENTS}
-    if "completion_ids" in one.takes:
+    if "completion_ids" in reward.takes:
         columns["completion_ids"] = [list(row.completion_ids) for row in rows]
-    return named_fields(one, columns)
+    return named_fields(reward, columns)
 
 
 def score_all(
@@ -246,13 +255,13 @@ def score_all(
         the function's own traceback.
     """
     rows = [Completed(*row) for row in zip(prompts, completions, fields, strict=True)]
-    (one,) = reward_functions([reward])
-    one = one._replace(alone=not one_of_several)
-    found = asyncio.run(awaited_outcomes(one, rows)) if one.awaited else outcomes(one, rows)
-    for outcome in found:
+    (described,) = reward_functions([reward])
+    described = described._replace(alone=not one_of_several)
+    results = asyncio.run(awaited_outcomes(described, rows)) if described.awaited else outcomes(described, rows)
+    for outcome in results:
         if isinstance(outcome, Failure):
             raise RewardError(*outcome)
-    return [outcome for outcome in found if not isinstance(outcome, Failure)]
+    return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
 def row_text(row: Completed) -> str:
@@ -260,9 +269,9 @@ def row_text(row: Completed) -> str:
     return f"\n  prompt: {row.prompt!r}\n  completion: {row.completion!r}\n  fields: {dict(row.fields)!r}"
 
 
-def failure_of(one: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
+def failure_of(reward: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
     """A failure on a row: "the reward function" or its name, what it did, the row, and what else there is to say."""
-    name = "" if one.alone else f" {one.name}"
+    name = "" if reward.alone else f" {reward.name}"
     return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value=value)
 
 
@@ -277,35 +286,35 @@ def too_slow(timeout_s: float) -> str:
     return f"took longer than {timeout_s:g} s"
 
 
-def _row_outcome(one: RewardFunction, row: Completed, call: Callable[[], Any]) -> RewardOutcome:
+def _row_outcome(reward: RewardFunction, row: Completed, call: Callable[[], Any]) -> RewardOutcome:
     try:
         with torch_state_kept():
             value = call()
     except TooSlow as error:
-        return failure_of(one, row, too_slow(error.args[0]))
+        return failure_of(reward, row, too_slow(error.args[0]))
     except (Exception, SystemExit) as error:
-        return failure_of(one, row, f"raised {error!r}", rest=f"\n{_own_trace(error)}")
-    return _checked(one, row, value)
+        return failure_of(reward, row, f"raised {error!r}", rest=f"\n{_own_trace(error)}")
+    return _checked(reward, row, value)
 
 
-def _batch_outcomes(one: RewardFunction, rows: Sequence[Completed], call: Callable[[], Any]) -> list[RewardOutcome]:
+def _batch_outcomes(reward: RewardFunction, rows: Sequence[Completed], call: Callable[[], Any]) -> list[RewardOutcome]:
     among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
     try:
         with torch_state_kept():
             given = call()
     except TooSlow as error:
-        return [failure_of(one, rows[0], too_slow(error.args[0]) + among)] * len(rows)
+        return [failure_of(reward, rows[0], too_slow(error.args[0]) + among)] * len(rows)
     except (Exception, SystemExit) as error:
-        return [failure_of(one, rows[0], f"raised {error!r}{among}", rest=f"\n{_own_trace(error)}")] * len(rows)
+        return [failure_of(reward, rows[0], f"raised {error!r}{among}", rest=f"\n{_own_trace(error)}")] * len(rows)
     values = given.tolist() if hasattr(given, "tolist") else given  # an array or a tensor
     if not isinstance(values, (list, tuple)) or len(values) != len(rows):
         what = f"gave {len(values)} numbers" if isinstance(values, (list, tuple)) else f"gave {given!r}"
         wanted = f"{what}; a list of a number for each of {len(rows)} completions is needed"
-        return [failure_of(one, rows[0], wanted)] * len(rows)
-    return [_checked(one, row, value) for row, value in zip(rows, values, strict=True)]
+        return [failure_of(reward, rows[0], wanted)] * len(rows)
+    return [_checked(reward, row, value) for row, value in zip(rows, values, strict=True)]
 
 
-def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
+def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
     entries: dict[str, float] = {}
     if isinstance(value, Mapping) and "score" in value:
@@ -313,11 +322,11 @@ def _checked(one: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
         entries = {name: x for name, x in others.items() if x is not None and math.isfinite(x)}
         value = value["score"]
     number = _number(value)
-    if not one.alone and (value is None or (number is not None and math.isnan(number))):
+    if not reward.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
         return failure_of(
-            one, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", rest="", value=value
+            reward, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", rest="", value=value
         )
     return Score(number, entries) if entries else number
 

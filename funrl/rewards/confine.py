@@ -263,17 +263,17 @@ def _restrict_files(directory: str, readable: list) -> None:
     scoped = 3 if version >= 6 else 0  # abstract sockets and signals beyond it
     ruleset = struct.pack("<QQQ", rights, 0, scoped)
     ruleset = ruleset[: 24 if version >= 6 else 16 if version >= 4 else 8]
-    made = _checked(libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
+    descriptor = _checked(libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0))
     devices = [(path, READ_FILE | WRITE_FILE | TRUNCATE) for path in DEVICE_FILES]
     files = [(path, READ_RIGHTS if os.path.isdir(path) else READ_FILE) for path in (*readable, f"/proc/{os.getpid()}")]
     for path, allowed in ((directory, FILES_ONLY), *devices, *files):
         if not os.path.exists(path):
             continue
         where = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        _checked(libc.syscall(LANDLOCK_ADD_RULE, made, 1, struct.pack("<Qi", rights & allowed, where), 0))
+        _checked(libc.syscall(LANDLOCK_ADD_RULE, descriptor, 1, struct.pack("<Qi", rights & allowed, where), 0))
         os.close(where)
-    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, made, 0))
-    os.close(made)
+    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, descriptor, 0))
+    os.close(descriptor)
 
 
 def _drop_capabilities() -> None:

@@ -63,8 +63,8 @@ def _right_formulas(answer: str) -> tuple[Any, ...]:
     boxed = last_boxed(answer)
     plain = answer.rpartition("####")[2].strip()
     for text in (rf"\boxed{{{plain if boxed is None else boxed}}}", plain):
-        if found := _formulas(text):
-            return found
+        if formulas := _formulas(text):
+            return formulas
     raise ValueError(f"there is no formula in the right answer {answer!r}")
 
 

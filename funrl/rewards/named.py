@@ -80,10 +80,10 @@ def parse_rewards(text: str) -> tuple[NamedReward, ...]:
     sources = []
     weights = []
     for part in (part.strip() for part in text.split(",")):
-        found = WEIGHTED_REWARD.fullmatch(part)
-        assert found is not None
-        sources.append(found["source"].strip())
-        weights.append(None if found["weight"] is None else _weight(text, found["weight"]))
+        match = WEIGHTED_REWARD.fullmatch(part)
+        assert match is not None
+        sources.append(match["source"].strip())
+        weights.append(None if match["weight"] is None else _weight(text, match["weight"]))
         if ":" not in sources[-1] and sources[-1] not in VERIFIERS:
             raise LoadError(
                 f"--reward={text}: {sources[-1]!r} is not a verifier ({', '.join(VERIFIERS)}); of a function of your "

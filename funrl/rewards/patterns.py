@@ -38,7 +38,7 @@ def compile_pattern(pattern: str, flags: int = 0) -> Any:
         raise PatternError(f"{pattern[:_SHOWN]!r} is not a regular expression: {error}") from None
 
 
-def found(compiled: Any, text: str) -> bool:
+def matches_anywhere(compiled: Any, text: str) -> bool:
     """True if a compiled pattern is found in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
     return next(matches_in(compiled, text), None) is not None
 

@@ -105,11 +105,11 @@ class Pool:
     def _receive(self, connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, found = connection.recv()
+                number, results = connection.recv()
                 with self._lock:
                     future = self._waiting.pop(number, None)
                 if future is not None:
-                    future.set_result(found)
+                    future.set_result(results)
         if not self._closed:
             self._fail("the server of the reward workers has died")
 
@@ -177,11 +177,11 @@ class RowRewards(NamedTuple):
         Raises:
           RewardError: the pool has ended.
         """
-        found = [future.result(timeout)[place] for future, place in self.parts]
-        if found and all(not isinstance(one, Failure) and math.isnan(one) for one in found):
-            message = f"none of the {len(found)} reward functions applies, one of them must{row_text(self.row)}"
-            return [Failure(message, self.row.prompt, self.row.completion)] * len(found)
-        return found
+        results = [future.result(timeout)[place] for future, place in self.parts]
+        if results and all(not isinstance(outcome, Failure) and math.isnan(outcome) for outcome in results):
+            message = f"none of the {len(results)} reward functions applies, one of them must{row_text(self.row)}"
+            return [Failure(message, self.row.prompt, self.row.completion)] * len(results)
+        return results
 
     def result(self, timeout: float | None = None) -> list[float]:
         """Number of each function; NaN where one of several does not apply.
@@ -189,11 +189,11 @@ class RowRewards(NamedTuple):
         Raises:
           RewardError: a function failed, no function applies, or the pool has ended.
         """
-        found = self.outcomes(timeout)
-        for one in found:
-            if isinstance(one, Failure):
-                raise RewardError(*one)
-        return [one for one in found if not isinstance(one, Failure)]
+        results = self.outcomes(timeout)
+        for outcome in results:
+            if isinstance(outcome, Failure):
+                raise RewardError(*outcome)
+        return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
 def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
@@ -206,24 +206,24 @@ def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
     Example: [one.result() for one in score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])] is [[1.0]] for a pool
       of `verifiers.exact_match`.
     """
-    found: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
-    for number, one in enumerate(pool.functions):
-        together = one.batched or (one.awaited and not pool.workers)
+    futures: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
+    for number, reward in enumerate(pool.functions):
+        together = reward.batched or (reward.awaited and not pool.workers)
         future = pool.begin(number, rows) if together and rows else None
         for place, row in enumerate(rows):
-            found[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
-    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, found, strict=True)]
+            futures[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
+    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, futures, strict=True)]
 
 
-def _now(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
+def _now(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
     """Outcomes computed in this process."""
-    if not one.awaited:
-        return outcomes(one, rows)
-    found: list[RewardOutcome] = []
-    thread = threading.Thread(target=lambda: found.extend(asyncio.run(awaited_outcomes(one, rows))))
+    if not reward.awaited:
+        return outcomes(reward, rows)
+    results: list[RewardOutcome] = []
+    thread = threading.Thread(target=lambda: results.extend(asyncio.run(awaited_outcomes(reward, rows))))
     thread.start()  # in this one an event loop may run already, as in a notebook
     thread.join()
-    return found
+    return results
 
 
 def _dumps(row: Completed) -> bytes:

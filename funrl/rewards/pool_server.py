@@ -42,7 +42,7 @@ from funrl.rewards.call import (
 IN_FLIGHT = 256  # calls of an event loop at once
 BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
 AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call by itself
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _MEMORY = 0.9  # of how idle earlier calls were, against the latest
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -106,15 +106,15 @@ class Server:
     def serve(self, rank: int) -> None:
         """Serve until the rank ends or says so."""
         try:
-            self._start(self.least if any(not one.awaited for one in self.functions) else 0, awaits=False)
-            self._start(int(any(one.awaited for one in self.functions)), awaits=True)
+            self._start(self.least if any(not reward.awaited for reward in self.functions) else 0, awaits=False)
+            self._start(int(any(reward.awaited for reward in self.functions)), awaits=True)
             while os.getppid() == rank:
                 self._give_calls()
                 deadlines = [call.deadline for worker in self.workers for call in worker.calls.values()]
                 rest = min(deadlines, default=math.inf) - time.monotonic()
                 busy = {worker.connection: worker for worker in self.workers if worker.calls}
                 # Some process that the rank has started may keep the pipe open that would tell of the rank's end.
-                for ready in wait([self.parent, *busy], min(max(rest, 0), _LOOK_EVERY_S)):
+                for ready in wait([self.parent, *busy], min(max(rest, 0), _POLL_EVERY_S)):
                     if ready is not self.parent:
                         self._take_answer(busy[ready])  # type: ignore[index]
                         continue
@@ -134,11 +134,11 @@ class Server:
         for worker in self.workers:
             while worker.free and (task := self._first(worker.awaits)) is not None:
                 queue = self.queues[task.function]
-                one = self.functions[task.function]
+                reward = self.functions[task.function]
                 tasks = [queue.popleft()]
                 share = -(-(len(queue) + 1) // sum(other.awaits == worker.awaits for other in self.workers))
                 room = BATCH_ROWS - len(task.rows)
-                while one.batched and queue and len(tasks) < share and len(queue[0].rows) <= room:
+                while reward.batched and queue and len(tasks) < share and len(queue[0].rows) <= room:
                     room -= len(queue[0].rows)
                     tasks.append(queue.popleft())
                 grace = AWAITED_GRACE_S if worker.awaits else 0.0
@@ -149,19 +149,19 @@ class Server:
 
     def _first(self, awaited: bool) -> Submission | None:
         """The first task that waits for a worker of this kind."""
-        heads = [q[0] for q, one in zip(self.queues, self.functions, strict=True) if q and one.awaited == awaited]
+        heads = [q[0] for q, reward in zip(self.queues, self.functions, strict=True) if q and reward.awaited == awaited]
         return min(heads, default=None)
 
     def _take_answer(self, worker: _Worker) -> None:
         try:
-            number, found, cpu_s, wall_s = worker.connection.recv()
+            number, results, cpu_s, wall_s = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             ended = _end(worker)
             for call in worker.calls.values():
                 self._fail(call, f"ended its process ({ended})")
             self._replace(worker)
             return
-        self._answer(worker.calls.pop(number), found)
+        self._answer(worker.calls.pop(number), results)
         if not worker.awaits:
             self.cpu_s = self.cpu_s * _MEMORY + cpu_s
             self.wall_s = self.wall_s * _MEMORY + wall_s
@@ -169,7 +169,7 @@ class Server:
 
     def _grow(self) -> None:
         """Add workers where calls wait and those that have ended were mostly idle."""
-        waiting = sum(len(q) for q, one in zip(self.queues, self.functions, strict=True) if not one.awaited)
+        waiting = sum(len(q) for q, reward in zip(self.queues, self.functions, strict=True) if not reward.awaited)
         here = [worker for worker in self.workers if not worker.awaits]
         busy = max(self.cpu_s / max(self.wall_s, 1e-6), self.least / self.most)
         wanted = min(self.most, math.ceil(self.least / busy), len(here) + waiting - sum(w.free for w in here))
@@ -178,7 +178,9 @@ class Server:
     def _end_overdue(self) -> None:
         """End the workers whose calls have taken too long; what was beside them in an event loop begins again."""
         now = time.monotonic()
-        for worker in [one for one in self.workers if any(call.deadline <= now for call in one.calls.values())]:
+        for worker in [
+            candidate for candidate in self.workers if any(call.deadline <= now for call in candidate.calls.values())
+        ]:
             _end(worker)
             for call in reversed(worker.calls.values()):
                 if call.deadline <= now:
@@ -187,18 +189,18 @@ class Server:
                     self.queues[call.tasks[0].function].extendleft(reversed(call.tasks))
             self._replace(worker)
 
-    def _answer(self, call: _Call, found: Sequence[RewardOutcome]) -> None:
+    def _answer(self, call: _Call, results: Sequence[RewardOutcome]) -> None:
         """Tell the rank of each task."""
-        at = 0
+        begin = 0
         for task in call.tasks:
-            self.parent.send((task.number, list(found[at : at + len(task.rows)])))
-            at += len(task.rows)
+            self.parent.send((task.number, list(results[begin : begin + len(task.rows)])))
+            begin += len(task.rows)
 
     def _fail(self, call: _Call, what: str) -> None:
-        one = self.functions[call.tasks[0].function]
+        reward = self.functions[call.tasks[0].function]
         rows = [row for task in call.tasks for row in task.rows]
         among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
-        self._answer(call, [failure_of(one, pickle.loads(rows[0]), what + among)] * len(rows))
+        self._answer(call, [failure_of(reward, pickle.loads(rows[0]), what + among)] * len(rows))
 
     def _replace(self, worker: _Worker) -> None:
         self.workers.remove(worker)
@@ -303,8 +305,8 @@ def _work(
             number, function, rows = pickle.loads(connection.recv_bytes())
             cpu_s = _cpu_s()
             wall_s = time.monotonic()
-            found = outcomes(functions[function], [pickle.loads(row) for row in rows])
-            connection.send((number, [*map(picklable, found)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
+            results = outcomes(functions[function], [pickle.loads(row) for row in rows])
+            connection.send((number, [*map(picklable, results)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
 
 
 async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunction], timeout_s: float) -> None:
@@ -314,8 +316,8 @@ async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunc
     tasks = set[asyncio.Task[None]]()
 
     async def answer(number: int, function: int, rows: Sequence[bytes]) -> None:
-        found = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
-        connection.send((number, [*map(picklable, found)], 0.0, 0.0))
+        results = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
+        connection.send((number, [*map(picklable, results)], 0.0, 0.0))
 
     def take() -> None:
         try:

@@ -50,7 +50,7 @@ _SYSTEM = (  # readable, where they exist
     "/proc/meminfo",
     "/sys/devices/system/cpu",
 )
-_LOOK_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 _FOLDER = "funrl-program-{}-"  # with the number of the process that has made it
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -150,10 +150,10 @@ def run_program(
             )
         finally:
             os.close(its_result)
-        with process, open(result, "rb", buffering=0) as told:
+        with process, open(result, "rb", buffering=0) as results:
             try:
                 given = frozenset(_identity(os.fstat(file.fileno())) for file in (task_file, stdin_file))
-                problem, outputs = _watch(process, told, Watched(folder, limits, given))
+                problem, outputs = _watch(process, results, Watched(folder, limits, given))
             finally:
                 _kill(process)
     stdout, stderr, lines = (bytes(part).decode(errors="replace") for part in outputs)
@@ -242,7 +242,7 @@ class Watched(NamedTuple):
 
 
 def _watch(
-    process: subprocess.Popen[bytes], told: IO[bytes], watched: Watched
+    process: subprocess.Popen[bytes], results: IO[bytes], watched: Watched
 ) -> tuple[str, tuple[bytearray, bytearray, bytearray]]:
     """Take what a program prints until it ends or exceeds a limit.
 
@@ -254,13 +254,13 @@ def _watch(
     problem = ""
     deadline = time.monotonic() + limits.wall_s
     with selectors.DefaultSelector() as open_pipes:
-        for pipe, into in zip((process.stdout, process.stderr, told), outputs, strict=True):
+        for pipe, into in zip((process.stdout, process.stderr, results), outputs, strict=True):
             open_pipes.register(pipe, selectors.EVENT_READ, into)
-        looked = time.monotonic()
+        last_check = time.monotonic()
         while not problem and (open_pipes.get_map() or process.poll() is None):
             if not open_pipes.get_map():  # it has closed them and goes on
-                time.sleep(_LOOK_EVERY_S)
-            for key, _ in open_pipes.select(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0))):
+                time.sleep(_POLL_EVERY_S)
+            for key, _ in open_pipes.select(min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0))):
                 if not (data := os.read(key.fd, 1 << 16)):
                     open_pipes.unregister(key.fileobj)
                 key.data.extend(data[: limits.output_bytes + 1 - len(key.data)])
@@ -268,9 +268,9 @@ def _watch(
                     problem = "output"
             if time.monotonic() > deadline:
                 problem = "wall time"
-            elif time.monotonic() - looked > _LOOK_EVERY_S:
+            elif time.monotonic() - last_check > _POLL_EVERY_S:
                 problem = problem or _exceeded(process.pid, watched)
-                looked = time.monotonic()
+                last_check = time.monotonic()
     return problem, outputs
 
 

@@ -34,8 +34,8 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
         raise ValueError(f"repetition_penalty(n={n}, penalty={penalty}): n is at least 1 and the penalty at least 0")
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
-        said = completion.lower().split()
-        grams = [tuple(said[i : i + n]) for i in range(len(said) - n + 1)]
+        spoken = completion.lower().split()
+        grams = [tuple(spoken[i : i + n]) for i in range(len(spoken) - n + 1)]
         return -penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
 
     return reward

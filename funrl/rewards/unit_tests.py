@@ -109,10 +109,10 @@ def read_tests(fields: Mapping[str, Any]) -> UnitTests:
         return UnitTests((given + call,))
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given) and not given.get("fn_name"):
         return UnitTests(pairs=_pairs(given["inputs"], given["outputs"]))
-    if isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given):
+    if isinstance(given, Sequence) and given and all(isinstance(test, str) for test in given):
         return UnitTests(tuple(given))
-    if isinstance(given, Sequence) and given and all(isinstance(one, Mapping) and "input" in one for one in given):
-        return UnitTests(pairs=_pairs([one["input"] for one in given], [one.get("output", "") for one in given]))
+    if isinstance(given, Sequence) and given and all(isinstance(test, Mapping) and "input" in test for test in given):
+        return UnitTests(pairs=_pairs([test["input"] for test in given], [test.get("output", "") for test in given]))
     raise ValueError(
         f"the field {name!r} holds no tests: Python text, a list of such texts, or {{'inputs': [...], 'outputs': "
         f"[...]}} is needed, not {str(given)[:200]}"

@@ -132,10 +132,12 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     *rows, (*_, faulty) = psum(own_N5, mesh, AXES).tolist()
     before = f"after the sync of version {version} the engine does not hold the trainer's weights: "
     if faulty:
-        told = [
-            f"{one} on rank {r}" for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True) for one in its
+        messages = [
+            f"{fault} on rank {r}"
+            for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True)
+            for fault in its
         ]
-        raise SyncError(f"{before}{told[0]}" + (f", and {len(told) - 1} faults more" if told[1:] else ""))
+        raise SyncError(f"{before}{messages[0]}" + (f", and {len(messages) - 1} faults more" if messages[1:] else ""))
     wrong = [
         name
         for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
@@ -234,7 +236,9 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
     done = complete(engine, requests)
     if paused:
         engine.pause()
-    tokens_BS, logp_BS = (torch.stack(x) for x in zip(*((one.tokens, one.raw_logp) for one in done), strict=True))
+    tokens_BS, logp_BS = (
+        torch.stack(x) for x in zip(*((completion.tokens, completion.raw_logp) for completion in done), strict=True)
+    )
     return tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device)
 
 
@@ -247,7 +251,7 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
     mesh = source.mesh
     awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
     faults = []
-    found = {}
+    digests = {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for there, held in engine.held_weights():
         name = awaited.pop(there, None)
@@ -267,14 +271,14 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
         theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype=dtype).to(mesh.device)
         first = first_copy(trained[name], mesh)
         engine_first = first_copy(placed[name], spec.mesh)
-        found[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
-    return found, faults + [f"{name} is missing" for name in awaited.values()]
+        digests[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
+    return digests, faults + [f"{name} is missing" for name in awaited.values()]
 
 
 def first_copy(layout: Layout, mesh: Mesh) -> bool:
     """True on one of the ranks that hold the same part."""
-    at = coordinates(mesh.sizes, mesh.rank)
-    return all(at[axis] == 0 for axis in AXES if axis not in layout.axes)
+    index = coordinates(mesh.sizes, mesh.rank)
+    return all(index[axis] == 0 for axis in AXES if axis not in layout.axes)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
@@ -290,16 +294,16 @@ def _where(shares: Sequence[Share], ranks: Ranks) -> str:
       ranks: their numbers in the run.
     """
     stored: dict[Box, tuple[int, int]] = {}
-    for rank, one in zip(ranks, shares, strict=True):
-        first, number = stored.setdefault(one.stored, (rank, one.trainer))
-        if number != one.trainer:
+    for rank, share in zip(ranks, shares, strict=True):
+        first, number = stored.setdefault(share.stored, (rank, share.trainer))
+        if number != share.trainer:
             return f" before the sync: the trainer's ranks {first} and {rank} have the same part with other numbers"
     placed: dict[Box, tuple[int, int]] = {}
-    for rank, one in zip(ranks, shares, strict=True):
-        if one.placed in stored and stored[one.placed][1] != one.engine:
+    for rank, share in zip(ranks, shares, strict=True):
+        if share.placed in stored and stored[share.placed][1] != share.engine:
             return f" on rank {rank}"
-        first, number = placed.setdefault(one.placed, (rank, one.engine))
-        if number != one.engine:
+        first, number = placed.setdefault(share.placed, (rank, share.engine))
+        if number != share.engine:
             return f" between ranks {first} and {rank}, which ought to hold the same part"
     return ""
 
@@ -320,7 +324,7 @@ def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     piece = PIECE.get(x.device.type, GPU_PIECE)
     row = x[0].numel()
     if row > piece:
-        return (torch.stack([_digest(one, keys[1:], dtype) for one in x]) * keys[0]).sum()
+        return (torch.stack([_digest(entry, keys[1:], dtype) for entry in x]) * keys[0]).sum()
     total = keys[0].new_zeros(())
     rows = piece // row
     words = len(keys[0]) // len(x)

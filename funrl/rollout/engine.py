@@ -198,14 +198,14 @@ def complete(
       ValueError, RuntimeError, FloatingPointError: as `Engine.submit` and `Engine.step`. The engine then has none of
         these requests in flight.
     """
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     engine.submit(requests)
     try:
         while engine.in_flight():
             for done in awake_step(engine):
-                found[done.number] = done
+                completions[done.number] = done
                 if finished is not None:
                     finished(done)
     finally:
         engine.cancel(request.number for request in requests)
-    return [found[request.number] for request in requests]
+    return [completions[request.number] for request in requests]

@@ -64,10 +64,10 @@ class HFEngine:
         expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
         state = trees.from_named(expected, named_weights)
         tensors = dict(fused(self._config.source.family, self.weights.names, state.items()))
-        found = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
-        lacking = set(found.missing_keys) - set(self.model.all_tied_weights_keys)
-        if lacking or found.unexpected_keys:
-            raise KeyError(f"transformers' model lacks {found.unexpected_keys} and misses {sorted(lacking)}")
+        result = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
+        lacking = set(result.missing_keys) - set(self.model.all_tied_weights_keys)
+        if lacking or result.unexpected_keys:
+            raise KeyError(f"transformers' model lacks {result.unexpected_keys} and misses {sorted(lacking)}")
         self.version = version
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -75,8 +75,8 @@ class HFEngine:
         held = self.model.state_dict()
         names = self.weights.names
         return (
-            (there, held[one.name][slice(*one.rows)])
-            for (there, _), one in zip(names.values(), (self._stored[name] for name in names), strict=True)
+            (there, held[stored.name][slice(*stored.rows)])
+            for (there, _), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
         )
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -86,8 +86,8 @@ class HFEngine:
             if request.begun is not None or request.most is not None:
                 raise ValueError(f"request {request.number}: the hf engine completes whole requests only")
         for sampling in {request.sampling for request in requests}:
-            some = [request for request in [*self._waiting, *requests] if request.sampling == sampling]
-            _check_options([request.prompt for request in some], sampling)
+            together = [request for request in [*self._waiting, *requests] if request.sampling == sampling]
+            _check_options([request.prompt for request in together], sampling)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
@@ -101,10 +101,10 @@ class HFEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         sampling = self._waiting[0].sampling
-        some = [request for request in self._waiting if request.sampling == sampling]
+        together = [request for request in self._waiting if request.sampling == sampling]
         self._waiting = [request for request in self._waiting if request.sampling != sampling]
         self._passes += 1
-        return self._complete(some, sampling)
+        return self._complete(together, sampling)
 
     def in_flight(self) -> int:
         """Number of requests that wait."""
@@ -159,7 +159,7 @@ class HFEngine:
         prompts = [list(request.prompt) for request in requests]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
             max_new_tokens=sampling.max_new_tokens,
@@ -169,7 +169,7 @@ class HFEngine:
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
-            **({} if sampling.greedy else how),
+            **({} if sampling.greedy else options),
         )
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -190,7 +190,7 @@ class HFEngine:
         sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
         done = []
         for row, request in enumerate(requests):
-            stops = [at for at, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
+            stops = [place for place, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
             count = stops[0] + 1 if stops else tokens_RT.shape[1]
             self._decoded += count
             done.append(

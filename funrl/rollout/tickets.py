@@ -41,26 +41,26 @@ def complete_shared(
     """
     replicas = mesh.size(mesh.row_axes)
     first = mesh.index("tensor") == 0
-    at = 0
-    found: list[Completion] = []
+    next_group = 0
+    completions: list[Completion] = []
     begun = [own]
     engine.submit(own)
     try:
-        while at < len(groups) or engine.in_flight():
-            if at < len(groups) and engine.room():
-                most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
-                at, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)
-                taken = groups[at : at + count]
+        while next_group < len(groups) or engine.in_flight():
+            if next_group < len(groups) and engine.room():
+                most = -(-(len(groups) - next_group) // (1 if replicas == 1 else 2 * replicas))
+                next_group, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)
+                taken = groups[next_group : next_group + count]
                 begun += taken
                 engine.submit([request for group in taken for request in group])
-                at += count
+                next_group += count
             for done in awake_step(engine):
-                found.append(done)
+                completions.append(done)
                 if finished is not None:
                     finished(done)
     finally:
         engine.cancel(request.number for group in begun for request in group)
-    return sorted(found, key=lambda done: done.number)
+    return sorted(completions, key=lambda done: done.number)
 
 
 def _take(

@@ -48,13 +48,13 @@ def problems(seed: int, count: int, digits: int = DIGITS, split: Split = "train"
     if not 1 <= digits <= 9:
         raise ValueError(f"digits={digits}: summands have 1 to 9 digits")
     rng = np.random.default_rng(seed)
-    found = np.empty((0, 2), dtype=np.int64)
-    while len(found) < count:
+    chosen = np.empty((0, 2), dtype=np.int64)
+    while len(chosen) < count:
         high = 10 ** rng.integers(1, digits + 1, size=(2 * HELD_OUT * count, 2))
         low = np.where(high == 10, 0, high // 10)
         pairs = rng.integers(low, high)
-        found = np.concatenate([found, pairs[is_held_out(pairs) == (split == "heldout")]])
-    return found[:count]
+        chosen = np.concatenate([chosen, pairs[is_held_out(pairs) == (split == "heldout")]])
+    return chosen[:count]
 
 
 def is_held_out(pairs: np.ndarray) -> np.ndarray:
@@ -131,7 +131,9 @@ def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train")
     Args: as in `problems`.
     """
     pairs = preferences(seed, (count + 1) // 2, digits, split=split)
-    return [one for prompt, right, wrong in pairs for one in ((prompt, right, True), (prompt, wrong, False))][:count]
+    return [rating for prompt, right, wrong in pairs for rating in ((prompt, right, True), (prompt, wrong, False))][
+        :count
+    ]
 
 
 def steps(

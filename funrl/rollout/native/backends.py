@@ -25,8 +25,8 @@ from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
 ROUTE = torch.int16  # of the numbers of experts that are recorded
-LOGITS = 1 << 26  # numbers in the logits of one draw
-Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
+LOGITS = 1 << 26  # logits computed at a time at most
+SampledRows = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
 
 class PassWork(NamedTuple):
@@ -81,19 +81,19 @@ class Backend(Protocol):
         ...
 
     def forward(self, work: PassWork) -> Tensor:
-        """Input of `draw` for each draw of the work, [M, ...]."""
+        """Input of `sample` for each of the work's sampled positions, [M, ...]."""
         ...
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
-        """One token per draw.
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
+        """Sample one token per row of `source_R`.
 
         Args:
-          found_M: by `forward`.
-          source_R: the row of it of each draw.
+          output_M: of `forward`.
+          source_R: row of `output_M` for each sampled token.
           noise_R: float64 in (0, 1); None: greedy.
-          how: temperature, truncation, penalty.
+          sampling: temperature, truncation, penalty.
           seen_RV: bool, tokens that the sequence has; None: there is no penalty.
         """
         ...
@@ -159,8 +159,8 @@ class TorchBackend:
 
         They stand in its pages, as its keys and values do. -1: the token is in no page.
         """
-        found = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
-        return torch.nn.functional.pad(found, (0, 0, 0, tokens - len(found)), value=-1)
+        ids_TC = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
+        return torch.nn.functional.pad(ids_TC, (0, 0, 0, tokens - len(ids_TC)), value=-1)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for x in [*trees.leaves(self._cache), self._routes]:
@@ -203,14 +203,14 @@ class TorchBackend:
         return max(1, LOGITS // self.model.config.vocab)
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         parts = []
         for low in range(0, len(source_R), self.rows_at_once):
-            some = slice(low, low + self.rows_at_once)
-            logits_RV = self.logits(found_M[source_R[some]])
-            noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
-            parts.append(sample_tokens(logits_RV, noise_here, how, seen_RV=seen_here))
+            rows = slice(low, low + self.rows_at_once)
+            logits_RV = self.logits(output_M[source_R[rows]])
+            noise_here, seen_here = (None if x is None else x[rows] for x in (noise_R, seen_RV))
+            parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
@@ -276,12 +276,12 @@ class PackedBackend:
         return self._decoder.forward(self._cache, *given, logits_MV)
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         assert self._decoder is not None
-        if how.truncated or seen_RV is not None:
-            return sample_tokens(found_M[source_R], noise_R, how, seen_RV=seen_RV)
-        return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
+        if sampling.truncated or seen_RV is not None:
+            return sample_tokens(output_M[source_R], noise_R, sampling, seen_RV=seen_RV)
+        return self._decoder.sample(output_M, source_R, noise_R, sampling.temperature)
 
 
 def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:

@@ -46,23 +46,23 @@ class CapturedFunctions:
         if not self._capture or key not in self._met:
             self._met.add(key)
             return compute()
-        if key not in self._graphs and not self._captured_now(key, compute):
+        if key not in self._graphs and not self._try_capture(key, compute):
             return compute()
-        graph, found = self._graphs[key]
+        graph, results = self._graphs[key]
         graph.replay()
-        return found
+        return results
 
-    def _captured_now(self, key: Hashable, compute: Compute) -> bool:
+    def _try_capture(self, key: Hashable, compute: Compute) -> bool:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may use the device meanwhile, such as one that writes a checkpoint.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found = compute()
+                results = compute()
         except RuntimeError as error:
             log.warning("passes are not captured as CUDA graphs: %s", error)
             self._capture = False
             return False
-        self._graphs[key] = graph, found
+        self._graphs[key] = graph, results
         return True

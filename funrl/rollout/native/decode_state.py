@@ -16,7 +16,7 @@ from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
 # Rows of `DecodeState.numbers_CS`; behind them stand the stop tokens, -1 where there are no more.
-LENGTH, PROMPT, LIMIT, SEED, KIND, ENDED, STOP = range(7)
+LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, STOP = range(7)
 
 
 class DecodeState(NamedTuple):
@@ -40,12 +40,12 @@ class DecodeForm(NamedTuple):
     Attributes:
       rows: sequences; more than there are, the rest being the slot of nobody.
       pages: that attention may read of each sequence.
-      kinds: ways in which sequences are sampled, and their numbers; without a repetition penalty.
+      sampling_groups: (number, parameters) pairs of the ways in which sequences are sampled; no repetition penalty.
     """
 
     rows: int
     pages: int
-    kinds: tuple[tuple[int, Sampling], ...]
+    sampling_groups: tuple[tuple[int, Sampling], ...]
 
 
 class Decoder(Protocol):
@@ -88,7 +88,7 @@ def decode_pass(
     Returns: token [B] int64, and its log-probabilities, sampling and raw, [B] nats each; as `sample_tokens`.
     """
     numbers_CB = state.numbers_CS.index_select(1, rows_B)
-    length_B, prompt_B, limit_B, seed_B, kind_B, ended_B = numbers_CB[:STOP]
+    length_B, prompt_B, limit_B, seed_B, group_B, ended_B = numbers_CB[:STOP]
     token_B = state.tokens_S.index_select(0, rows_B)
     running_B = ended_B == 0
     page = decoder.page_tokens
@@ -98,7 +98,7 @@ def decode_pass(
     place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
     hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B=running_B))
     sampled_B, *logps = _sample(
-        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B=kind_B, kinds=form.kinds
+        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=form.sampling_groups
     )
     last_B = length_B + running_B.long()
     stopped_B = (numbers_CB[STOP:] == sampled_B).any(0) | (last_B >= limit_B)
@@ -109,17 +109,17 @@ def decode_pass(
 
 
 def _sample(
-    decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, kind_B: Tensor, kinds: tuple[tuple[int, Sampling], ...]
+    decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, group_B: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, ...]:
     """Sample one token per row. Rows of several sampling groups are sampled in each, and each row takes its own."""
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
-        some = slice(low, low + decoder.rows_at_once)
-        logits_RV = decoder.logits(hidden_BD[some])
-        found = None
-        for number, how in kinds:
-            this = sample_tokens(logits_RV, noise_B[some], how, static=True)
-            mine_R = kind_B[some] == number
-            found = this if found is None else tuple(map(torch.where, (mine_R,) * 3, this, found))
-        parts.append(found)
+        rows = slice(low, low + decoder.rows_at_once)
+        logits_RV = decoder.logits(hidden_BD[rows])
+        sampled = None
+        for number, sampling in groups:
+            tokens = sample_tokens(logits_RV, noise_B[rows], sampling, static=True)
+            in_group_R = group_B[rows] == number
+            sampled = tokens if sampled is None else tuple(map(torch.where, (in_group_R,) * 3, tokens, sampled))
+        parts.append(sampled)
     return tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -181,11 +181,11 @@ class NativeEngine:
         if plan is None:
             self._poll()
             return self._sequences.take_ended()
-        found = self._backend.forward(plan.work)
+        output = self._backend.forward(plan.work)
         if plan.copies:
             self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
         self._passes += 1
-        self._sequences.sample(self._backend, found, plan.sampling_slots, plan.sources, plan.ahead)
+        self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
         self._scheduler.settle()
         if self._sequences.needs_sync or (self._static is None and self._time_to_poll()):
             self._poll()
@@ -250,11 +250,11 @@ class NativeEngine:
         if not len(slots):
             self._poll()
             return True
-        kinds = self._static.kinds(slots)
-        if kinds is None:
+        groups = self._static.sampling_groups(slots)
+        if groups is None:
             return False
-        found = self._static.run(slots, kinds, self._pages)
-        self._sequences.append(slots, found)
+        sampled = self._static.run(slots, groups, self._pages)
+        self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
         self._passes += 1
         self._poll(1)

@@ -77,16 +77,16 @@ class PagePool:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Pages that hold the longest known beginning of a text, in whole pages; see `share`."""
-        found = []
+        shared = []
         before = ROOT
         size = self.page_tokens
         for low in range(0, len(tokens) - size + 1, size):
             page = self._known.get((before, tuple(tokens[low : low + size])))
             if page is None:
                 break
-            found.append(page)
+            shared.append(page)
             before = self._content[page]
-        return found
+        return shared
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Let `find` find the whole pages of a text whose keys and values are computed, or will be in this pass."""

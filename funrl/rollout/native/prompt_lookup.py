@@ -52,10 +52,10 @@ class PromptLookup:
         if most < 1 or len(text) < self._begin:
             return []
         for size, behind in zip(SIZES, self._behind, strict=True):
-            at = behind.get(tuple(text[-size:])) if len(text) >= size else None
-            if at is not None:
-                period = len(text) - at
-                return [text[at + i % period] for i in range(most)]
+            place = behind.get(tuple(text[-size:])) if len(text) >= size else None
+            if place is not None:
+                period = len(text) - place
+                return [text[place + i % period] for i in range(most)]
         return []
 
     def settle(self, drafted: int, accepted: int) -> None:

@@ -237,8 +237,8 @@ class Scheduler:
         last = self._sequences.last_tokens(decoding)
         if drafts.any():
             pairs = zip(decoding.tolist(), drafts.tolist(), strict=True)
-            some = [self._sequences.tokens_at(slot, int(self._known[slot]), count + 1) for slot, count in pairs]
-            tokens = [torch.from_numpy(np.concatenate(some)).to(last.device)]
+            texts = [self._sequences.tokens_at(slot, int(self._known[slot]), count + 1) for slot, count in pairs]
+            tokens = [torch.from_numpy(np.concatenate(texts)).to(last.device)]
         else:
             tokens = [last]
         for sequence, count in chunks:
@@ -312,17 +312,17 @@ class Scheduler:
             return None
         sequence = self._waiting[0]
         text = sequence.text.tolist()
-        found = self.pool.find(text[:-1])
-        self.pool.share(found)
-        lacking = -(-len(text) // self._page) - len(found)
+        shared = self.pool.find(text[:-1])
+        self.pool.share(shared)
+        lacking = -(-len(text) // self._page) - len(shared)
         if self.pool.available < lacking + self._growing():
-            self.pool.give_back(found)
+            self.pool.give_back(shared)
             self._lacking = lacking
             return None
         self._lacking = 0
         self._waiting.popleft()
-        self._assign_slot(sequence, found + self.pool.take(lacking), len(found) * self._page)
-        self.cached += len(found) * self._page
+        self._assign_slot(sequence, shared + self.pool.take(lacking), len(shared) * self._page)
+        self.cached += len(shared) * self._page
         while sequence.untouched and self._waiting and _siblings(sequence, self._waiting[0]):
             sequence.siblings.append(self._waiting.popleft())
         return sequence
@@ -398,9 +398,9 @@ class Scheduler:
                     other.siblings.remove(sequence)
 
 
-def _siblings(one: RunningSequence, other: RunningSequence) -> bool:
+def _siblings(first: RunningSequence, other: RunningSequence) -> bool:
     """True if two requests begin with the same prompt and nothing behind it."""
-    return other.untouched and len(one.text) == len(other.text) and bool((one.text == other.text).all())
+    return other.untouched and len(first.text) == len(other.text) and bool((first.text == other.text).all())
 
 
 def _sampled_positions(

@@ -50,27 +50,26 @@ class StaticDecode:
         self._graphs.drop()
         self._serials[:] = NO_HOLDER
 
-    def kinds(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
-        """The ways in which some slots are sampled; None: not by one pass of static shape."""
-        kinds = self._sequences.sampling_groups_of(slots)
-        return (
-            None if len(kinds) > MAX_SAMPLING_GROUPS or any(how.repetition_penalty != 1 for _, how in kinds) else kinds
-        )
+    def sampling_groups(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
+        """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
+        groups = self._sequences.sampling_groups_of(slots)
+        penalised = any(sampling.repetition_penalty != 1 for _, sampling in groups)
+        return None if penalised or len(groups) > MAX_SAMPLING_GROUPS else groups
 
-    def run(self, slots: np.ndarray, kinds: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
-        """Draw the next token of some slots, each of which has a page for its last one.
+    def run(self, slots: np.ndarray, groups: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
+        """Sample the next token of each of `slots`, which have pages for their last tokens.
 
         Args:
-          kinds: of these slots.
+          groups: sampling groups of these slots.
           pages: of the cache; the one behind them is spare.
         """
         state = self._updated(slots)
         rows = bucket(len(slots), len(self._lengths) - 1)
-        form = DecodeForm(rows, self._read_pages(slots), kinds)
+        form = DecodeForm(rows, self._read_pages(slots), groups)
         rows_B = self._rows_of(slots, rows)
-        found = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
+        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
         self._lengths[slots] += 1
-        return HostCopy(found)
+        return HostCopy(sampled)
 
     def _updated(self, slots: np.ndarray) -> DecodeState:
         """The state, with what some slots are now."""
@@ -86,15 +85,15 @@ class StaticDecode:
         other = self._serials[slots] != sequences.serials[slots]
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):
-            at = device_copy(new, self._device)
-            state.numbers_CS.index_copy_(1, at, device_copy(sequences.device_columns_of(new), self._device))
+            index = device_copy(new, self._device)
+            state.numbers_CS.index_copy_(1, index, device_copy(sequences.device_columns_of(new), self._device))
             self._lengths[new] = sequences.lengths[new]
         owned = scheduler.pages_of(slots)
         moved = slots[other | (self._owned[slots] != owned)]
         if len(moved):
-            at = device_copy(moved, self._device)
+            index = device_copy(moved, self._device)
             table = scheduler.table_of(moved, state.table_SP.shape[1])
-            state.table_SP.index_copy_(0, at, device_copy(table, self._device))
+            state.table_SP.index_copy_(0, index, device_copy(table, self._device))
         self._serials[slots] = sequences.serials[slots]
         self._owned[slots] = owned
         return state
@@ -109,12 +108,12 @@ class StaticDecode:
         """Slots on the device, in memory that stays."""
         if rows not in self._rows:
             self._rows[rows] = torch.zeros(rows, dtype=torch.int64, device=self._device), np.full(rows, NO_HOLDER)
-        there_B, here = self._rows[rows]
-        if not np.array_equal(here[: len(slots)], slots) or (here[len(slots) :] != len(self._lengths) - 1).any():
-            here[: len(slots)] = slots
-            here[len(slots) :] = len(self._lengths) - 1
-            there_B.copy_(device_copy(here, self._device))
-        return there_B
+        device_B, host = self._rows[rows]
+        if not np.array_equal(host[: len(slots)], slots) or (host[len(slots) :] != len(self._lengths) - 1).any():
+            host[: len(slots)] = slots
+            host[len(slots) :] = len(self._lengths) - 1
+            device_B.copy_(device_copy(host, self._device))
+        return device_B
 
 
 def bucket(count: int, most: int | None = None) -> int:

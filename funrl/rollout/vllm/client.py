@@ -76,8 +76,8 @@ class RemoteCore:
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; see `Core`."""
-        if some := list(numbers):
-            self._tell("drop", {"numbers": some})
+        if listed := list(numbers):
+            self._tell("drop", {"numbers": listed})
 
     def forget(self) -> None:
         """Forget all requests; see `Core`."""
@@ -216,7 +216,7 @@ def _buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, 
     """Weights in groups of at most `BUCKET_BYTES`; a larger one is a group by itself."""
     bucket: dict[str, Tensor] = {}
     for name, x in named_weights:
-        if bucket and sum(one.nbytes for one in bucket.values()) + x.nbytes > BUCKET_BYTES:
+        if bucket and sum(weight.nbytes for weight in bucket.values()) + x.nbytes > BUCKET_BYTES:
             yield bucket
             bucket = {}
         bucket[name] = x.cpu().contiguous()

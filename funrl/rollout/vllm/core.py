@@ -235,37 +235,39 @@ class LocalCore:
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-        for one in requests:
-            how = SamplingParams(
-                max_tokens=one.count,
-                stop_token_ids=list(one.sampling.stop),
+        for request in requests:
+            parameters = SamplingParams(
+                max_tokens=request.count,
+                stop_token_ids=list(request.sampling.stop),
                 ignore_eos=True,
                 logprobs=1,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            name = self.engine.add_request(str(one.number), {"prompt_token_ids": list(one.tokens)}, how)
-            self.sampler.requests[name] = RequestSampling(_per_token_sampling(one.sampling), one.seed, one.written)
-            self._ids[one.number] = name
+            name = self.engine.add_request(str(request.number), {"prompt_token_ids": list(request.tokens)}, parameters)
+            self.sampler.requests[name] = RequestSampling(
+                _per_token_sampling(request.sampling), request.seed, request.written
+            )
+            self._ids[request.number] = name
 
     def step(self) -> list[SampledTokens]:
         """One pass; see `Core`."""
-        found = []
-        for done in self.engine.step():
-            number = int(done.request_id)
-            one = done.outputs[0]
-            pairs = [next(iter(each.items())) for each in one.logprobs]
+        sampled = []
+        for result in self.engine.step():
+            number = int(result.request_id)
+            output = result.outputs[0]
+            pairs = [next(iter(logp.items())) for logp in output.logprobs]
             raw = [pair[1].logprob for pair in pairs]
-            sampling = [each[NO_TOKEN].logprob for each in one.logprobs]
-            found.append(
+            sampling = [logp[NO_TOKEN].logprob for logp in output.logprobs]
+            sampled.append(
                 SampledTokens(
-                    number, list(one.token_ids), raw, sampling_logp=sampling, cached=done.num_cached_tokens or 0
+                    number, list(output.token_ids), raw, sampling_logp=sampling, cached=result.num_cached_tokens or 0
                 )
             )
-            if done.finished:
+            if result.finished:
                 self._forget(number)
         self._count_put_back()
-        return found
+        return sampled
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; see `Core`."""
@@ -334,7 +336,7 @@ class LocalCore:
         self.sampler.requests.pop(self._ids.pop(number), None)
 
     def _count_put_back(self) -> None:
-        now = {name: one.num_preemptions for name, one in self._scheduler.requests.items()}
+        now = {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
         self._preempted += sum(max(0, count - self._puts.get(name, 0)) for name, count in now.items())
         self._puts = now
 

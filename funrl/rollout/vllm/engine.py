@@ -93,8 +93,8 @@ class VLLMEngine:
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """Weights that vLLM still has as they were given: on a CPU it packs those of products; see `Engine`."""
-        found = dict(self.core.held())
-        return ((name, found.get(name)) for name, _ in self.weights.names.values())
+        held = dict(self.core.held())
+        return ((name, held.get(name)) for name, _ in self.weights.names.values())
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError where a request is not one that this engine could ever complete."""
@@ -132,8 +132,8 @@ class VLLMEngine:
         self._peak = max(self._peak, self.core.counts().used_pages)
         self._check_finite(sampled)
         ended: list[Completion] = []
-        for one in sampled:
-            ended += self._grown(self._sequences[one.number], one)
+        for sample in sampled:
+            ended += self._grown(self._sequences[sample.number], sample)
         return ended
 
     def in_flight(self) -> int:
@@ -185,21 +185,21 @@ class VLLMEngine:
             sequence.inside = False
 
     def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
-        for one in sampled:
-            if not all(map(math.isfinite, one.raw_logp)):
+        for sample in sampled:
+            if not all(map(math.isfinite, sample.raw_logp)):
                 self._withdraw()
-                at = len(self._sequences[one.number].tokens)
+                position = len(self._sequences[sample.number].tokens)
                 raise FloatingPointError(
-                    f"the model's logits are not finite at token {at} of completion {one.number}: its weights are "
-                    "damaged, or it has diverged, which a lower --lr may prevent"
+                    f"the model's logits are not finite at token {position} of completion {sample.number}: its weights "
+                    "are damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, sequence: VLLMSequence, one: SampledTokens) -> list[Completion]:
+    def _grown(self, sequence: VLLMSequence, sample: SampledTokens) -> list[Completion]:
         """Add what was sampled; the completion, if that ended it."""
         if sequence.request.begun is None and not sequence.tokens:
-            self._cached += one.cached
-            self._prefilled += len(sequence.request.prompt) - one.cached
-        for token, sampling_logp, raw_logp in zip(one.tokens, one.sampling_logp, one.raw_logp, strict=True):
+            self._cached += sample.cached
+            self._prefilled += len(sequence.request.prompt) - sample.cached
+        for token, sampling_logp, raw_logp in zip(sample.tokens, sample.sampling_logp, sample.raw_logp, strict=True):
             sequence.tokens.append(token)
             sequence.sampling_logp.append(sampling_logp)
             sequence.raw_logp.append(raw_logp)

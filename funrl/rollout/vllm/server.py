@@ -292,13 +292,15 @@ class CoreHandler(BaseHTTPRequestHandler):
 
 def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:
     """Requests as JSON takes them."""
-    return [one._asdict() | {"sampling": dataclasses.asdict(one.sampling)} for one in requests]
+    return [request._asdict() | {"sampling": dataclasses.asdict(request.sampling)} for request in requests]
 
 
 def request_of(fields: Answer) -> CoreRequest:
     """A request from what `plain_requests` made of it."""
-    how: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()}
-    return CoreRequest(**{**fields, "sampling": Sampling(**how)})
+    parameters: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
+    }
+    return CoreRequest(**{**fields, "sampling": Sampling(**parameters)})
 
 
 def start_here(message: Answer, device: str) -> Core:

@@ -85,8 +85,8 @@ def with_step_scores(
         return with_column(rows, score_B, weight)
     reward_bT = torch.zeros_like(rows.batch.rollout_logp)
     for reward_T, x, places in zip(reward_bT, chances, ends, strict=True):
-        at = torch.tensor(places, dtype=torch.int64, device=x.device)
-        reward_T.index_add_(0, at, weight * x.to(reward_T.dtype))  # several steps may end with one token
+        index = torch.tensor(places, dtype=torch.int64, device=x.device)
+        reward_T.index_add_(0, index, weight * x.to(reward_T.dtype))  # several steps may end with one token
     return with_column(rows, score_B, 0.0).with_fields(token_reward=reward_bT)
 
 
@@ -153,8 +153,8 @@ def as_read(rows: Rows, pad: int) -> Rows:
 def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
     """The value at the last token of each row, [B], known to all ranks; see `as_read`."""
     score_b = None
-    for places, at, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
-        value_N = role.placed.values(params, piece)[0, at.offsets[1 : 1 + len(places)].long() - 1]
+    for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
+        value_N = role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1]
         score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
         score_b[places] = value_N
     assert score_b is not None

@@ -43,11 +43,15 @@ class Weighing(NamedTuple):
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda told, step: (None, told, {})
-    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
-        lambda told, places, scores_RK, failed_R: told
+    weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda memory, step: (
+        None,
+        memory,
+        {},
     )
-    observed: Callable[[Any, Mapping[str, float]], Any] = lambda told, metrics: told
+    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
+        lambda memory, places, scores_RK, failed_R: memory
+    )
+    observed: Callable[[Any, Mapping[str, float]], Any] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -86,8 +90,8 @@ def weighing(
         )
     if not rates and function is None:
         return UNWEIGHTED
-    records = [{"prompt": one.text, **one.fields} for one in prompts] if "prompts" in names else []
-    how = _Curriculum(
+    records = [{"prompt": prompt.text, **prompt.fields} for prompt in prompts] if "prompts" in names else []
+    curriculum = _Curriculum(
         len(prompts),
         function,
         names,
@@ -98,10 +102,10 @@ def weighing(
         mesh=mesh,
     )
     return Weighing(
-        functools.partial(_begun, how),
-        functools.partial(_weights, how),
-        functools.partial(_measured, how),
-        observed=functools.partial(_observed, how),
+        functools.partial(_begun, curriculum),
+        functools.partial(_weights, curriculum),
+        functools.partial(_measured, curriculum),
+        observed=functools.partial(_observed, curriculum),
     )
 
 
@@ -126,98 +130,102 @@ class _Curriculum(NamedTuple):
     mesh: Mesh
 
 
-def _begun(how: _Curriculum) -> dict[str, trees.Tree]:
-    names = ("passes", "samples") if how.rates else ()
-    measured = {name: torch.zeros(how.count, dtype=torch.float64) for name in names}
-    return measured | ({} if how.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
+def _begun(curriculum: _Curriculum) -> dict[str, trees.Tree]:
+    names = ("passes", "samples") if curriculum.rates else ()
+    measured = {name: torch.zeros(curriculum.count, dtype=torch.float64) for name in names}
+    return measured | ({} if curriculum.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
 
-def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
-    found_N = np.ones(how.count)
+def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
+    weight_N = np.ones(curriculum.count)
     metrics = {}
-    rate_N = (told["passes"] / told["samples"]).numpy() if how.rates else None
-    if how.difficulty is not None:
+    rate_N = (memory["passes"] / memory["samples"]).numpy() if curriculum.rates else None
+    if curriculum.difficulty is not None:
         assert rate_N is not None
-        found_N, metrics = _weights_by_rate(how.difficulty, rate_N)
-    if how.function is not None:
-        before = _unpacked(told["curriculum"])
-        given = {"prompts": how.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
+        weight_N, metrics = _weights_by_rate(curriculum.difficulty, rate_N)
+    if curriculum.function is not None:
+        before = _unpacked(memory["curriculum"])
+        given = {"prompts": curriculum.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
         own_N, state = _called(
-            how.function, how.names, given | {"state": before["state"]}, count=how.count, mesh=how.mesh
+            curriculum.function,
+            curriculum.names,
+            given | {"state": before["state"]},
+            count=curriculum.count,
+            mesh=curriculum.mesh,
         )
-        found_N = found_N * own_N
-        told = {**told, "curriculum": _packed(before["metrics"], state)}
+        weight_N = weight_N * own_N
+        memory = {**memory, "curriculum": _packed(before["metrics"], state)}
         metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
-    if not found_N.any():
+    if not weight_N.any():
         raise CurriculumError(
             f"step {step}: every prompt has weight 0; let the curriculum give some of them more, or --difficulty "
             "have wider bounds or a third number above 0"
         )
-    return found_N, told, metrics
+    return weight_N, memory, metrics
 
 
 def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
     """Weights by pass rates, NaN where none is measured, and metrics."""
     # NaN is neither
-    found_N = np.ones(len(rate_N))
+    weight_N = np.ones(len(rate_N))
     outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)
-    found_N[outside_N] = difficulty.rest
+    weight_N[outside_N] = difficulty.rest
     measured = int((~np.isnan(rate_N)).sum())
-    return found_N, {
+    return weight_N, {
         "difficulty/measured_share": measured / len(rate_N),
         "difficulty/outside_share": int(outside_N.sum()) / max(1, measured),
     }
 
 
 def _measured(
-    how: _Curriculum, told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
+    curriculum: _Curriculum, memory: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
 ) -> Any:
-    if not how.rates or scores_RK is None:
-        return told
-    own_RK = scores_RK[:, : len(how.reward_weights)].double().cpu()
-    weights = list(how.reward_weights)
+    if not curriculum.rates or scores_RK is None:
+        return memory
+    own_RK = scores_RK[:, : len(curriculum.reward_weights)].double().cpu()
+    weights = list(curriculum.reward_weights)
     full = sum(max(weight, 0.0) for weight in weights)
     rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
     scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-    return {**told, **_counted(told, places, rate_R, scored_R=scored_R.double())}
+    return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
 
-def _observed(how: _Curriculum, told: Any, metrics: Mapping[str, float]) -> Any:
-    if how.function is None:
-        return told
-    before = _unpacked(told["curriculum"])
+def _observed(curriculum: _Curriculum, memory: Any, metrics: Mapping[str, float]) -> Any:
+    if curriculum.function is None:
+        return memory
+    before = _unpacked(memory["curriculum"])
     held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
-    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, how.mesh)
-    return {**told, "curriculum": _packed(held_out | newest, before["state"])}
+    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, curriculum.mesh)
+    return {**memory, "curriculum": _packed(held_out | newest, before["state"])}
 
 
-def _counted(told: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
+def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
     """The passes and samples of all prompts with those of some more rows.
 
     Args:
-      told: those before.
+      memory: those before.
       places: [P] numbers of the prompts whose rows these are, as many of each, one prompt after the other.
       rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
     """
     scored_PS = scored_R.reshape(len(places), -1)
-    at = torch.from_numpy(np.asarray(places))
-    here = torch.from_numpy(np.unique(places))
-    passes = told["passes"].clone()
-    samples = told["samples"].clone()
-    passes[here] *= KEPT
-    samples[here] *= KEPT
-    passes.index_add_(0, at, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
-    samples.index_add_(0, at, scored_PS.sum(1))
+    place_P = torch.from_numpy(np.asarray(places))
+    seen_P = torch.from_numpy(np.unique(places))
+    passes = memory["passes"].clone()
+    samples = memory["samples"].clone()
+    passes[seen_P] *= KEPT
+    samples[seen_P] *= KEPT
+    passes.index_add_(0, place_P, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
+    samples.index_add_(0, place_P, scored_PS.sum(1))
     return {"passes": passes, "samples": samples}
 
 
 def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
     """The arguments of a curriculum. Raises: SettingsError, it takes what is not given."""
     taken = inspect.signature(function).parameters
-    strange = [name for name, one in taken.items() if name not in GIVEN and one.default is one.empty]
-    if strange:
+    unknown = [name for name, parameter in taken.items() if name not in GIVEN and parameter.default is parameter.empty]
+    if unknown:
         raise SettingsError(
-            f"--curriculum: {function.__name__} takes {strange[0]!r}; what it may take is {', '.join(GIVEN)}"
+            f"--curriculum: {function.__name__} takes {unknown[0]!r}; what it may take is {', '.join(GIVEN)}"
         )
     return tuple(name for name in taken if name in GIVEN)
 
@@ -230,19 +238,19 @@ def _called(
     Raises:
       CurriculumError: it failed, or gave something else.
     """
-    found: Any = None
+    outcome: Any = None
     if mesh.rank == 0:
         try:
-            made = function(**{name: given[name] for name in names})
-            weights, state = made if "state" in names else (made, {})
-            found = _checked(np.asarray(weights, dtype=np.float64), count), json.loads(json.dumps(state))
+            result = function(**{name: given[name] for name in names})
+            weights, state = result if "state" in names else (result, {})
+            outcome = _checked(np.asarray(weights, dtype=np.float64), count), json.loads(json.dumps(state))
         except Exception as error:
-            own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
-            found = "".join(traceback.format_exception(type(error), error, own))
-    found = from_first_rank(found, mesh)
-    if isinstance(found, str):
-        raise CurriculumError(f"the curriculum {function.__name__} failed at step {given['step']}:\n{found.rstrip()}")
-    return found
+            trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
+            outcome = "".join(traceback.format_exception(type(error), error, trace))
+    outcome = from_first_rank(outcome, mesh)
+    if isinstance(outcome, str):
+        raise CurriculumError(f"the curriculum {function.__name__} failed at step {given['step']}:\n{outcome.rstrip()}")
+    return outcome
 
 
 def _checked(weights: np.ndarray, count: int) -> np.ndarray:

@@ -48,12 +48,12 @@ def majority_at(answers: Sequence[str], values_N: np.ndarray, k: int) -> float:
       answers: of the N samples.
       values_N: what each got.
     """
-    found = []
+    values = []
     for begin in range(0, len(answers) // k * k, k):
         block = list(answers[begin : begin + k])
         chosen = max(block, key=block.count)  # max gives the first of several
-        found.append(values_N[begin + block.index(chosen)])
-    return float(np.mean(found))
+        values.append(values_N[begin + block.index(chosen)])
+    return float(np.mean(values))
 
 
 def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:

@@ -111,51 +111,51 @@ def _votes(
     counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
     if not counts:
         return {}
-    found_PK = np.zeros((len(examples), len(counts)))
+    verdict_PK = np.zeros((len(examples), len(counts)))
     answers = _answers(examples, done, samples, decode=decode)
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]
-        found_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
-    summed = collectives.psum(torch.from_numpy(found_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
+        verdict_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
+    summed = collectives.psum(torch.from_numpy(verdict_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
     return dict(zip(counts, summed.cpu().numpy().T, strict=True))
 
 
 def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: Callable[[list[int]], str]) -> list[str]:
     """The answer of each of this rank's completions."""
-    before = [examples[one.number // samples].tokens[-1] for one in done.completions]
+    before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
     return [final_answer(text) for text in completion_texts(done.completions, decode, before)]
 
 
-def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
+def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
     """Metrics "eval/...": of all prompts with their intervals, and the means by reward and by file or `data_source`."""
-    told: dict[str, float] = {"eval/examples": float(len(examples))}
-    for name, (values_P, verdicts) in _columns(found).items():
-        told[f"eval/{name}"] = float(values_P.mean())
+    metrics: dict[str, float] = {"eval/examples": float(len(examples))}
+    for name, (values_P, verdicts) in _columns(scores).items():
+        metrics[f"eval/{name}"] = float(values_P.mean())
         if (spread := interval(values_P, verdicts)) is not None:
-            told |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
-    for name in dict.fromkeys(name for part in found.parts for name in part):
-        told[f"eval/reward/{name}"] = float(np.mean([part[name] for part in found.parts if name in part]))
+            metrics |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
+    for name in dict.fromkeys(name for part in scores.parts for name in part):
+        metrics[f"eval/reward/{name}"] = float(np.mean([part[name] for part in scores.parts if name in part]))
     for name, places in sets_of(examples).items():
         for column in ("reward", "accuracy"):
-            if column in _columns(found):
-                told[f"eval/{name}/{column}"] = float(_columns(found)[column][0][places].mean())
-    told["eval/response_length"] = float(found.tokens_PN.mean())
-    told["eval/clip_ratio"] = float(1 - found.finished_PN.mean())
-    return told
+            if column in _columns(scores):
+                metrics[f"eval/{name}/{column}"] = float(_columns(scores)[column][0][places].mean())
+    metrics["eval/response_length"] = float(scores.tokens_PN.mean())
+    metrics["eval/clip_ratio"] = float(1 - scores.finished_PN.mean())
+    return metrics
 
 
-def _columns(found: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
+def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each number that is told [P] values, and whether they are between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}
-    right = found.correct_PN
-    rewards = found.reward_PN
+    right = scores.correct_PN
+    rewards = scores.reward_PN
     if rewards is not None:
         columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
     if right is not None:
         columns["accuracy"] = right.mean(1), True
         columns |= {f"pass@{k}": (best_at(right.astype(float), k), True) for k in sample_counts(right.shape[1])}
-        columns |= {f"maj@{k}": (values_P, True) for k, values_P in found.majority.items()}
+        columns |= {f"maj@{k}": (values_P, True) for k, values_P in scores.majority.items()}
     elif rewards is not None:
         columns |= {f"best@{k}": (best_at(rewards, k), False) for k in sample_counts(rewards.shape[1])}
     return columns
@@ -166,10 +166,10 @@ def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
     named = [example.fields.get("data_source") for example in examples]
     whole = all(isinstance(name, str) for name in named)
     names = [str(name) for name in named] if whole else [_file(example) for example in examples]
-    found: dict[str, list[int]] = {}
+    places_by_set: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        found.setdefault(name.replace("/", "_"), []).append(place)
-    return found if 1 < len(found) <= MOST_SETS else {}
+        places_by_set.setdefault(name.replace("/", "_"), []).append(place)
+    return places_by_set if 1 < len(places_by_set) <= MOST_SETS else {}
 
 
 def _file(example: Example) -> str:
@@ -179,7 +179,7 @@ def _file(example: Example) -> str:
 
 
 def table_of(
-    found: Evaluated,
+    scores: Evaluated,
     examples: Sequence[Example],
     done: Rollout,
     decode: Callable[[list[int]], str],
@@ -192,7 +192,7 @@ def table_of(
       step: after how many steps.
       prompts: at most so many, spread over all; None: all.
     """
-    samples = found.tokens_PN.shape[1]
+    samples = scores.tokens_PN.shape[1]
     count = len(examples)
     places = np.arange(count) if prompts is None or count <= prompts else np.linspace(0, count - 1, prompts).astype(int)
     numbers = (places[:, None] * samples + np.arange(samples)).flatten().tolist()
@@ -200,14 +200,15 @@ def table_of(
         part = numbers[begin : begin + TABLE_ROWS]
         texts = first_texts(done, part, decode, before=[examples[n // samples].tokens[-1] for n in part])
         yield [
-            _row(found, examples, n, samples=samples, text=text, step=step) for n, text in zip(part, texts, strict=True)
+            _row(scores, examples, n, samples=samples, text=text, step=step)
+            for n, text in zip(part, texts, strict=True)
         ]
 
 
-def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
+def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
     place, sample = divmod(number, samples)
 
-    def at(values_PN: Any) -> Any:
+    def value_of(values_PN: Any) -> Any:
         return None if values_PN is None else values_PN[place, sample].item()
 
     return EvalRow(
@@ -217,11 +218,11 @@ def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: in
         prompt=examples[place].text,
         completion=text,
         answer=final_answer(text),
-        reward=at(found.reward_PN),
-        correct=at(found.correct_PN),
-        tokens=at(found.tokens_PN),
-        finished=at(found.finished_PN),
-        rewards=found.parts[number],
+        reward=value_of(scores.reward_PN),
+        correct=value_of(scores.correct_PN),
+        tokens=value_of(scores.tokens_PN),
+        finished=value_of(scores.finished_PN),
+        rewards=scores.parts[number],
     )
 
 
@@ -230,5 +231,5 @@ def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) ->
     scores_BK = rows.batch.get("scores")
     if scores_BK is None or len(names) < 2:
         return [{} for _ in numbers]
-    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
-    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]
+    parts = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
+    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in parts]

@@ -173,9 +173,9 @@ def score_in(verdict: str, pattern: Any) -> float:
     matches = list(matches_in(pattern, verdict))
     if not matches:
         return float("nan")
-    found = matches[-1]
+    match = matches[-1]
     try:
-        number = float(found[1] if pattern.groups else found[0])
+        number = float(match[1] if pattern.groups else match[0])
     except (TypeError, ValueError):  # the group is not in the match, or holds something else
         return float("nan")
     return number if abs(number) < float("inf") else float("nan")
@@ -229,15 +229,15 @@ def with_verdicts(
     rows = moved(rows, owner, mesh)
     written = written_of(rows, examples)
     prompts = [
-        judge_tokens(filled(job.template, one.example, text), job.tokenizer)
-        for one, text in zip(written, written_texts(written, decode), strict=True)
+        judge_tokens(filled(job.template, completion.example, text), job.tokenizer)
+        for completion, text in zip(written, written_texts(written, decode), strict=True)
     ]
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
     _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
     requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
     with awake(judge.engine):
         done = complete(judge.engine, requests)
-    verdicts = [job.tokenizer.decode(one.written, skip_special_tokens=True) for one in done]
+    verdicts = [job.tokenizer.decode(completion.written, skip_special_tokens=True) for completion in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
     if verdicts and rows.own[0] == 0:
         read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"

@@ -66,20 +66,21 @@ def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
     batch = rows.batch
     lengths = rows.lengths.tolist()
     truncated = batch.truncated.tolist()
-    found = []
+    completions = []
     for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
         example = examples[number * len(examples) // len(lengths)]
         end = lengths[number] - (not truncated[number])  # a stop token is no text
-        found.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
-    return found
+        completions.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
+    return completions
 
 
 def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
     """The texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
-    last = [one.example.tokens[-1] for one in written]
+    last = [completion.example.tokens[-1] for completion in written]
     return [
-        text_after(opening(token), token, one.tokens, decode=decode) for token, one in zip(last, written, strict=True)
+        text_after(opening(token), token, completion.tokens, decode=decode)
+        for token, completion in zip(last, written, strict=True)
     ]
 
 
@@ -108,16 +109,16 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
     if not separator:
         return [SolutionStep(text, place) for place, text in enumerate(pieces) if text]
     text = "".join(pieces)
-    found = list[SolutionStep]()
+    solution_steps = list[SolutionStep]()
     begin = 0
-    at = 0
+    end = 0
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     for part in text.split(separator):
-        at = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
+        end = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
         if part.strip():
-            found.append(SolutionStep(part, int(torch.searchsorted(ends, at))))
-        begin = at
-    return found
+            solution_steps.append(SolutionStep(part, int(torch.searchsorted(ends, end))))
+        begin = end
+    return solution_steps
 
 
 def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
@@ -167,8 +168,8 @@ def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
     """
     written = written_of(rows, examples)
     ids = [
-        whole_tokens(one, text, reader.tokenizer)
-        for one, text in zip(written, written_texts(written, reader.decode), strict=True)
+        whole_tokens(completion, text, reader.tokenizer)
+        for completion, text in zip(written, written_texts(written, reader.decode), strict=True)
     ]
     texts = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in ids]
     return _read_rows(reader, rows, text_batch(texts, reader.pad, reader=True, device=rows.mesh.device))
@@ -183,12 +184,12 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
     """
     texts = []
     ends = []
-    for one in written_of(rows, examples):
-        found = steps_of(one, reader.separator, reader.decode)
-        prompt, _ = encode_prompt(reader.tokenizer, one.example.messages or one.example.text)
-        text = steps_text(prompt, [step.text for step in found], reader.separator, tokenizer=reader.tokenizer)
+    for completion in written_of(rows, examples):
+        solution_steps = steps_of(completion, reader.separator, reader.decode)
+        prompt, _ = encode_prompt(reader.tokenizer, completion.example.messages or completion.example.text)
+        text = steps_text(prompt, [step.text for step in solution_steps], reader.separator, tokenizer=reader.tokenizer)
         texts.append(TextExample((text,)))
-        ends.append([len(one.example.tokens) + step.last for step in found])
+        ends.append([len(completion.example.tokens) + step.last for step in solution_steps])
     batch = text_batch(texts, reader.pad, reader=True, device=rows.mesh.device, steps=True)
     return _read_rows(reader, rows, batch), ends
 

@@ -36,8 +36,8 @@ class Rewarded(NamedTuple):
 def joined_totals(*totals: Totals) -> Totals:
     """Totals of several sets of rows."""
     joined: dict[str, tuple[float, int]] = {}
-    for one in totals:
-        for name, (value, count) in one.items():
+    for part in totals:
+        for name, (value, count) in part.items():
             before = joined.get(name, (0.0, 0))
             joined[name] = (before[0] + value, before[1] + count)
     return joined
@@ -106,13 +106,17 @@ class PendingRewards:
         rewarded = Rewarded([], [], "")
         for number in numbers:
             rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
-            found = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
+            outcomes = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
             beat()
-            failures = [one for one in found if isinstance(one, Failure)]
-            rewarded.scores.append([0.0 if isinstance(one, Failure) else one for one in found])
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+            rewarded.scores.append([0.0 if isinstance(outcome, Failure) else outcome for outcome in outcomes])
             rewarded.failed.append(bool(failures))
-            own = [{name: (x, 1) for name, x in one.entries.items()} for one in found if isinstance(one, Score)]
-            rewarded = rewarded._replace(entries=joined_totals(rewarded.entries, *own)) if own else rewarded
+            entries = [
+                {name: (x, 1) for name, x in outcome.entries.items()}
+                for outcome in outcomes
+                if isinstance(outcome, Score)
+            ]
+            rewarded = rewarded._replace(entries=joined_totals(rewarded.entries, *entries)) if entries else rewarded
             if failures and not rewarded.problem:
                 rewarded = rewarded._replace(problem=failures[0].message)
         return rewarded
@@ -123,8 +127,8 @@ class PendingRewards:
     def _begin(self, numbers: list[int], batched: bool) -> None:
         """Begin to reward rows by the functions that are given rows together, or by the others. Where this process
         runs them, those that are awaited are given all rows, to be under way together."""
-        for k, one in enumerate(self._pool.functions):
-            if batched == (one.batched or (one.awaited and not self._pool.workers)) and numbers:
+        for k, function in enumerate(self._pool.functions):
+            if batched == (function.batched or (function.awaited and not self._pool.workers)) and numbers:
                 future = self._pool.begin(k, [self._rows[number] for number in numbers])
                 self._parts |= {(number, k): (future, place) for place, number in enumerate(numbers)}
 
@@ -132,5 +136,5 @@ class PendingRewards:
         """Raise RewardError where a function that has been called failed on a row."""
         for k in self._functions():
             future, place = self._parts.get((number, k), (None, 0))
-            if future is not None and isinstance(found := future.result()[place], Failure):
-                raise RewardError(*found)
+            if future is not None and isinstance(outcome := future.result()[place], Failure):
+                raise RewardError(*outcome)
