@@ -30,7 +30,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import WeightSpec, complete
 from funrl.rollout.native.backends import PassWork, SampledRows
-from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
@@ -169,7 +169,7 @@ def simulate(ranks: int, lengths: np.ndarray, queue: str) -> np.ndarray:
         mesh = Mesh(whole, rank)
         backend = SimulatedModel(rank, clocks, lengths, numbers)
         spec = WeightSpec({}, {}, mesh, torch.float32)
-        engine = NativeEngine(model, spec, backend, MOST_ROWS.value, int(cache_bytes()), None)
+        engine = NativeEngine(model, spec, backend, NativeOptions(MOST_ROWS.value, int(cache_bytes())))
         engine.load([], 0)
         clocks.wait(rank)
         if queue == "tickets":

@@ -92,7 +92,7 @@ class Mixture(Sequence[MixedItem]):
         part = int(np.searchsorted(self.starts, place, side="right")) - 1
         return self.parts[part][place - int(self.starts[part])]
 
-    def drawn_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
+    def next_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
         """The part of each of the next `count` draws, and how many of each part were drawn before.
 
         In every 1,000 draws each part has its share, in an order that the seed fixes.

@@ -18,10 +18,10 @@ from funrl.seeds import derived_seed
 
 CHANCE_BLOCK = 1024  # positions whose chances are drawn together
 CHANCES = 0xC4A2CE  # sets their numbers apart from those that shuffle
-DrawnItem = TypeVar("DrawnItem")
+AnyItem = TypeVar("AnyItem")
 
 
-class Drawn(Sequence[DrawnItem]):
+class Reordered(Sequence[AnyItem]):
     """Some items of a sequence, read when they are asked for and not before.
 
     Args:
@@ -29,7 +29,7 @@ class Drawn(Sequence[DrawnItem]):
       places: of the items in it.
     """
 
-    def __init__(self, items: Sequence[DrawnItem], places: Sequence[int]):
+    def __init__(self, items: Sequence[AnyItem], places: Sequence[int]):
         self.items = items
         self.places = places
 
@@ -37,12 +37,12 @@ class Drawn(Sequence[DrawnItem]):
         return len(self.places)
 
     @overload
-    def __getitem__(self, index: int) -> DrawnItem: ...
+    def __getitem__(self, index: int) -> AnyItem: ...
     @overload
-    def __getitem__(self, index: slice) -> Drawn[DrawnItem]: ...
-    def __getitem__(self, index: int | slice) -> DrawnItem | Drawn[DrawnItem]:
+    def __getitem__(self, index: slice) -> Reordered[AnyItem]: ...
+    def __getitem__(self, index: int | slice) -> AnyItem | Reordered[AnyItem]:
         if isinstance(index, slice):
-            return Drawn(self.items, self.places[index])
+            return Reordered(self.items, self.places[index])
         return self.items[self.places[index]]
 
 
@@ -71,7 +71,7 @@ def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) 
     """
     if not isinstance(items, Mixture) or items.shares is None:
         return _shuffled(len(items), count, seed, position=position)
-    part_C, earlier = items.drawn_parts(count, seed, position)
+    part_C, earlier = items.next_parts(count, seed, position)
     places_C = np.zeros(count, dtype=np.int64)
     for number, part in enumerate(items.parts):
         mine_C = part_C == number

@@ -38,7 +38,7 @@ from funrl.rewards.call import (
     reward_functions,
     row_text,
 )
-from funrl.rewards.pool_server import Submission, flush, fork, serve_rewards
+from funrl.rewards.pool_server import ServerOptions, Submission, flush, fork, serve_rewards
 
 
 class Pool:
@@ -144,9 +144,8 @@ def open_pool(
         here, there = Pipe()
         flush()
         most = max(workers, most or workers)
-        program = functools.partial(
-            serve_rewards, there, here, os.getpid(), reward_functions(rewards), workers, most, timeout_s
-        )
+        options = ServerOptions(reward_functions(rewards), workers, most, timeout_s=timeout_s)
+        program = functools.partial(serve_rewards, there, here, os.getpid(), options=options)
         server = fork(program)
         there.close()
         pool = Pool(rewards, most, here, server=server)

@@ -81,25 +81,36 @@ class _Worker(NamedTuple):
         return len(self.calls) < (IN_FLIGHT if self.awaits else 1)
 
 
+class ServerOptions(NamedTuple):
+    """What a server runs, and with how many workers.
+
+    Attributes:
+      functions: of the pool.
+      least, most: bounds on the workers of functions that are not awaited.
+      timeout_s: of a call.
+    """
+
+    functions: tuple[RewardFunction, ...]
+    least: int
+    most: int
+    timeout_s: float
+
+
 class Server:
     """The life of the server: calls to free workers, results to the rank.
 
     Args:
       parent: to the rank.
-      functions: of the pool.
-      least, most: workers of functions that are not awaited.
-      timeout_s: of a call.
+      options: its functions and workers.
     """
 
-    def __init__(
-        self, parent: Connection, functions: Sequence[RewardFunction], least: int, most: int, timeout_s: float
-    ):
+    def __init__(self, parent: Connection, options: ServerOptions):
         self.parent = parent
-        self.functions = tuple(functions)
-        self.least = least
-        self.most = most
-        self.timeout_s = timeout_s
-        self.queues: list[deque[Submission]] = [deque() for _ in functions]
+        self.functions = options.functions
+        self.least = options.least
+        self.most = options.most
+        self.timeout_s = options.timeout_s
+        self.queues: list[deque[Submission]] = [deque() for _ in options.functions]
         self.workers: list[_Worker] = []
         self.cpu_s = self.wall_s = 0.0
 
@@ -216,26 +227,18 @@ class Server:
             self.workers.append(_Worker(pid, here, awaits, calls={}))
 
 
-def serve_rewards(
-    parent: Connection,
-    theirs: Connection,
-    rank: int,
-    functions: Sequence[RewardFunction],
-    least: int,
-    most: int,
-    timeout_s: float,
-) -> None:
+def serve_rewards(parent: Connection, theirs: Connection, rank: int, options: ServerOptions) -> None:
     """The program of the server's process.
 
     Args:
+      parent: to the rank.
       theirs: the rank's end of the pipe, which the fork has too.
-      rank: number of the rank's process.
-
-    The others: as in `Server`.
+      rank: process id of the rank.
+      options: as in `Server`.
     """
     theirs.close()
     _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
-    Server(parent, functions, least, most=most, timeout_s=timeout_s).serve(rank)
+    Server(parent, options).serve(rank)
 
 
 def fork(live: Callable[[], None]) -> int:

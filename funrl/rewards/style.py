@@ -61,10 +61,8 @@ def within_length(
 def cosine_length(
     right: Callable[..., float],
     longest: int,
-    right_from: float = 1.0,
-    right_to: float = 0.5,
-    wrong_from: float = -1.0,
-    wrong_to: float = -0.5,
+    right_range: tuple[float, float] = (1.0, 0.5),
+    wrong_range: tuple[float, float] = (-1.0, -0.5),
     length: Callable[[str], int] = words,
 ) -> Callable[..., float]:
     """A reward that goes with length, as a half wave of the cosine: right answers short, wrong ones longer.
@@ -74,8 +72,8 @@ def cosine_length(
     Args:
       right: (prompt, completion, **fields) -> number; above one half the completion is right.
       longest: length at which the end of the wave is reached, above 0.
-      right_from, right_to: reward of a right completion of length 0 and of the longest one.
-      wrong_from, wrong_to: the same of a wrong one.
+      right_range: reward of a right completion of length 0, and of the longest one.
+      wrong_range: the same for a wrong completion.
       length: of a completion's text; a tokenizer's count instead of words, for example.
     Raises:
       ValueError: longest is not above 0.
@@ -92,7 +90,7 @@ def cosine_length(
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         is_right = right(prompt, completion, **fields) > 0.5
-        begin, end = (right_from, right_to) if is_right else (wrong_from, wrong_to)
+        begin, end = right_range if is_right else wrong_range
         progress = min(length(completion) / longest, 1.0)
         return end + (begin - end) * (1 + math.cos(math.pi * progress)) / 2
 

@@ -16,7 +16,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
 CONFIG = decoder_config(**SMALL)
@@ -247,7 +247,7 @@ def test_an_engine_of_another_version_is_found():
 
 def test_memory_that_is_the_trainers_is_read_once(monkeypatch):
     params, read = weights(), []
-    engine = native_engine(decoder_model(CONFIG), packed=False)
+    engine = native_engine(decoder_model(CONFIG), options=NativeOptions(packed=False))
     engine.load(engine.weights.named(params), 3)
     monkeypatch.setattr(certificate, "digest", lambda x, *args: read.append(x) or digest(x, *args))
     assert check(engine, params) == {"sync/verified": 1.0} and len(read) == len(trees.leaves(params))
@@ -322,7 +322,7 @@ def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alon
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
 def test_a_prefix_that_stays_in_the_cache_after_a_load_is_found_by_the_probe_alone(packed, monkeypatch):
     """The real cache: pages of the probe's own prompts, whose keys and values are of the weights before."""
-    engine = native_engine(decoder_model(CONFIG), packed=packed)
+    engine = native_engine(decoder_model(CONFIG), options=NativeOptions(packed=packed))
     engine.load(engine.weights.named(weights()), 1)
     assert check(engine, weights(), version=1, probes=True)["sync/verified"] == 1
     params, before = weights(seed=1), engine.cost().cached

@@ -264,15 +264,15 @@ class PackedBackend:
         counts_S = np.asarray(work.counts)
         ends_S = np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
-        behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
-        positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
-        positions, sequence, draws_M = (
+        offset_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
+        positions_N = np.arange(len(sequence_N)) + offset_S[sequence_N]
+        positions, sequence, sampled_M = (
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
         )
-        if len(self._logits) < len(draws_M):
-            self._logits = torch.empty(len(draws_M), self.vocab)
-        logits_MV = self._logits[: len(draws_M)]
-        given = work.tokens_N, positions, sequence, work.table_SP, draws_M
+        if len(self._logits) < len(sampled_M):
+            self._logits = torch.empty(len(sampled_M), self.vocab)
+        logits_MV = self._logits[: len(sampled_M)]
+        given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
         return self._decoder.forward(self._cache, *given, logits_MV)
 
     def sample(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,34 @@ def pass_tokens(device: str) -> int:
     return 1024 if device == "cpu" else 8192
 
 
+class NativeOptions(NamedTuple):
+    """Options of an engine.
+
+    Attributes:
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: half of the free memory.
+      decode: token ids -> text, for stop strings.
+      packed: use the compiled decoding step where there is one.
+      speculate: bound on the drafted tokens of a request, which continue an earlier occurrence of its last tokens
+        (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding) and are sampled in one pass where few rows
+        are decoded; 0: no drafts. A draft changes no completion.
+      record_routes: let completions have the experts that their tokens went to.
+      static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
+        CPU it is for tests, and samples the same tokens.
+    """
+
+    max_rows: int = 512
+    cache_bytes: int = 0
+    decode: Callable[[list[int]], str] | None = None
+    packed: bool = True
+    speculate: int = 0
+    record_routes: bool = False
+    static: bool | None = None
+
+
+NATIVE_DEFAULTS = NativeOptions()
+
+
 class NativeEngine:
     """An `Engine` over a `Model`; made by `native_engine`.
 
@@ -68,25 +97,27 @@ class NativeEngine:
         model: Model,
         weights: WeightSpec,
         backend: Backend,
-        max_rows: int,
-        cache_bytes: int,
-        decode: Callable[[list[int]], str] | None,
-        speculate: int = 0,
+        options: NativeOptions = NATIVE_DEFAULTS,
         static: bool = False,
     ):
         """
         Args:
+          model: as in `native_engine`.
+          weights: the form in which it takes weights.
+          backend: computes the passes.
+          options: of the engine; those that choose the backend are not read.
           static: decode by passes of static shape; see `static_decode`.
-          The others are as `native_engine` says.
         """
+        speculate = options.speculate
+        max_rows = options.max_rows
         device = weights.mesh.device
         self.weights = weights
         self.version = None
         self.paused = False
         self.model = model
         self._backend = backend
-        self._cache_bytes = cache_bytes
-        self._sequences = RunningSequences(device, weights.dtype, decode, slots=max_rows + 1 if static else 0)
+        self._cache_bytes = options.cache_bytes
+        self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
             self._sequences,
@@ -307,15 +338,9 @@ def native_engine(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
+    options: NativeOptions = NATIVE_DEFAULTS,
     layer: Layer | None = None,
-    decode: Callable[[list[int]], str] | None = None,
-    packed: bool = True,
-    speculate: int = 0,
     note: Callable[[str], None] = log.info,
-    record_routes: bool = False,
-    static: bool | None = None,
 ) -> NativeEngine:
     """An engine without weights yet.
 
@@ -323,18 +348,9 @@ def native_engine(
       model: a model with an unembedding.
       mesh: weights, heads and logits are split over "tensor"; its other axes are the caller's.
       dtype: of weights and cache.
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: half of the memory that is free.
+      options: bounds and choices of the engine.
       layer: a replacement of `model.layer`, such as a compiled one.
-      decode: token ids -> text, for stop strings.
-      packed: use the compiled decoding step where there is one.
-      speculate: tokens of a request that are drafted at most, by what followed in its text when its last tokens were
-        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and sampled in one pass
-        where few rows are decoded; 0: none. A completion stays the same: its tokens are sampled as without a draft.
-      note: told why there is none.
-      record_routes: let completions have the experts that their tokens went to.
-      static: decode by passes of static shape, which are CUDA graphs on a GPU, where that is possible; None: on a GPU.
-        On a CPU it is for tests: its tokens are those of the other way.
+      note: receives the reason why the compiled decoding step is not used.
 
     Raises:
       ModelError: the model has a value head instead of an unembedding.
@@ -346,36 +362,31 @@ def native_engine(
         raise ModelError(f"{name} without pages: use hf_engine")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
     placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"
     if problem is None:
         backend = PackedBackend(model, dtype)
     else:
         # Only a compiler or processor that is lacking is worth a word to everyone: the rest is as it is meant to be.
-        (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+        (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
             f"generation runs in torch: {problem}"
         )
         backend = TorchBackend(
-            model, mesh, dtype, layer=layer, page_tokens=page_tokens(mesh.device.type), record_routes=record_routes
+            model,
+            mesh,
+            dtype,
+            layer=layer,
+            page_tokens=page_tokens(mesh.device.type),
+            record_routes=options.record_routes,
         )
-    by_static = mesh.device.type == "cuda" if static is None else static
-    problem = static_problem(model, backend, speculate) if by_static else None
+    by_static = mesh.device.type == "cuda" if options.static is None else options.static
+    problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
     spec = WeightSpec(names, placed, mesh, dtype=dtype)
-    by_static = by_static and problem is None
-    engine = NativeEngine(
-        model,
-        spec,
-        backend,
-        max_rows=max_rows,
-        cache_bytes=cache_bytes,
-        decode=decode,
-        speculate=speculate,
-        static=by_static,
-    )
-    if record_routes and isinstance(backend, TorchBackend):
+    engine = NativeEngine(model, spec, backend, options=options, static=by_static and problem is None)
+    if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine
 

@@ -179,10 +179,10 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : self._read(int(ends.max()))])
         self._known[slots] = ends
-        draws, sampling_slots, ahead = _sampled_positions(
+        positions, sampling_slots, ahead = _sampled_positions(
             slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
-        sources = np.arange(len(draws))
+        sources = np.arange(len(positions))
         copies = []
         forks = self._forks(sampling_slots, copies)
         if forks:
@@ -191,7 +191,7 @@ class Scheduler:
             sources = np.concatenate([sources, begun])
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
-        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=draws)
+        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions)
         return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:

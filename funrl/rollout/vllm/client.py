@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
 from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
+from funrl.rollout.vllm.engine import VLLM_DEFAULTS, VLLMEngine, VLLMOptions, vllm_weights
 from funrl.rollout.vllm.server import plain_requests
 
 ASK_AGAIN_S = 0.5  # between questions to a server that does not answer
@@ -182,10 +182,7 @@ def vllm_client(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
-    compiled: bool = False,
-    decode: Callable[[list[int]], str] | None = None,
+    options: VLLMOptions = VLLM_DEFAULTS,
     timeout_s: float = 600.0,
 ) -> VLLMEngine:
     """An engine over a server, without weights yet.
@@ -193,7 +190,7 @@ def vllm_client(
     Args:
       url: of this replica's server, which no other uses.
       timeout_s: seconds that it may take to answer, and to come back when it is gone.
-      model, mesh, dtype, max_rows, cache_bytes, compiled, decode: as `vllm_engine`; "tensor" has size 1.
+      model, mesh, dtype, options: as in `vllm_engine`; "tensor" has size 1.
 
     Raises:
       EngineServerError: there is no such server, or it has another model.
@@ -204,12 +201,13 @@ def vllm_client(
     sizes = {
         "config": config_to_hf(model.config),
         "dtype": str(dtype).removeprefix("torch."),
-        "max_rows": max_rows,
-        "cache_bytes": cache_bytes,
-        "compiled": compiled,
+        "max_rows": options.max_rows,
+        "cache_bytes": options.cache_bytes,
+        "compiled": options.compiled,
     }
     core = RemoteCore(url, sizes, timeout_s)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows=max_rows, decode=decode)
+    weights = vllm_weights(model, mesh, dtype)
+    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
 
 
 def _buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

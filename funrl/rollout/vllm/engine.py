@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,25 @@ class VLLMSequence:
         begun = self.request.begun
         most = self.request.most
         return count if most is None else min(count, most + (0 if begun is None else len(begun.tokens)))
+
+
+class VLLMOptions(NamedTuple):
+    """Options of an engine.
+
+    Attributes:
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
+      compiled: use vLLM's compiler.
+      decode: token ids -> text, for stop strings.
+    """
+
+    max_rows: int = 512
+    cache_bytes: int = 0
+    compiled: bool = False
+    decode: Callable[[list[int]], str] | None = None
+
+
+VLLM_DEFAULTS = VLLMOptions()
 
 
 class VLLMEngine:
@@ -279,10 +299,7 @@ def vllm_engine(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
-    compiled: bool = False,
-    decode: Callable[[list[int]], str] | None = None,
+    options: VLLMOptions = VLLM_DEFAULTS,
 ) -> VLLMEngine:
     """vLLM in this process, without weights yet. Every process of the run calls it together.
 
@@ -290,16 +307,16 @@ def vllm_engine(
       model: a decoder.
       mesh: over all processes of the run; "tensor" splits the model, each index of the other axes is a replica.
       dtype: of weights and cache.
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
-      compiled: with vLLM's compiler.
-      decode: token ids -> text, for stop strings.
+      options: bounds and choices of the engine.
 
     Raises:
       ModelError, ImportError, MeshError: as `start_vllm`.
     """
-    core = start_vllm(model, mesh, dtype, max_rows=max_rows, cache_bytes=cache_bytes, compiled=compiled)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows=max_rows, decode=decode)
+    core = start_vllm(
+        model, mesh, dtype, max_rows=options.max_rows, cache_bytes=options.cache_bytes, compiled=options.compiled
+    )
+    weights = vllm_weights(model, mesh, dtype)
+    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
 
 
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,65 +29,80 @@ OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] chances that each
 }
 
 
-def with_completion_scores(
-    rows: Rows, examples: Sequence[Example], role: Role, params: trees.Tree, weight: float, read: ReadRows, budget: int
-) -> Rows:
-    """The rows with a reward model's numbers: its last column of scores, and part of every score.
+class RewardModel(NamedTuple):
+    """A model that rewards completions.
 
-    They move to the ranks of the reward model's mesh, where each is read.
+    Attributes:
+      role: of the model.
+      params: this rank's weights.
+      weight: of its score in the reward.
+      budget: tokens in one forward pass of one device.
+    """
+
+    role: Role
+    params: trees.Tree
+    weight: float
+    budget: int
+
+
+def with_completion_scores(rows: Rows, examples: Sequence[Example], model: RewardModel, read: ReadRows) -> Rows:
+    """Add a reward model's scores: a last column of `scores`, and its weighted share of every score.
+
+    The rows move to the ranks of the model's mesh that read them.
 
     Args:
+      rows: completions with what scores they have.
       examples: prompts, each with the same number of rows.
-      role, params: the reward model, and this rank's weights.
-      weight: of its number in a row's score.
-      read: gives the rows as it reads them.
-      budget: tokens in one forward pass of one device.
+      model: the reward model.
+      read: gives the rows as the model reads them.
 
     Raises:
-      RewardError: a number is not finite; on every rank alike.
+      RewardError: a score is not finite; raised on every rank.
     """
-    rows = moved(rows, reading_ranks(rows.lengths, role, budget), role.placed.mesh)
-    score_B = end_values(role, params, read(rows, examples), token_budget=budget)
+    rows = moved(rows, reading_ranks(rows.lengths, model.role, model.budget), model.role.placed.mesh)
+    score_B = end_values(model.role, model.params, read(rows, examples), token_budget=model.budget)
     check_scores(score_B, examples, "reward model")
-    return with_column(rows, score_B, weight)
+    return with_column(rows, score_B, model.weight)
 
 
 def with_step_scores(
     rows: Rows,
     examples: Sequence[Example],
-    role: Role,
-    params: trees.Tree,
-    weight: float,
-    how: str,
+    model: RewardModel,
+    reduction: str,
     read: Callable[[Rows, Sequence[Example]], tuple[Rows, Sequence[Sequence[int]]]],
-    budget: int,
 ) -> Rows:
-    """The rows with what a process reward model says of their steps: the chance that each is right, 0 to 1.
+    """Add a process reward model's scores of the steps: the probability that each step is right.
 
     Args:
-      examples, role, params, budget: as in `with_completion_scores`.
-      weight: of a chance in the reward.
-      how: "each", a reward of the token that ends the step, the mean of a row being a column of scores that does not
-        count; or a name of `OF_STEPS`, one number a row, which does.
-      read: gives the rows as the model reads them, and of this rank's rows the place of the token that ends each step.
+      rows: completions with what scores they have.
+      examples: prompts, each with the same number of rows.
+      model: the process reward model.
+      reduction: "each" rewards the token that ends a step, and adds the mean over steps as a column of `scores` that
+        does not count; a name of `OF_STEPS` makes one number per row, which counts.
+      read: gives the rows as the model reads them, and for each row of this rank the positions of the tokens that end
+        its steps.
 
     Raises:
-      RewardError: a number is not finite; on every rank alike.
+      RewardError: a score is not finite; raised on every rank.
     """
-    rows = moved(rows, reading_ranks(rows.lengths, role, budget), role.placed.mesh)
+    role = model.role
+    rows = moved(rows, reading_ranks(rows.lengths, role, model.budget), role.placed.mesh)
     reading, ends = read(rows, examples)
-    values_bT = score_role(role._replace(writes={"value": "values"}), params, reading, token_budget=budget)["value"]
+    values_bT = score_role(role._replace(writes={"value": "values"}), model.params, reading, token_budget=model.budget)[
+        "value"
+    ]
     chances = [x[mask].sigmoid() for x, mask in zip(values_bT, reading.batch.mask, strict=True)]
-    number = OF_STEPS["mean" if how == "each" else how]
+    number = OF_STEPS["mean" if reduction == "each" else reduction]
     own_b = torch.stack([number(x) if len(x) else x.new_zeros(()) for x in chances]) if chances else values_bT[:, 0]
     score_B = gather_table({"score": own_b}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)["score"]
     check_scores(score_B, examples, "process reward model")
-    if how != "each":
-        return with_column(rows, score_B, weight)
+    if reduction != "each":
+        return with_column(rows, score_B, model.weight)
     reward_bT = torch.zeros_like(rows.batch.rollout_logp)
     for reward_T, x, places in zip(reward_bT, chances, ends, strict=True):
         index = torch.tensor(places, dtype=torch.int64, device=x.device)
-        reward_T.index_add_(0, index, weight * x.to(reward_T.dtype))  # several steps may end with one token
+        reward_T.index_add_(0, index, model.weight * x.to(reward_T.dtype))  # several steps may end with one token
     return with_column(rows, score_B, 0.0).with_fields(token_reward=reward_bT)
 
 

@@ -77,9 +77,9 @@ def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:
     variance = float(values_P.var(ddof=1)) / count if count > 1 else 0.0
     if not verdicts:
         return None if count < 2 else Interval95(mean - Z * math.sqrt(variance), mean + Z * math.sqrt(variance))
-    draws = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
-    centre = (mean + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
-    reach = Z / (1 + Z * Z / draws) * math.sqrt(mean * (1 - mean) / draws + Z * Z / (4 * draws * draws))
+    trials = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
+    centre = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    reach = Z / (1 + Z * Z / trials) * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
     return Interval95(max(0.0, centre - reach) if mean > 0 else 0.0, min(1.0, centre + reach) if mean < 1 else 1.0)
 
 

@@ -84,7 +84,7 @@ def evaluated(
       examples: P prompts.
       done: N completions of each.
       rows: of them, with all rewards.
-      solved: as in `sources.Generation`.
+      solved: as in `prompts.PromptEvaluation`.
       decode: token ids -> text.
       names: of the rewards.
     """

@@ -22,10 +22,11 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
 from funrl.rollout.engine import Engine, awake, complete
 from funrl.rollout.hf_engine import hf_engine, no_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.rewards import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.own_texts import Decode, written_of, written_texts
@@ -80,21 +81,18 @@ class Judge(NamedTuple):
 def judge_job(
     directory: str,
     code: str,
-    template: str | None,
-    pattern: str,
-    max_new_tokens: int,
+    settings: JudgeSettings,
     sizes_of: Callable[[Model], dict[str, int]],
     prompts: Sequence[Example],
 ) -> JudgeJob:
-    """Read what is small of a judge and check it against the prompts.
+    """Read a judge's configuration and tokenizer, and check them against the prompts.
 
     Args:
       directory: of the model.
       code: whose code computes it, as in `hf.load_model`.
-      template: file with the text that the judge is given; None: `TEMPLATE`.
-      pattern: regular expression.
-      max_new_tokens: of a verdict.
+      settings: its template, pattern and length.
       sizes_of: model -> sizes of the mesh to generate on.
+      prompts: whose fields fill the template.
 
     Raises:
       SettingsError, ModelError: naming what cannot work.
@@ -105,6 +103,9 @@ def judge_job(
         raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
     if (problem := no_engine(model)) is not None:
         raise SettingsError(f"--judge={directory}: {problem}")
+    template = settings.judge_template
+    pattern = settings.judge_pattern
+    max_new_tokens = settings.judge_max_new_tokens
     text = TEMPLATE if template is None else read_template(template)
     check_template(text, template, prompts)
     try:
@@ -198,7 +199,7 @@ def open_judge(
     """
     mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
     if job.model.pages:
-        engine = native_engine(job.model, mesh, dtype, max_rows=max_rows, layer=layer, note=note)
+        engine = native_engine(job.model, mesh, dtype, options=NativeOptions(max_rows=max_rows), layer=layer, note=note)
     else:
         engine = hf_engine(job.model, mesh, dtype)
     _, params = hf.load(job.directory, dtype, mesh, layouts=engine.weights.layouts, model=job.model)

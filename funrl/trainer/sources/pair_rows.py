@@ -11,7 +11,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.losses.pairs import best_and_worst
 from funrl.batch import Batch, as_dict, schema_of
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.advantage_phase import describe
 from funrl.trainer.steps.step_rows import Rows, moved, on_cpu, rows_of, take
 
@@ -25,12 +25,12 @@ def pair_source(source: Source, names: Sequence[str] = ()) -> Source:
       names: of the rewards, as in `describe`.
     """
 
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        rows, state, metrics = source.draw(state, step)
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        rows, state, metrics = source.next_rows(state, step)
         here = on_cpu(rows)
         return paired(rows), state, metrics | describe(here, here.batch, names)
 
-    return source._replace(draw=draw)
+    return source._replace(next_rows=next_rows)
 
 
 def paired(rows: Rows) -> Rows:

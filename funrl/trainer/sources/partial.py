@@ -32,12 +32,10 @@ from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import empty_rollout, generating_ranks, run_requests, to_rows
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
-from funrl.trainer.sources.sources import (
-    SKIPPED,
-    Drawing,
+from funrl.trainer.sources.prompts import (
     FirstSamples,
     Generation,
-    Source,
+    PromptSchedule,
     chosen_rows,
     failed_rows,
     filter_metrics,
@@ -48,6 +46,7 @@ from funrl.trainer.sources.sources import (
     rewarded_samples,
     skips_empty,
 )
+from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, on_cpu, rows_of, take, widened
 from funrl.trainer.storage.row_shards import HeldRows
@@ -136,26 +135,26 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     engine = generation.engine
     mesh = engine.mesh
     sampling = generation.sampling
-    weighing = generation.drawing.weighing
-    batch_size = generation.drawing.batch
+    weighing = generation.schedule.weighing
+    batch_size = generation.schedule.batch
     empty = to_rows((), empty_rollout(engine), sampling, pad=generation.pad, versions=True)
     nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), rows=empty)
     whole = prompt_source(generation, clock, show)
 
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["told"], step)
         filled = _fill(RowWriter(generation, tokens, clock, weights=weights), _held(state["begun"], mesh), begin)
         held = filled.held
         seen = _joined_examined(filled.examined)
-        numbers = _prompt_numbers(generation.drawing, seen.places)
+        numbers = _prompt_numbers(generation.schedule, seen.places)
         measured = weighing.measured(measured, numbers, seen.rows.batch.get("scores"), seen.rows.batch.get("failed"))
         metrics = weighed | _metrics(generation, filled, seen) | entry_metrics(held.entries)
         if weights is not None:
             metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
         seen, skipped = _with_some_kept(generation, seen, show, step=step)
         useful = np.flatnonzero(seen.kept_PS.any(1))[:batch_size]
-        chosen = chosen_rows(_examples(generation.drawing, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
+        chosen = chosen_rows(_examples(generation.schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
         held = held.some(left, sampling.samples)
@@ -184,7 +183,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     first = {**whole.init(), "begun": _tree(nothing)}
     return Source(
         lambda: trees.map(lambda x: x, first),
-        draw,
+        next_rows,
         whole.evaluate,
         saved=saved,
         rows=rows,
@@ -203,7 +202,7 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
       show: receives a remark where fewer prompts are kept than the batch needs.
       step: number of the step.
     """
-    wanted = generation.drawing.batch
+    wanted = generation.schedule.batch
     kept = min(int(seen.kept_PS.any(1).sum()), wanted)
     if kept:
         if kept < wanted:
@@ -229,7 +228,7 @@ def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
     generation, tokens, clock, _ = writer
     sampling = generation.sampling
     samples = sampling.samples
-    batch = generation.drawing.batch
+    batch = generation.schedule.batch
     most = batch * generation.selection.max_refills if generation.selection.filter else None
     under_way = batch * (-(-sampling.max_new_tokens // tokens) - 1)
     examined = []
@@ -271,7 +270,7 @@ def _write(
       tokens: that each of these rows may draw; None: to its end.
     """
     generation, _, clock, weights = writer
-    drawing = generation.drawing
+    schedule = generation.schedule
     sampling = generation.sampling
     mesh = generation.engine.mesh
     numbers = np.flatnonzero(goes_on)
@@ -279,10 +278,10 @@ def _write(
         return held, begin
     samples = sampling.samples
     first = len(numbers)
-    old = [example for example in _examples(drawing, held.places) for _ in range(samples)]
-    taken = take_next(drawing.prompts, new, drawing.seed, position=begin, weights=weights)
-    drawn = [drawing.prompts[place] for place in taken.places.tolist()]
-    seed = derived_seed(drawing.seed, begin)
+    old = [example for example in _examples(schedule, held.places) for _ in range(samples)]
+    taken = take_next(schedule.prompts, new, schedule.seed, position=begin, weights=weights)
+    selected = [schedule.prompts[place] for place in taken.places.tolist()]
+    seed = derived_seed(schedule.seed, begin)
     seeds = np.array([request_seed(seed, n) for n in range(new * samples)], dtype=np.int64)
     held = held._replace(rows=_dealt(held.rows, numbers, mesh))
     own = []
@@ -290,8 +289,8 @@ def _write(
         written = _completion(held.rows, n, old[n], finish="paused")
         number = int(np.searchsorted(numbers, n))
         own.append(Request(number, old[n].tokens, sampling, seed=int(held.seeds[n]), begun=written, most=tokens))
-    groups = RequestGroups([example.tokens for example in drawn], sampling, seed, first=first, most=tokens)
-    examples = [*(old[n] for n in numbers), *(example for example in drawn for _ in range(samples))]
+    groups = RequestGroups([example.tokens for example in selected], sampling, seed, first=first, most=tokens)
+    examples = [*(old[n] for n in numbers), *(example for example in selected for _ in range(samples))]
     with clock.phase("generate"):
         done = run_requests(generation.engine, groups, examples, rows=len(examples), own=own)
         rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), pad=generation.pad, versions=True)
@@ -325,7 +324,7 @@ def _examine(generation: Generation, clock: Clock, prompts: BegunPrompts) -> Exa
     rows = prompts.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if generation.rescore is not None:
-        rows = generation.rescore(rows, _examples(generation.drawing, prompts.places), "")
+        rows = generation.rescore(rows, _examples(generation.schedule, prompts.places), "")
     return Examined(prompts.places, rows, filtered_samples(generation, rows, len(prompts.places)))
 
 
@@ -345,7 +344,7 @@ def _metrics(generation: Generation, filled: Filled, seen: Examined) -> dict[str
     metrics: dict[str, float] = {
         "partial/new_prompts": filled.begun,
         "partial/unfinished_prompts": int((~filled.held.ready(generation.sampling.samples)).sum()),
-        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.drawing.batch),
+        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.schedule.batch),
         "partial/prompts_beyond_budget": filled.beyond,
     }
     if seen.rows.batch.get("failed") is not None:
@@ -386,17 +385,19 @@ def _completion(rows: Rows, number: int, example: Example, finish: str) -> Compl
     return Completion(number, tokens.long(), logp, raw_logp=logp, versions=versions.long(), finish=finish)  # type: ignore[arg-type]
 
 
-def _examples(drawing: Drawing, places: np.ndarray) -> list[Example]:
+def _examples(schedule: PromptSchedule, places: np.ndarray) -> list[Example]:
     """The prompts at these positions of the order."""
-    return [drawing.prompts[number] for number in _prompt_numbers(drawing, places).tolist()]
+    return [schedule.prompts[number] for number in _prompt_numbers(schedule, places).tolist()]
 
 
-def _prompt_numbers(drawing: Drawing, places: np.ndarray) -> np.ndarray:
+def _prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
     """Places among all prompts of those at some positions of the order."""
     if not len(places):
         return places
     first = int(places.min())
-    return places_in_order(drawing.prompts, int(places.max()) + 1 - first, drawing.seed, position=first)[places - first]
+    return places_in_order(schedule.prompts, int(places.max()) + 1 - first, schedule.seed, position=first)[
+        places - first
+    ]
 
 
 def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:

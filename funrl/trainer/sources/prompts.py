@@ -1,20 +1,18 @@
-"""Sources of rows: prompts that the policy completes, or texts that are given."""
+"""The source of rows that the policy writes: prompts, completed and rewarded."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Advantage, Filter
-from funrl.data.order import Drawn, order_digest, places_in_order, take_next
+from funrl.algos.core import Filter
+from funrl.data.order import order_digest, take_next
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
@@ -24,17 +22,11 @@ from funrl.trainer.sources.evaluation import evaluated, metrics_of, parts_of_sco
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, first_texts, rollout, to_rows
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
-from funrl.trainer.steps.advantage_phase import advantages
+from funrl.trainer.sources.source import SKIPPED, Source, same_order
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.learn import denominators
-from funrl.trainer.steps.micro import own_micro_batches, row_cost
-from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
-from funrl.trainer.steps.score import score
-from funrl.trainer.steps.step import NotFiniteError, loss_value
+from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
-from funrl.trainer.storage.row_shards import HeldRows
 
-SKIPPED = "filter_groups/skipped"  # metric of a source: 1 where the filter kept nothing and nothing is trained on
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 FirstSamples = tuple[Sequence[Example], Sequence[str], Sequence[float | None], Sequence[dict[str, float]]]
 
@@ -43,32 +35,7 @@ class FilterError(RuntimeError):
     """The algorithm's filter kept no row of a step."""
 
 
-class Source(NamedTuple):
-    """A source of rows.
-
-    Attributes:
-      init: () -> the source's state before the first step.
-      draw: (source's state, step) -> (rows, source's state, metrics). Where the metric `SKIPPED` is 1, the rows are
-        not to be trained on.
-      evaluate: (states of the roles, step) -> metrics on held-out data.
-      saved: source's state -> the same as a checkpoint has it.
-      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
-      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
-      observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
-      spread: whether ranks have different parts of the state.
-    """
-
-    init: Callable[[], trees.Tree]
-    draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
-    evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
-    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
-    spread: bool = False
-
-
-class Drawing(NamedTuple):
+class PromptSchedule(NamedTuple):
     """The prompts that are trained on, and their order.
 
     Attributes:
@@ -122,7 +89,7 @@ class Generation(NamedTuple):
 
     Attributes:
       engine: with the rewards.
-      drawing: of the prompts that are trained on.
+      schedule: prompts to train on and their order.
       sampling: of their completions.
       evaluation: on held-out prompts.
       selection: of the rows that are trained on.
@@ -137,7 +104,7 @@ class Generation(NamedTuple):
     """
 
     engine: RewardedEngine
-    drawing: Drawing
+    schedule: PromptSchedule
     sampling: Sampling
     evaluation: PromptEvaluation
     selection: RowSelection = RowSelection()
@@ -157,11 +124,11 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     that the filter keeps is thrown away. What it drops is counted: prompts, and rows of the prompts that are used.
     """
     sampling = generation.sampling
-    prompts, batch_size, seed, weighing = generation.drawing
+    prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
     most = batch_size * (selection.max_refills if selection.filter else 1)
 
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["told"], step)
         batches: list[Chosen] = []
@@ -170,19 +137,21 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         room = batch_size
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
-            drawn = [prompts[place] for place in taken.places.tolist()]
-            done, rows = rewarded_rows(generation, clock, drawn, sampling=sampling, seed=derived_seed(seed, consumed))
+            selected = [prompts[place] for place in taken.places.tolist()]
+            done, rows = rewarded_rows(
+                generation, clock, selected, sampling=sampling, seed=derived_seed(seed, consumed)
+            )
             if not sampled and generation.shows(step):
-                show.samples(step, *first_samples(generation, drawn[:8], done, rows=rows, samples=sampling.samples))
+                show.samples(step, *first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             entries = joined_totals(entries, done.entries)
-            kept_PS = filtered_samples(generation, rows, len(drawn))
+            kept_PS = filtered_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
-            sampled += len(drawn)
+            sampled += len(selected)
             room -= len(useful)
-            batches.append(chosen_rows(drawn, rows, useful, kept_PS=kept_PS))
+            batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(chosen.examples) for chosen in batches)
         if weights is not None:
@@ -190,9 +159,9 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics = filter_metrics(count, sampled, dropped_rows)
         skipped = False
         if not count:
-            kept_PS = rewarded_samples(generation, rows, len(drawn))
+            kept_PS = rewarded_samples(generation, rows, len(selected))
             skipped = skips_empty(generation, show, step, prompts=sampled)
-            batches = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
+            batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
         elif count < batch_size:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {batch_size}; a "
@@ -221,7 +190,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         return evaluate_heldout(generation, clock, show, step=step)
 
-    return Source(lambda: dict(first), draw, evaluate, restored=restored, observed=observed)
+    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed)
 
 
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
@@ -249,93 +218,6 @@ def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, floa
         "filter_groups/dropped_prompts": sampled - kept,
         "filter_groups/dropped_rows": dropped_rows,
     }
-
-
-def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
-    """The state of a checkpoint, with a remark where it was in another order of prompts or texts."""
-    if state["order"] != order:
-        show.note(
-            "--resume: the data, or --seed, are not those that the run has had so far: it goes on at the same place of "
-            "another order"
-        )
-    return {**state, "order": order}
-
-
-class TextData(NamedTuple):
-    """Texts to learn from.
-
-    Attributes:
-      examples: to train on.
-      heldout: to evaluate on.
-      to_rows: examples -> rows.
-      batch: examples of a batch.
-      seed: of their order.
-    """
-
-    examples: Sequence[Any]
-    heldout: Sequence[Any]
-    to_rows: Callable[[Sequence[Any]], Rows]
-    batch: int
-    seed: int
-
-
-class LossEvaluation(NamedTuple):
-    """The evaluation of the one role that learns, by its loss.
-
-    Attributes:
-      roles: of the run.
-      frozen: weights of those that do not learn.
-      token_budget: of a micro-batch.
-      chain: advantage pieces that run before the loss; None: none.
-      sample: called with the states of the roles and the step at every evaluation.
-    """
-
-    roles: Mapping[str, Role]
-    frozen: Mapping[str, trees.Tree]
-    token_budget: int
-    chain: Advantage | None = None
-    sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None
-
-
-def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: Show) -> Source:
-    """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns."""
-    examples, heldout, to_rows, batch, seed = data
-    roles, frozen, token_budget, chain, sample = evaluation
-    (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
-    scoring = {n: r for n, r in roles.items() if r.loss is None}
-    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget=token_budget)
-
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        consumed = state["examples_consumed"]
-        rows = to_rows(Drawn(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
-        tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
-        return rows, {**state, "examples_consumed": consumed + batch}, tokens
-
-    def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        assert role.loss is not None
-        with clock.phase("eval"):
-            rows = held
-            if chain is not None:
-                scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget=token_budget)
-                rows, _, _ = advantages(chain, chain.init(), scored)
-            cost = row_cost(role.placed)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=row_fields_of(role.loss))
-            ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            metrics, value = loss_value(
-                role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen
-            )
-        if not math.isfinite(value):
-            when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
-            raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
-        with clock.phase("eval"):
-            sample(states, step)
-        terms = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
-        loss = {"eval/loss": value.item(), "eval/examples": float(len(heldout))}
-        return loss | terms | loss  # whatever a term calls its own part
-
-    order = order_digest(examples, seed)
-    first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), draw, evaluate, restored=functools.partial(same_order, order, show))
 
 
 def rewarded_rows(
