@@ -110,7 +110,7 @@ HOWS = [
 
 def test_recorded_passes_draw_the_same(monkeypatch):
     """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
-    monkeypatch.setattr(CapturedFunctions, "_captured_now", recorded)
+    monkeypatch.setattr(CapturedFunctions, "_try_capture", recorded)
     monkeypatch.setattr(static_decode, "HostCopy", ClonedCopy)
     config = decoder_config(**SMALL | {"layers": 1}, windows=(6,))
     how = {"packed": False, "max_rows": 6, "dtype": torch.float64}

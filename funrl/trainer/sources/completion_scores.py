@@ -1,4 +1,4 @@
-"""Scores of completions by reward models, of the whole or of each step, beside reward functions or instead of them."""
+"""Scores of completions, or of each of their steps, by reward models, with or without reward functions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
-ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # rows and their prompts -> as a model reads them; see `as_read`
-OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] chances that each is right -> a completion's number
+ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # (rows, prompts) -> rows as a model reads them; see `as_read`
+OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability that each is right -> a completion's score
     "min": torch.amin,
     "mean": torch.mean,
     "last": lambda x: x[-1],
@@ -107,7 +107,7 @@ def with_step_scores(
 
 
 def check_scores(score_B: Tensor, examples: Sequence[Example], what: str) -> None:
-    """Raise RewardError where a model's score of a row is not finite.
+    """Raise RewardError if a model's score of a row is not finite.
 
     Args:
       what: name of the model.
@@ -122,7 +122,7 @@ def check_scores(score_B: Tensor, examples: Sequence[Example], what: str) -> Non
 
 
 def with_column(rows: Rows, score_B: Tensor, weight: float) -> Rows:
-    """The rows with one more column of scores, which counts in every score by its weight; NaN: it does not apply."""
+    """Add a column of scores, and add its weighted value to every score. NaN: it does not apply to that row."""
     before = rows.batch.get("score")
     columns = rows.batch.get("scores")
     score_B = score_B.to(rows.batch.rollout_logp.dtype)
@@ -132,7 +132,7 @@ def with_column(rows: Rows, score_B: Tensor, weight: float) -> Rows:
 
 
 def reading_ranks(lengths: np.ndarray, role: Role, token_budget: int) -> np.ndarray:
-    """[B] the ranks where a pass of a reward model over the rows is balanced.
+    """Rank of each row, [B], that balances a pass of a reward model over the rows.
 
     Args:
       lengths: [B] tokens of each row.
@@ -144,7 +144,7 @@ def reading_ranks(lengths: np.ndarray, role: Role, token_budget: int) -> np.ndar
 
 @torch.no_grad()
 def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, token_budget: int = 16384) -> Tensor:
-    """The value at the end of each row, [B], known to all ranks.
+    """Value at the end of each row, [B], the same on every rank.
 
     Args:
       role, params: a model with a value head, and this rank's weights.
@@ -155,8 +155,11 @@ def completion_scores(role: Role, params: trees.Tree, rows: Rows, pad: int, toke
 
 
 def as_read(rows: Rows, pad: int) -> Rows:
-    """The rows as a reward model reads them in training: one token longer than the last that is not padding, with the
-    mask true there, so that the number at that place has seen the whole text."""
+    """The rows as a reward model reads them in training.
+
+    Each is one token longer than its text without padding, and the mask is true there, so that the value at that
+    position has seen the whole text.
+    """
     lengths = rows.lengths[rows.own].tolist()
     texts = [tokens[:length] for tokens, length in zip(rows.batch.tokens.tolist(), lengths, strict=True)]
     whole = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in texts]
@@ -167,7 +170,7 @@ def as_read(rows: Rows, pad: int) -> Rows:
 
 @torch.no_grad()
 def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
-    """The value at the last token of each row, [B], known to all ranks; see `as_read`."""
+    """Value at the last token of each row, [B], the same on every rank; see `as_read`."""
     score_b = None
     for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
         value_N = role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1]

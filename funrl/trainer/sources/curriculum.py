@@ -1,6 +1,6 @@
-"""Weights of the prompts to train on: by a user's function of the metrics, and by measured pass rates.
+"""Sampling weights of prompts: from a user's function of the metrics, and from measured pass rates.
 
-What is remembered is in the source's state and so in checkpoints: two numbers a prompt, and what the function keeps.
+The memory (two numbers per prompt, and the function's own state) is part of the source's state, so checkpoints have it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from funrl.mesh.mesh import Mesh
 from funrl.trainer.settings.checks import Difficulty
 from funrl.trainer.settings.declaration import SettingsError
 
-GIVEN = ("prompts", "metrics", "step", "pass_rates", "state")  # what a function may take, by these names
-KEPT = 0.5  # part of what was measured before that counts beside a new measurement
+GIVEN = ("prompts", "metrics", "step", "pass_rates", "state")  # arguments that a function may take
+KEPT = 0.5  # weight of earlier measurements against a new one
 
 
 class CurriculumError(ValueError):
-    """A curriculum that failed, or whose weights cannot be used; raised on every rank alike."""
+    """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
 class Weighing(NamedTuple):
-    """Weights of all prompts before each step.
+    """Sampling weights of all prompts before each step. `memory` is what it remembers.
 
     Attributes:
-      init: () -> what is remembered, before the first step.
-      weights: (remembered, step) -> weights [N] (None: all equal), remembered, metrics. Collective.
-      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: there are none), mask
-        [P * S] of those on which a function failed) -> remembered.
-      observed: (remembered, metrics of a step) -> remembered. Collective.
+      init: () -> memory before the first step.
+      weights: (memory, step) -> weights [N] (None: all equal), memory, metrics. Collective.
+      measured: (memory, indices [P] of prompts, scores [P * S, K] of their samples or None, mask [P * S] of the samples
+        on which a reward function failed or None) -> memory.
+      observed: (memory, metrics of a step) -> memory. Collective.
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
@@ -64,23 +64,26 @@ def weighing(
     reward_weights: Sequence[float],
     mesh: Mesh,
 ) -> Weighing:
-    """Weights by a user's function times those by the measured pass rates.
+    """Weights from a user's function, times weights from the measured pass rates.
 
-    The function is called on the first rank before each step, by the names of its arguments, of which it takes what it
-    likes: `prompts`, a list of dicts with the text as "prompt" and the other fields; `metrics` of the step before, with
-    those of the newest evaluation ({} before the first step); `step`, from 1 on; `pass_rates` [N], NaN where nothing
-    was measured; `state`, what it gave last as its state, {} at first. It returns N weights; if it takes `state`, a
-    pair of these and its next state, which JSON can hold.
+    The function is called on the first rank before each step, with any of these keyword arguments: `prompts`, a list of
+    dicts with the text as "prompt" and the other fields; `metrics` of the previous step and of the latest evaluation
+    ({} before the first step); `step`, from 1; `pass_rates` [N], NaN where not measured; `state`, the state that it
+    returned last, {} at first. It returns N weights, or, if it takes `state`, a pair of weights and its next state,
+    which must be JSON.
 
-    The pass rate of a prompt is the mean over its samples of score / (sum of the positive reward weights), within 0 and
-    1; with each new measurement what was measured before counts half as much.
+    The pass rate of a prompt is the mean over its samples of score / (sum of the positive reward weights), clamped to
+    0..1. Each new measurement halves the weight of the earlier ones.
 
     Args:
-      difficulty: prompts whose pass rate is outside of it have its `rest` as weight; None: pass rates play no part.
-      reward_weights: of the reward functions, whose scores come first.
+      prompts: all of them.
+      function: the user's; None: there is none.
+      difficulty: bounds on pass rates; prompts outside get the weight `difficulty.rest`. None: no bounds.
+      reward_weights: of the reward functions, whose scores are the first columns.
+      mesh: of the trainer.
 
     Raises:
-      SettingsError: the function takes something else, or there is no score to measure.
+      SettingsError: the function has an unknown argument, or there is no score to measure.
     """
     names = names_taken(function) if function is not None else ()
     rates = difficulty is not None or "pass_rates" in names
@@ -110,12 +113,12 @@ def weighing(
 
 
 class _Curriculum(NamedTuple):
-    """Sources of weights.
+    """What the weights are made from.
 
     Attributes:
       count: of prompts.
-      function, names: a user's function and the arguments that it takes; None, (): there is none.
-      records: the prompts as it is given them.
+      function, names: the user's function and the arguments that it takes; None and () without one.
+      records: the prompts in the form that it receives.
       rates: whether pass rates are measured.
       difficulty, reward_weights, mesh: as in `weighing`.
     """
@@ -165,10 +168,9 @@ def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarra
 
 
 def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Weights by pass rates, NaN where none is measured, and metrics."""
-    # NaN is neither
+    """Weights from pass rates (NaN: not measured), and metrics."""
     weight_N = np.ones(len(rate_N))
-    outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)
+    outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)  # false for NaN
     weight_N[outside_N] = difficulty.rest
     measured = int((~np.isnan(rate_N)).sum())
     return weight_N, {
@@ -200,11 +202,11 @@ def _observed(curriculum: _Curriculum, memory: Any, metrics: Mapping[str, float]
 
 
 def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
-    """The passes and samples of all prompts with those of some more rows.
+    """Update the passes and samples of all prompts with new rows.
 
     Args:
-      memory: those before.
-      places: [P] numbers of the prompts whose rows these are, as many of each, one prompt after the other.
+      memory: passes and samples so far.
+      places: [P] indices of the prompts of the rows; each prompt has the same number of rows, one after another.
       rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
     """
     scored_PS = scored_R.reshape(len(places), -1)
@@ -220,7 +222,7 @@ def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, s
 
 
 def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of a curriculum. Raises: SettingsError, it takes what is not given."""
+    """Names of the arguments of a curriculum. Raises: SettingsError, one of them is unknown."""
     taken = inspect.signature(function).parameters
     unknown = [name for name, parameter in taken.items() if name not in GIVEN and parameter.default is parameter.empty]
     if unknown:
@@ -233,10 +235,10 @@ def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
 def _called(
     function: Callable[..., Any], names: Sequence[str], given: Mapping[str, Any], count: int, mesh: Mesh
 ) -> tuple[np.ndarray, Any]:
-    """Weights and state that the function gives on the first rank, on every rank.
+    """Call the function on the first rank, and give its weights and state to every rank.
 
     Raises:
-      CurriculumError: it failed, or gave something else.
+      CurriculumError: it failed, or returned something else.
     """
     outcome: Any = None
     if mesh.rank == 0:
@@ -257,13 +259,13 @@ def _checked(weights: np.ndarray, count: int) -> np.ndarray:
     if weights.shape != (count,) or not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(
             f"it gave weights of shape {list(weights.shape)}; {count} finite numbers of at least 0 are needed, one a "
-            "prompt (and a state behind them, if it takes `state`)"
+            "prompt (followed by a state if it takes `state`)"
         )
     return weights
 
 
 def _packed(metrics: Mapping[str, float], state: Any) -> Tensor:
-    """JSON as bytes, which a checkpoint can hold."""
+    """JSON as bytes, for a checkpoint."""
     return torch.tensor(list(json.dumps({"metrics": metrics, "state": state}).encode()), dtype=torch.uint8)
 
 

@@ -18,8 +18,8 @@ from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at
 from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
 from funrl.trainer.steps.step_rows import Rows
 
-TABLE_ROWS = 256  # rows of the table whose texts are in memory together
-MOST_SETS = 32  # parts of the held-out prompts that have metrics of their own
+TABLE_ROWS = 256  # rows of the table whose texts are in memory at a time
+MOST_SETS = 32  # sets of held-out prompts that can have metrics of their own
 FEWEST_VOTES = 3  # with two, the first decides
 
 
@@ -27,15 +27,15 @@ class EvalRow(NamedTuple):
     """A row of the table of samples.
 
     Attributes:
-      step: after how many steps.
+      step: number of training steps before it.
       sample: number of the completion among those of its prompt.
-      source: of the prompt, the file and the line or row.
-      answer: by which votes are counted.
-      correct: None where rewards are no verdicts.
-      reward: None where nothing rewards.
+      source: file, and line or row, of the prompt.
+      answer: the answer that majority votes compare.
+      correct: None where rewards are not verdicts.
+      reward: None without rewards.
       tokens: of the completion.
       finished: whether the model ended it, and not the limit.
-      rewards: what each of several functions gave, by name.
+      rewards: score of each reward function by name, if there are several.
     """
 
     step: int
@@ -52,11 +52,11 @@ class EvalRow(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Result of an evaluation, alike on every rank: P prompts with N samples each.
+    """Result of an evaluation, the same on every rank: P prompts with N samples each.
 
     Attributes:
-      reward_PN: None where nothing rewards.
-      correct_PN: None where rewards are no verdicts.
+      reward_PN: None without rewards.
+      correct_PN: None where rewards are not verdicts.
       majority: k -> [P] verdict on the most frequent answer of k samples.
       tokens_PN, finished_PN: as in `EvalRow`.
       parts: of the P * N completions, as in `EvalRow.rewards`.
@@ -78,7 +78,7 @@ def evaluated(
     decode: Callable[[list[int]], str],
     names: Sequence[str] = (),
 ) -> Evaluated:
-    """Look at completions and their rewards; collective.
+    """Evaluate completions and their rewards. Collective.
 
     Args:
       examples: P prompts.
@@ -106,7 +106,7 @@ def evaluated(
 def _votes(
     examples: Sequence[Example], done: Rollout, correct_PN: np.ndarray, decode: Callable[[list[int]], str]
 ) -> dict[int, np.ndarray]:
-    """Verdicts on the most frequent answers, each found by the rank that has the samples of the prompt."""
+    """Verdicts on the most frequent answers, each computed by the rank that holds the prompt's samples."""
     samples = correct_PN.shape[1]
     counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
     if not counts:
@@ -128,7 +128,7 @@ def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: C
 
 
 def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
-    """Metrics "eval/...": of all prompts with their intervals, and the means by reward and by file or `data_source`."""
+    """Metrics "eval/...": means over all prompts with intervals, and means by reward and by file or `data_source`."""
     metrics: dict[str, float] = {"eval/examples": float(len(examples))}
     for name, (values_P, verdicts) in _columns(scores).items():
         metrics[f"eval/{name}"] = float(values_P.mean())
@@ -146,7 +146,7 @@ def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, floa
 
 
 def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
-    """Of each number that is told [P] values, and whether they are between 0 and 1."""
+    """For each reported metric, its [P] values and whether they lie between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}
     right = scores.correct_PN
     rewards = scores.reward_PN
@@ -162,7 +162,7 @@ def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
 
 
 def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
-    """Places of the prompts of each `data_source`, or of each file; nothing where there is one, or too many."""
+    """Indices of the prompts of each `data_source`, or of each file; empty if there is only one set, or too many."""
     named = [example.fields.get("data_source") for example in examples]
     whole = all(isinstance(name, str) for name in named)
     names = [str(name) for name in named] if whole else [_file(example) for example in examples]
@@ -173,7 +173,7 @@ def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
 
 
 def _file(example: Example) -> str:
-    """The file that a prompt is from, without its folder, if it is from one."""
+    """Stem of the file that a prompt was read from; "" if it was not."""
     path, _, _ = example.source.rpartition(", ")
     return Path(path).stem
 
@@ -186,11 +186,11 @@ def table_of(
     step: int,
     prompts: int | None,
 ) -> Iterator[list[EvalRow]]:
-    """The table of samples, some rows at a time; collective.
+    """Yield the table of samples, up to `TABLE_ROWS` rows at a time. Collective.
 
     Args:
-      step: after how many steps.
-      prompts: at most so many, spread over all; None: all.
+      step: number of training steps before it.
+      prompts: bound on the prompts shown, spread evenly over all; None: all.
     """
     samples = scores.tokens_PN.shape[1]
     count = len(examples)
@@ -227,7 +227,7 @@ def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: i
 
 
 def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
-    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
+    """For each of some rows, its scores by reward name; {} unless there are several rewards."""
     scores_BK = rows.batch.get("scores")
     if scores_BK is None or len(names) < 2:
         return [{} for _ in numbers]

@@ -1,4 +1,4 @@
-"""Verdicts: a frozen model writes a text on every completion, and a regular expression finds the score in it."""
+"""Verdicts: a frozen model writes a text about every completion, and a regular expression finds the score in it."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class JudgeJob(NamedTuple):
     Attributes:
       directory, model, tokenizer: of the judge.
       template: text with {{prompt}}, {{completion}} and names of fields.
-      pattern: its last match in a verdict has the score.
+      pattern: compiled; its last match in a verdict holds the score.
       sampling: of a verdict.
-      sizes: of the mesh that it generates on.
+      sizes: axis sizes of the mesh that it generates on.
     """
 
     directory: str
@@ -69,7 +69,8 @@ class Judge(NamedTuple):
     """A judge on its devices.
 
     Attributes:
-      engine: with its weights, paused between verdicts.
+      job: what it judges with.
+      engine: with the judge's weights; paused between verdicts.
       mesh: of the engine.
     """
 
@@ -89,7 +90,7 @@ def judge_job(
 
     Args:
       directory: of the model.
-      code: whose code computes it, as in `hf.load_model`.
+      code: whose code computes the model, as in `hf.load_model`.
       settings: its template, pattern and length.
       sizes_of: model -> sizes of the mesh to generate on.
       prompts: whose fields fill the template.
@@ -132,7 +133,7 @@ def read_template(file: str) -> str:
 
 
 def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:
-    """Raise SettingsError where a template has no place for the completion, or one that a prompt cannot fill."""
+    """Raise SettingsError if a template lacks {{completion}} or has a placeholder that a prompt cannot fill."""
     named = dict.fromkeys(PLACEHOLDER.findall(text))
     if "completion" not in named:
         raise SettingsError(f"--judge_template={file}: it has no {{{{completion}}}}")
@@ -147,13 +148,13 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
 
 
 def filled(template: str, example: Example, completion: str) -> str:
-    """A template with a prompt, its completion and its fields in their places."""
+    """Fill a template with a prompt, its completion and its fields."""
     values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
 def shown_prompt(example: Example) -> str:
-    """A prompt as a reader sees it: of a chat the messages, with their roles where there are several."""
+    """A prompt as a reader sees it. A chat of several messages shows their roles."""
     if example.messages is None:
         return example.text
     messages = example.messages
@@ -163,7 +164,7 @@ def shown_prompt(example: Example) -> str:
 
 
 def score_in(verdict: str, pattern: Any) -> float:
-    """The number in the last match of a verdict, of its first group where there is one; NaN where there is none.
+    """The number in the last match in a verdict (in its first group, if it has groups); NaN without a number.
 
     Args:
       pattern: compiled by `compile_pattern`.
@@ -190,12 +191,15 @@ def open_judge(
     layer: Layer,
     note: Callable[[str], None],
 ) -> Judge:
-    """The judge with its weights. Called by every rank, in one order with whatever else makes process groups.
+    """Load a judge. Every rank calls this, in the same order among all calls that make process groups.
 
     Args:
-      meshes: of all devices, that there are already.
-      max_rows: verdicts that are decoded together at most.
+      job: the judge.
+      meshes: existing meshes over all devices.
+      dtype: of its weights.
+      max_rows: bound on the verdicts that are decoded together.
       layer: a replacement of the model's layer, such as a compiled one.
+      note: receives remarks of the engine.
     """
     mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
     if job.model.pages:
@@ -211,18 +215,20 @@ def open_judge(
 def with_verdicts(
     rows: Rows, examples: Sequence[Example], judge: Judge, weight: float, decode: Decode, note: Callable[[str], None]
 ) -> Rows:
-    """The rows with a judge's scores: the last column of scores, and part of every score. NaN: a verdict has none.
+    """Add a judge's scores: a last column of `scores`, and its weighted share of every score. NaN: no number was found.
 
-    Rows of one prompt go to one rank, where the beginning that their judge's prompts share is computed once.
+    The rows of a prompt go to one rank, which computes the shared prefix of their verdicts' prompts once.
 
     Args:
+      rows: completions with what scores they have.
       examples: prompts, each with the same number of rows.
-      weight: of the number in a row's score.
+      judge: the judge.
+      weight: of its score in the reward.
       decode: token ids of the policy without the stop token -> text.
-      note: told the first verdict.
+      note: receives the first verdict.
 
     Raises:
-      RewardError: a text is too long for the judge; on every rank alike.
+      RewardError: a text is too long for the judge; raised on every rank.
     """
     job = judge.job
     mesh = judge.mesh
@@ -248,7 +254,7 @@ def with_verdicts(
 
 
 def judge_tokens(text: str, tokenizer: Any) -> list[int]:
-    """A judge's prompt: a user's message where its tokenizer has a chat template, else the text."""
+    """Token ids of a judge's prompt: a user's message if its tokenizer has a chat template, else the text."""
     prompt = text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
     return encode_prompt(tokenizer, prompt)[0]
 

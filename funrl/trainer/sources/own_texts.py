@@ -1,4 +1,4 @@
-"""Completions as models with tokenizers of their own read them: texts, chats and steps, not the policy's tokens."""
+"""Completions in the tokens of models that have their own tokenizer: as texts, chats and steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from funrl.trainer.sources.generation import text_after
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 Decode = Callable[[list[int]], str]
-UNFINISHED = "\ufffd"  # at the end of a text: the first bytes of a character whose others are in the next token
+UNFINISHED = "\ufffd"  # ends a text whose last character continues in the next token
 
 
 class WrittenRow(NamedTuple):
-    """A completion of this rank's own rows.
+    """A completion on this rank.
 
     Attributes:
-      example: its prompt.
+      example: the prompt.
       tokens: ids, without the stop token.
       finished: whether a stop token ended it.
     """
@@ -40,8 +40,8 @@ class SolutionStep(NamedTuple):
     """A step of a completion.
 
     Attributes:
-      text: without the separator behind it.
-      last: the place among the completion's tokens of the one that ends it.
+      text: without the separator after it.
+      last: index of its last token among the completion's tokens.
     """
 
     text: str
@@ -49,15 +49,17 @@ class SolutionStep(NamedTuple):
 
 
 def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bool:
-    """True if a model with this tokenizer reads the policy's tokens as they are: the two have one vocabulary and, where
-    prompts are chats, one chat template."""
+    """True if a model with this tokenizer can read the policy's tokens unchanged.
+
+    That takes the same vocabulary and, if prompts are chats, the same chat template.
+    """
     chats = any(example.messages for example in prompts)
     same = tokenizer.get_vocab() == policys.get_vocab()
     return same and (not chats or tokenizer.chat_template == policys.chat_template)
 
 
 def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
-    """The completions of this rank's rows, in their order.
+    """Completions of this rank's rows, in their order.
 
     Args:
       examples: prompts, each with the same number of rows.
@@ -69,13 +71,13 @@ def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
     completions = []
     for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
         example = examples[number * len(examples) // len(lengths)]
-        end = lengths[number] - (not truncated[number])  # a stop token is no text
+        end = lengths[number] - (not truncated[number])  # a stop token is not text
         completions.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
     return completions
 
 
 def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
-    """The texts of completions as they continue their prompts."""
+    """Texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
     last = [completion.example.tokens[-1] for completion in written]
     return [
@@ -85,10 +87,10 @@ def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
 
 
 def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
-    """Prompt and completion as a tokenizer of another model writes them.
+    """Prompt and completion in the tokens of another model's tokenizer.
 
-    A chat goes through its chat template, with the completion as the assistant's message. Otherwise the prompt has its
-    special tokens, and a completion that the policy has ended is ended by its end-of-text token.
+    A chat goes through its chat template, with the completion as the assistant's message. A text prompt gets its
+    special tokens, and a completion that the policy ended gets its end-of-text token.
     """
     example = written.example
     if example.messages is not None:
@@ -100,10 +102,12 @@ def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
 
 
 def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[SolutionStep]:
-    """The steps of a completion; what is blank is no step.
+    """Steps of a completion; blank ones are left out.
 
     Args:
+      written: the completion.
       separator: between two steps; "": every token is a step.
+      decode: token ids of the policy -> text.
     """
     pieces = list(token_texts(written.tokens, written.example.tokens[-1], decode))
     if not separator:
@@ -114,7 +118,7 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
     end = 0
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     for part in text.split(separator):
-        end = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
+        end = min(begin + len(part) + len(separator), len(text))  # after the separator, if there is one
         if part.strip():
             solution_steps.append(SolutionStep(part, int(torch.searchsorted(ends, end))))
         begin = end
@@ -122,7 +126,7 @@ def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[Soluti
 
 
 def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
-    """The text that each token adds; that of a character of several tokens is the last one's.
+    """Yield the text that each token adds. A character of several tokens is added by the last of them.
 
     Args:
       before: the token before them.
@@ -141,14 +145,14 @@ def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[
 
 
 class Reader(NamedTuple):
-    """A model with a value head that reads completions as texts of its own tokenizer.
+    """A model with a value head that reads completions in its own tokens.
 
     Attributes:
-      name: for an error.
+      name: of the model, for errors.
       tokenizer: its own.
       decode: token ids of the policy without the stop token -> text.
       pad: id of its padding token.
-      positions: the longest sequence that it was made for.
+      positions: length of the longest sequence that the model takes.
       separator: between two steps.
     """
 
@@ -161,10 +165,10 @@ class Reader(NamedTuple):
 
 
 def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
-    """The rows in the model's own tokens, for a number at the end of each; see `whole_tokens`.
+    """The rows in the model's own tokens, with the mask true at the end of each; see `whole_tokens`.
 
     Raises:
-      RewardError: a text has more tokens than the model has positions; on every rank alike.
+      RewardError: a text has more tokens than the model has positions; raised on every rank.
     """
     written = written_of(rows, examples)
     ids = [
@@ -176,11 +180,12 @@ def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
 
 
 def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple[Rows, list[list[int]]]:
-    """The rows in the model's own tokens, for a number at the end of every step, and of this rank's rows the place of
-    the policy's token that ends each.
+    """The rows in the model's own tokens, with the mask true at the end of every step.
+
+    Returns: the rows, and for each row of this rank the positions of the policy's tokens that end its steps.
 
     Raises:
-      RewardError: as `read_texts`.
+      RewardError: as in `read_texts`.
     """
     texts = []
     ends = []
@@ -197,7 +202,7 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
 def _read_rows(reader: Reader, rows: Rows, batch: Batch) -> Rows:
     """Rows of a batch of texts of this rank's rows."""
     table = gather_table({"length": batch.length}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)
-    longest = int(table["length"].max()) - 1  # one more, to read the last
+    longest = int(table["length"].max()) - 1  # one more token reads the last
     if longest > reader.positions:
         raise RewardError(
             f"the {reader.name} reads a prompt and completion as {longest} tokens, but it has {reader.positions} "

@@ -1,13 +1,13 @@
 """Partial rollouts: a completion is written over several steps, so that no step waits for the longest one.
 
-In a step each request may draw so many new tokens. What is not finished by then goes on in the next step with the
-weights of that step; its tokens, their log-probabilities and the versions of the weights that drew them stay. A prompt
-is trained on when all its samples are finished. Where fewer prompts are finished than a batch needs, further ones are
-begun, so a batch is full from the first step on; what is finished beyond a batch waits for the next one, the prompts
-that were drawn first before the others. None of this depends on the mesh or on time.
+In each step a request samples a limited number of new tokens. An unfinished completion continues in the next step with
+that step's weights; its tokens, their log-probabilities and the versions of the weights that sampled them are kept. A
+prompt is trained on once all its samples are finished. If fewer prompts are finished than a batch needs, further ones
+are begun, so that a batch is full from the first step on. Prompts that finish beyond a full batch wait for the next
+one, in the order of the prompts. None of this depends on the mesh or on timing.
 
-What is begun is in the source's state. A rank holds its own rows of it and writes them to a checkpoint; rows that go on
-are dealt out anew in each step.
+Begun prompts are part of the source's state. Each rank holds and checkpoints its own rows of them; the rows to continue
+are redistributed in each step.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from funrl.trainer.storage.row_shards import HeldRows
 
 
 class BegunPrompts(NamedTuple):
-    """Prompts that were begun and not trained on yet, in the order of their numbers.
+    """Prompts that were begun and are not trained on yet, in the order of the prompts.
 
     Attributes:
-      places: [P] position of each in the order of the prompts.
-      seeds: [R] of each row's request; the rows of a prompt are neighbours.
+      places: [P] position of each prompt in the order of the prompts.
+      seeds: [R] seed of each row's request; the rows of a prompt are neighbours.
       paused: [R] rows that are not finished.
-      rows: R rows, without what a reward model gives.
-      entries: totals of further numbers that rewards gave in the step under way.
+      rows: R rows, without the scores of reward models.
+      entries: totals of further numbers that reward functions returned in the current step.
     """
 
     places: np.ndarray
@@ -70,11 +70,11 @@ class BegunPrompts(NamedTuple):
     entries: Totals = {}  # noqa: RUF012  (never mutated)
 
     def ready(self, samples: int) -> np.ndarray:
-        """[P] prompts all of whose samples are finished."""
+        """[P] bool, prompts whose samples are all finished."""
         return ~np.asarray(self.paused.reshape(-1, samples).any(1))
 
     def some(self, prompts: np.ndarray, samples: int) -> BegunPrompts:
-        """Some prompts, by their places here."""
+        """Select prompts by their indices in `places`."""
         numbers = (prompts[:, None] * samples + np.arange(samples)).flatten()
         return BegunPrompts(
             self.places[prompts], self.seeds[numbers], self.paused[numbers], rows=take(self.rows, numbers)
@@ -82,7 +82,7 @@ class BegunPrompts(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """Finished prompts that the filter has seen: their places, rows with all scores, and samples [P, S] kept."""
+    """Finished prompts that the filter has seen: places, rows with all scores, and the mask [P, S] of kept samples."""
 
     places: np.ndarray
     rows: Rows
@@ -90,13 +90,13 @@ class Examined(NamedTuple):
 
 
 class RowWriter(NamedTuple):
-    """Means of writing rows in a step.
+    """What is needed to write rows in a step.
 
     Attributes:
-      generation: as of the source.
-      tokens: new tokens of a request in a step.
-      clock: of the phases.
-      weights: of the prompts in this step; see `take_next`.
+      generation: of the source.
+      tokens: bound on the new tokens of a request in a step.
+      clock: times the phases.
+      weights: sampling weights of the prompts in this step; see `take_next`.
     """
 
     generation: Generation
@@ -106,14 +106,14 @@ class RowWriter(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A step's prompts.
+    """Prompts of a step.
 
     Attributes:
       held: all prompts that are begun or finished.
-      consumed: position in the order.
-      examined: the finished ones.
-      begun: number of prompts that were begun.
-      beyond: number that was finished beyond the budget.
+      consumed: next position in the order of the prompts.
+      examined: finished prompts.
+      begun: number of prompts begun in this step.
+      beyond: number of prompts that were finished beyond the budget of tokens.
     """
 
     held: BegunPrompts
@@ -124,12 +124,12 @@ class Filled(NamedTuple):
 
 
 def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:
-    """Rows that the policy writes over several steps; evaluated as `prompt_source` does, by whole completions.
+    """A source whose rows the policy writes over several steps; evaluated with whole completions.
 
     Args:
-      generation: as of `prompt_source`.
-      tokens: new tokens of a request in a step.
-      clock: of the phases.
+      generation: as in `prompt_source`.
+      tokens: bound on the new tokens of a request in a step.
+      clock: times the phases.
       show: receives samples and remarks.
     """
     engine = generation.engine
@@ -194,12 +194,12 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
 
 
 def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: int) -> tuple[Examined, bool]:
-    """Take the rewarded samples where the filter kept none; True if the step is then skipped.
+    """If the filter kept no sample, keep the rewarded ones; also returns True if the step is to be skipped.
 
     Args:
-      generation: as of `prompt_source`.
-      seen: the prompts that the filter examined.
-      show: receives a remark where fewer prompts are kept than the batch needs.
+      generation: as in `prompt_source`.
+      seen: prompts that the filter examined.
+      show: receives a remark if fewer prompts are kept than the batch needs.
       step: number of the step.
     """
     wanted = generation.schedule.batch
@@ -216,14 +216,14 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
 def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
     """Write until enough prompts are finished.
 
-    First all that is begun goes on, and as many prompts are begun as a batch lacks of finished ones. Then further ones
-    are begun as they are missing, as long as no more will be left unfinished than the steps of the longest completion
-    train on; then the first ones of those that are not finished are finished beyond the budget.
+    First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
+    further ones, as long as no more are left unfinished than are trained on during the longest completion; after that,
+    finish the oldest unfinished ones beyond the budget of tokens.
 
     Args:
-      writer: of the rows.
+      writer: writes the rows.
       held: prompts that were begun in earlier steps.
-      begin: position in the order.
+      begin: next position in the order of the prompts.
     """
     generation, tokens, clock, _ = writer
     sampling = generation.sampling
@@ -259,15 +259,15 @@ def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
 def _write(
     writer: RowWriter, held: BegunPrompts, goes_on: np.ndarray, begin: int, new: int, tokens: int | None
 ) -> tuple[BegunPrompts, int]:
-    """Continue some rows and begin some prompts; return all prompts that are held, and the position in the order.
+    """Continue some rows and begin some prompts; return all begun prompts and the next position in the order.
 
     Args:
-      writer: of the rows.
-      held: prompts that are begun.
-      goes_on: [R] rows that are continued.
-      begin: position in the order.
-      new: number of prompts that are begun.
-      tokens: that each of these rows may draw; None: to its end.
+      writer: writes the rows.
+      held: begun prompts.
+      goes_on: [R] bool, rows to continue.
+      begin: next position in the order of the prompts.
+      new: number of prompts to begin.
+      tokens: bound on the new tokens of each row; None: write to its end.
     """
     generation, _, clock, weights = writer
     schedule = generation.schedule
@@ -311,7 +311,7 @@ def _write(
 
 
 def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
-    """Rows, some of them dealt out by their lengths: each rank has about as many, and as long ones."""
+    """Redistribute some rows so that each rank has about as many of them, of about the same lengths."""
     owner = rows.owner.copy()
     longest_first = numbers[np.argsort(-rows.lengths[numbers], kind="stable")]
     owner[longest_first] = np.arange(len(numbers)) % mesh.size(mesh.row_axes)
@@ -319,7 +319,7 @@ def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
 
 
 def _examine(generation: Generation, clock: Clock, prompts: BegunPrompts) -> Examined:
-    """Finished prompts with all rewards and what the filter says."""
+    """Score finished prompts with all rewards and apply the filter."""
     samples = generation.sampling.samples
     rows = prompts.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
@@ -329,7 +329,7 @@ def _examine(generation: Generation, clock: Clock, prompts: BegunPrompts) -> Exa
 
 
 def _joined_examined(examined: Sequence[Examined]) -> Examined:
-    """All of them in the order of their prompts."""
+    """Join them in the order of the prompts."""
     places = np.concatenate([prompts.places for prompts in examined])
     kept_PS = np.concatenate([prompts.kept_PS for prompts in examined])
     order = np.argsort(places)
@@ -339,7 +339,7 @@ def _joined_examined(examined: Sequence[Examined]) -> Examined:
 
 
 def _metrics(generation: Generation, filled: Filled, seen: Examined) -> dict[str, float]:
-    """Numbers of a step's prompts."""
+    """Metrics of a step's prompts."""
     useful = np.asarray(seen.kept_PS.any(1))
     metrics: dict[str, float] = {
         "partial/new_prompts": filled.begun,
@@ -355,7 +355,7 @@ def _metrics(generation: Generation, filled: Filled, seen: Examined) -> dict[str
 
 
 def _staleness(rows: Rows, version: int) -> dict[str, float]:
-    """Loads of weights between the draw of a token and this step, over the sampled tokens of all rows."""
+    """Syncs of weights between the sampling of a token and this step, over the sampled tokens of all rows."""
     batch = on_cpu(rows).batch
     lag_bT = (version - batch.version) * batch.mask
     sums = batch.across.sums
@@ -365,7 +365,7 @@ def _staleness(rows: Rows, version: int) -> dict[str, float]:
 
 
 def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows, samples: np.ndarray) -> FirstSamples:
-    """The first sample of each of the first prompts, as `first_samples` gives it."""
+    """The first sample of each of the first prompts, in the form of `first_samples`."""
     firsts = take(rows, np.cumsum([0, *samples])[: len(examples)])
     truncated = firsts.batch.truncated.tolist()
     completions = [
@@ -377,7 +377,7 @@ def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows,
 
 
 def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:
-    """The tokens that are written of a row on this rank."""
+    """What has been written of a row on this rank."""
     (row,) = rows.local(np.array([number]))
     batch = rows.batch
     here = slice(len(example.tokens), int(batch.length[number]))
@@ -391,7 +391,7 @@ def _examples(schedule: PromptSchedule, places: np.ndarray) -> list[Example]:
 
 
 def _prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
-    """Places among all prompts of those at some positions of the order."""
+    """Indices of the prompts at these positions of the order."""
     if not len(places):
         return places
     first = int(places.min())
@@ -401,7 +401,7 @@ def _prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
 
 
 def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
-    """Prompts that are held, as a tree of tensors."""
+    """Begun prompts as a tree of tensors."""
     columns = {"places": held.places, "seeds": held.seeds, "paused": held.paused, "owner": held.rows.owner}
     tensors: dict[str, Tensor] = {name: torch.from_numpy(x) for name, x in columns.items()}
     return {**tensors, "fields": as_dict(held.rows.batch)}

@@ -1,4 +1,4 @@
-"""The source of rows that the policy writes: prompts, completed and rewarded."""
+"""The source whose rows the policy writes: prompts, completed and rewarded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FilterError(RuntimeError):
 
 
 class PromptSchedule(NamedTuple):
-    """The prompts that are trained on, and their order.
+    """Prompts to train on, and their order.
 
     Attributes:
       prompts: all of them.
@@ -52,12 +52,12 @@ class PromptSchedule(NamedTuple):
 
 
 class RowSelection(NamedTuple):
-    """The rows that are trained on.
+    """Which rows are trained on.
 
     Attributes:
       filter: batch -> [B] bool, rows worth training on; None: all.
-      when_empty: "skip", "stop" or "use", where the filter keeps nothing.
-      max_refills: batches of prompts that are sampled at most for a batch.
+      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
+      max_refills: bound on the prompts sampled for a batch, in batches.
     """
 
     filter: Filter | None = None
@@ -74,7 +74,7 @@ class PromptEvaluation(NamedTuple):
       solved: scores [R, K] -> [R] bool, completions that count as solved, or None where scores are no verdicts; None:
         unknown.
       seed: of the completions.
-      table_prompts: prompts whose completions are shown, at most; None: all.
+      table_prompts: bound on the prompts whose completions are shown; None: all.
     """
 
     heldout: Sequence[Example]
@@ -85,22 +85,22 @@ class PromptEvaluation(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Everything that a source of completions needs.
+    """What a source of completions needs.
 
     Attributes:
-      engine: with the rewards.
+      engine: engine and rewards.
       schedule: prompts to train on and their order.
       sampling: of their completions.
       evaluation: on held-out prompts.
-      selection: of the rows that are trained on.
-      rescore: (rows, prompts, phase) -> rows with the scores of models, in phases of the models or in the one that is
-        named; None: there are none.
-      demonstrate: (rows, their prompts) -> the rows and those of the prompts' demonstrations; None: there are none.
-      reward_names: of the parts of a completion's score.
-      greedy_baseline: whether rows have the score of a greedy completion.
-      shows: step -> whether samples are shown.
+      selection: which rows are trained on.
+      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
+        phase for each model); None: there are none.
+      demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
+      reward_names: names of the columns of `scores`.
+      greedy_baseline: whether rows get the score of a greedy completion of their prompt.
+      shows: step -> whether to show samples.
       pad: id of the padding token.
-      choices: experts of each token that the engine records; 0: none.
+      choices: experts recorded for each token; 0: none.
     """
 
     engine: RewardedEngine
@@ -120,8 +120,8 @@ class Generation(NamedTuple):
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    As many more prompts as the filter keeps no row of are sampled until the batch is full, within bounds: no completion
-    that the filter keeps is thrown away. What it drops is counted: prompts, and rows of the prompts that are used.
+    Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
+    completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
     sampling = generation.sampling
     prompts, batch_size, seed, weighing = generation.schedule
@@ -227,11 +227,11 @@ def rewarded_rows(
 
     Args:
       generation: as of the source.
-      clock: whose phases are "generate", "reward" and those of models that score, or `phase`.
+      clock: times "generate", "reward" and a phase for each scoring model, or only `phase` if that is given.
       examples: prompts, the same on every rank.
       sampling: of the completions.
       seed: of their noise.
-      phase: one for all of it.
+      phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
         done = rollout(generation.engine, examples, sampling, seed=seed)
@@ -242,7 +242,7 @@ def rewarded_rows(
 
 
 def filtered_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, the rows that the filter keeps."""
+    """[prompts, samples] bool, rows that the filter keeps."""
     samples = generation.sampling.samples
     if generation.selection.filter is None:
         return np.ones((prompts, samples), dtype=bool)
@@ -250,13 +250,13 @@ def filtered_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
 
 
 def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> bool:
-    """True if a step of which the filter has dropped everything has no update; a line says so.
+    """True if a step whose rows were all dropped by the filter has no update; shows a remark.
 
     Args:
       prompts: sampled in the step.
 
     Raises:
-      FilterError: the run is to stop.
+      FilterError: `when_empty` is "stop".
     """
     dropped = f"step {step}: the filter dropped all of {prompts} prompts"
     when_empty = generation.selection.when_empty
@@ -268,7 +268,7 @@ def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> 
 
 
 def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, the rows that can be trained on whatever the filter says.
+    """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
 
     Raises:
       RewardError: there is none.
@@ -282,13 +282,13 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
 
 
 def failed_rows(rows: Rows) -> int:
-    """Rows on which a reward function failed."""
+    """Number of rows on which a reward function failed."""
     failed_B = rows.batch.get("failed")
     return 0 if failed_B is None else int(failed_B.sum())
 
 
 class Chosen(NamedTuple):
-    """Prompts that the batch takes, their rows, and the samples of each that are kept."""
+    """Prompts taken for the batch, their kept rows, and the number of kept samples of each prompt."""
 
     examples: list[Example]
     rows: Rows
@@ -303,14 +303,14 @@ def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, ke
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
-    """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps.
+    """Join the chosen rows into one step, with group numbers that continue those of earlier steps.
 
     Args:
       generation: as of the source.
       chosen: prompts with their rows.
       begin: number of the first group.
       clock: of the phases.
-      baseline: whether they get the scores of greedy completions.
+      baseline: whether to add the scores of greedy completions.
     """
     rows = join_rows([part.rows for part in chosen])
     counts = np.concatenate([part.samples for part in chosen])

@@ -11,7 +11,9 @@ from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 
-SKIPPED = "filter_groups/skipped"  # metric of a source: 1 where the filter kept nothing and nothing is trained on
+SKIPPED = (
+    "filter_groups/skipped"  # metric of a source: 1 if the filter kept nothing, so that the step trains on nothing
+)
 
 
 class Source(NamedTuple):
@@ -22,11 +24,11 @@ class Source(NamedTuple):
       next_rows: (source's state, step) -> (rows, source's state, metrics). Do not train on the rows where the metric
         `SKIPPED` is 1.
       evaluate: (states of the roles, step) -> metrics on held-out data.
-      saved: source's state -> the same as a checkpoint has it.
-      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
-      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
-      observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
-      spread: whether ranks have different parts of the state.
+      saved: source's state -> the form of it that a checkpoint stores.
+      rows: stored state -> its leaves that hold rows, different on each rank; None: the state is the same everywhere.
+      restored: state read from a checkpoint, with a share of its rows on each rank -> the source's state.
+      observed: (source's state, metrics of a step) -> the state after that step. Collective.
+      spread: whether each rank holds a different part of the state.
     """
 
     init: Callable[[], trees.Tree]
@@ -40,7 +42,7 @@ class Source(NamedTuple):
 
 
 def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
-    """The state of a checkpoint, with a remark where it was in another order of prompts or texts."""
+    """A checkpoint's state; shows a remark if its prompts or texts were in another order."""
     if state["order"] != order:
         show.note(
             "--resume: the data, or --seed, are not those that the run has had so far: it goes on at the same place of "

@@ -1,4 +1,4 @@
-"""The source of rows that are given texts."""
+"""The source that reads rows from given texts."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class TextData(NamedTuple):
 
 
 class LossEvaluation(NamedTuple):
-    """The evaluation of the one role that learns, by its loss.
+    """How the one role that learns is evaluated: by its loss.
 
     Attributes:
       roles: of the run.
-      frozen: weights of those that do not learn.
+      frozen: weights of the roles that do not learn.
       token_budget: of a micro-batch.
       chain: advantage pieces that run before the loss; None: none.
-      sample: called with the states of the roles and the step at every evaluation.
+      sample: called at every evaluation with the states of the roles and the step.
     """
 
     roles: Mapping[str, Role]
@@ -94,7 +94,7 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
             sample(states, step)
         terms = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
         loss = {"eval/loss": value.item(), "eval/examples": float(len(heldout))}
-        return loss | terms | loss  # whatever a term calls its own part
+        return loss | terms | loss  # a term's own metrics may not replace these
 
     order = order_digest(examples, seed)
     first = {"examples_consumed": 0, "order": order}
