@@ -1,19 +1,19 @@
-"""Proof after a sync that the engine holds the trainer's weights: a sum over the bits of each weight, and a probe.
+"""Proof after a sync that the engine holds the trainer's weights: a digest of the bits of each weight, and a probe.
 
 The digest of a weight w of d dims is
 
     sum over i of  bits(w[i]) * key_1[i_1] * ... * key_d[i_d]   modulo 2^64
 
-where `bits` is the number in the engine's dtype read as a whole number, i its place in the whole weight, and a key an
-odd random number that belongs to a dim and a coordinate. The parts of a weight add up to it in any layout and order, so
-each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer and those
-of the engine. One wrong number is always found, for an odd factor has an inverse. Any other change, such as exchanged
-weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where 2^t divides the
-differences of all bits: t is 0 unless few numbers have changed, and 31 where nothing but signs of float32 has. Where
-several ranks hold the same part, all copies are compared.
+where `bits` is the number in the engine's dtype read as an integer, i its index in the whole weight, and a key an odd
+random number that belongs to a dim and a coordinate. The parts of a weight add up to its digest in any layout and
+order, so each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer
+and those of the engine. A single wrong number is always found, since an odd factor has an inverse. Any other change,
+such as exchanged weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where
+2^t divides the differences of all bits: t is 0 unless few numbers have changed, and 31 if only signs of float32 have.
+If several ranks hold the same part, all copies are compared.
 
-The digest speaks of the weights that the engine can show. The probe speaks of what it computes with them, and so also
-of what it has made of them (packed copies, cached prefixes): log-probabilities of greedy completions by both programs.
+The digest covers the weights that the engine can show. The probe covers what the engine computes with them, including
+what it derives from them (packed copies, cached prefixes): it compares log-probabilities of greedy completions.
 
 References:
   Carter and Wegman, 1979, https://doi.org/10.1016/0022-0000(79)90044-8
@@ -46,16 +46,16 @@ from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
-# Numbers that are digested at once, in 8 bytes each. On a CPU they stay in a core's cache; a GPU has a kernel's worth.
+# Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they fill a kernel.
 PIECE = {"cpu": 1 << 17}
 GPU_PIECE = 1 << 21
 DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and written), summed
-# By bytes of a number: the whole numbers that its bits are read as.
+# By size of a number in bytes: the integer type that its bits are read as.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 PROBE_PROMPTS = 2
 PROBE_TOKENS = 32
 PROBE_NEW_TOKENS = 8
-# Nats that two programs' rounding may make of the same weights; measured in benchmarks/README.md.
+# Largest gap in nats that rounding explains between two programs with equal weights; see benchmarks/README.md.
 PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -64,7 +64,7 @@ class SyncError(RuntimeError):
 
 
 class Share(NamedTuple):
-    """A rank's parts of a weight, in the layouts of the trainer and of the engine, and their digests."""
+    """A rank's parts of a weight in the layouts of trainer and engine, and the digests of these parts."""
 
     stored: Box
     trainer: int
@@ -75,21 +75,21 @@ class Share(NamedTuple):
 def certify(
     placed: Placed, params: trees.Tree, engine: Engine, version: int, digests: bool = True, probes: bool = False
 ) -> dict[str, float]:
-    """Compare the engine's weights with the trainer's. All ranks of the trainer's mesh call it together.
+    """Compare the engine's weights with the trainer's. Collective over the trainer's mesh.
 
     Args:
-      placed, params: the model that was synced, and this rank's shards of its weights. What the engine has of one with
-        adapters are its merged weights.
+      placed, params: the model that was synced, and this rank's shards of its weights. With adapters, the engine holds
+        the merged weights.
       engine: on the devices of `placed.mesh`.
-      version: that the engine ought to have.
+      version: version that the engine should have.
       digests, probes: which of the two to compare.
 
-    Returns: metrics. "sync/verified": 1, the digests of all weights agree; 0.5, a probe agrees and so do the digests of
-      the weights that the engine can show, which are not all or are not compared; 0, likewise without a probe.
-      "sync/probe_gap", with a probe: the largest difference of log-probabilities in nats.
+    Returns: metrics. "sync/verified": 1 if the digests of all weights agree; 0.5 if not all weights could be
+      compared, but a probe agrees; 0 if not all could be compared and there was no probe. "sync/probe_gap", with a
+      probe: the largest difference of log-probabilities in nats.
 
     Raises:
-      SyncError: they differ. Raised on every rank; the message names the weight.
+      SyncError: they differ; raised on every rank. The message names the weight.
     """
     whole = digests and compare_weights(deployed(placed, params), engine, version)
     if not probes:
@@ -110,9 +110,9 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     """Compare the digests of every weight that the engine can show, and the versions.
 
     Args:
-      source: the trainer's weights, by the names of `engine.weights.layouts`; one at a time is made.
+      source: the trainer's weights, by the names of `engine.weights.layouts`, created one at a time.
       engine: on a mesh over the same processes.
-      version: that the engine ought to have.
+      version: version that the engine should have.
 
     Returns: whether all weights could be read.
 
@@ -125,7 +125,8 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     digests, faults = _own_digests(source, engine)
     if engine.version != version:
         faults.insert(0, f"the version is {engine.version}")
-    # A row for each weight: the trainer's digest, that of all its copies, the engine's two, and whether it is unread.
+    # One row for each weight: digests of the trainer's first copies and of all its copies, the same two of the engine,
+    # and whether the weight is unread.
     last = torch.tensor([0, 0, 0, 0, len(faults)], device=mesh.device)
     unread = torch.tensor([0, 0, 0, 0, 1], device=mesh.device)
     own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
@@ -155,15 +156,15 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
 
 
 def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
-    """The digest of a rank's part of a weight: a scalar, int64, equal on every device.
+    """Digest of a rank's part of a weight: an int64 scalar, the same on every device.
 
-    Extra memory is a few times `PIECE` numbers of 8 bytes, and as much for the coordinates of the longest dim.
+    Extra memory: a few times `PIECE` numbers of 8 bytes, and 8 bytes for each coordinate of the longest dim.
 
     Args:
       x: the part, in any floating point dtype.
       layout: of the weight; `x` has the shape of its box.
       rank: in the layout's mesh.
-      dtype: `x` is cast to it before its bits are read.
+      dtype: dtype that `x` is cast to before its bits are read.
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int64, device=x.device)
@@ -181,11 +182,11 @@ def copies(layout: Layout) -> int:
 
 
 def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
-    """The largest difference in nats between the engine's log-probabilities of its greedy completions of a fixed text
-    and the trainer's of the same tokens.
+    """Largest difference in nats between the engine's and the trainer's log-probabilities of greedy completions.
 
-    Each replica of the engine completes the text. The trainer scores the tokens of the first one. Where the others have
-    another token, which rounding can explain if two are about equally probable, what follows is not compared.
+    Each replica of the engine completes a fixed text. The trainer scores the tokens of the first replica. If another
+    replica has a different token, which rounding explains if two are about equally probable, the tokens after it are
+    not compared.
 
     Args: as in `certify`.
     """
@@ -197,19 +198,21 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
     first_BS = psum(tokens_BS if here else torch.zeros_like(tokens_BS), mesh, AXES)
     tokens_BT = torch.cat([torch.tensor(prompts, device=mesh.device), first_BS], 1)
     mask_BT = torch.arange(tokens_BT.shape[1], device=mesh.device).expand(tokens_BT.shape) >= len(prompts[0])
-    plain = dataclasses.replace(placed, layer=placed.model.layer)  # a compiled one would be compiled for this shape too
+    plain = dataclasses.replace(
+        placed, layer=placed.model.layer
+    )  # a compiled layer would be compiled again for this shape
     with torch.no_grad():
         scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
     assert scores is not None
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
     differs_BS = tokens_BS != first_BS
-    after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # a place where they differ is the last one compared
+    after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # the first difference is still compared
     gap_BS = (scores[:, len(prompts[0]) :].double() - logp_BS.double()).abs().masked_fill(after_BS, 0)
     return pmax(gap_BS.nan_to_num(torch.inf).max(), mesh, AXES).item()
 
 
 def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
-    """Rows end to end and padded, where ranks share the tokens of a row; as they are where each has all."""
+    """Concatenate and pad the rows if ranks share the tokens of a row; else keep them as they are."""
     if multiple == 1:
         return Batch(tokens=tokens_BT, mask=mask_BT)
     (B, T) = tokens_BT.shape
@@ -222,14 +225,14 @@ def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
 
 
 def probe_prompts(vocab: int, positions: int) -> tuple[list[list[int]], int]:
-    """Token ids of the fixed text, random ones, and the number of tokens to add; together they fit into `positions`."""
+    """Random token ids of the fixed text, and the number of tokens to add; together they fit into `positions`."""
     length = min(PROBE_TOKENS, max(1, positions - PROBE_NEW_TOKENS))
     ids_PT = np.random.default_rng(0).integers(vocab, size=(PROBE_PROMPTS, length))
     return ids_PT.tolist(), min(PROBE_NEW_TOKENS, positions - length)
 
 
 def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Greedy completions of this rank's replica and the model's log-probabilities of their tokens, [P, S] each."""
+    """Greedy completions by this rank's replica, and the raw log-probabilities of their tokens, [P, S] each."""
     requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
     paused = engine.paused
     engine.resume()
@@ -243,8 +246,10 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
 
 
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's row of each weight that can be read, as `compare_weights` adds them; and what is wrong before numbers
-    are compared."""
+    """This rank's row of each readable weight, as `compare_weights` adds them, and faults found before the comparison.
+
+    A fault is a missing or unknown name, or a wrong shape or dtype.
+    """
     spec = engine.weights
     placed = dict(trees.named(engine.weights.layouts))
     trained = source.stored
@@ -276,22 +281,22 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
 
 
 def first_copy(layout: Layout, mesh: Mesh) -> bool:
-    """True on one of the ranks that hold the same part."""
+    """True on exactly one of the ranks that hold the same part."""
     index = coordinates(mesh.sizes, mesh.rank)
     return all(index[axis] == 0 for axis in AXES if axis not in layout.axes)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
-    alike = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
-    return alike and x.data_ptr() == y.data_ptr()
+    comparable = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
+    return comparable and x.data_ptr() == y.data_ptr()
 
 
 def _where(shares: Sequence[Share], ranks: Ranks) -> str:
-    """The ranks that hold other numbers than their part has elsewhere, in words; "" if every part is on one rank only.
+    """Describe the ranks whose part differs from other copies of it; "" if every part is on one rank only.
 
     Args:
-      shares: of every rank of the mesh.
-      ranks: their numbers in the run.
+      shares: parts and digests of every rank of the mesh.
+      ranks: numbers of these ranks in the run.
     """
     stored: dict[Box, tuple[int, int]] = {}
     for rank, share in zip(ranks, shares, strict=True):
@@ -310,16 +315,18 @@ def _where(shares: Sequence[Share], ranks: Ranks) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _keys(dim: int, low: int, high: int, device: torch.device) -> Tensor:
-    """Odd random numbers of the coordinates from `low` to `high` of a dim, int64."""
+    """Odd random int64 numbers for the coordinates from `low` to `high` of a dim."""
     numbers = np.random.PCG64(dim).random_raw(high)[low:] | 1
     return torch.from_numpy(numbers.view(np.int64)).to(device)
 
 
 def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The digest of a part with at least one dim and one number.
+    """Digest of a part with at least one dim and one number.
 
     Args:
-      keys: for each dim those of the part's coordinates; for the last one, those of its words.
+      x: the part.
+      keys: for each dim the keys of the part's coordinates; for the last dim, of its words.
+      dtype: dtype that `x` is cast to.
     """
     piece = PIECE.get(x.device.type, GPU_PIECE)
     row = x[0].numel()

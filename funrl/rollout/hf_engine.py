@@ -1,7 +1,7 @@
-"""The engine that is transformers' own `generate`: a peer to compare with, slow and plain.
+"""An engine over transformers' own `generate`: a plain and slow peer to compare with.
 
-Its samples are not those of the native engine: transformers draws from a generator with a state, so they depend on how
-prompts are split into calls. Its log-probabilities are computed again from the scores that `generate` returns.
+Its samples differ from the native engine's: transformers samples with a stateful generator, so they depend on how
+prompts are split into calls. Log-probabilities are recomputed from the scores that `generate` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
-MOST_ROWS = 512  # requests that are completed together at most where replicas share them
+MOST_ROWS = 512  # bound on the requests completed together where replicas share them
 
 
 class HFEngine:
@@ -45,7 +45,7 @@ class HFEngine:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The transformers model; it takes its memory when it is first asked for."""
+        """The transformers model, created on first use."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         raw = config_to_hf(self._config)
@@ -64,10 +64,10 @@ class HFEngine:
         expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
         state = trees.from_named(expected, named_weights)
         tensors = dict(fused(self._config.source.family, self.weights.names, state.items()))
-        result = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
+        result = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded with the embedding
         lacking = set(result.missing_keys) - set(self.model.all_tied_weights_keys)
         if lacking or result.unexpected_keys:
-            raise KeyError(f"transformers' model lacks {result.unexpected_keys} and misses {sorted(lacking)}")
+            raise KeyError(f"unexpected weights: {result.unexpected_keys}; missing weights: {sorted(lacking)}")
         self.version = version
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -80,7 +80,7 @@ class HFEngine:
         )
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine can complete."""
+        """Raise ValueError if this engine cannot complete one of the requests."""
         check_requests(self._config, requests, {request.number for request in self._waiting})
         for request in requests:
             if request.begun is not None or request.most is not None:
@@ -95,7 +95,7 @@ class HFEngine:
         self._waiting += requests
 
     def step(self) -> list[Completion]:
-        """Complete all requests that sample as the first one does, in one batch that is padded on the left."""
+        """Complete all requests with the sampling parameters of the first, in one left-padded batch."""
         if self.paused or not self._waiting:
             return []
         if self.version is None:
@@ -107,15 +107,15 @@ class HFEngine:
         return self._complete(together, sampling)
 
     def in_flight(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     def room(self) -> int:
-        """Number of further requests that go into the next batch."""
+        """Number of further requests that fit into the next batch."""
         return max(0, MOST_ROWS - len(self._waiting))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         wanted = set(numbers)
         gone = [request for request in self._waiting if request.number in wanted]
         self._waiting = [request for request in self._waiting if request.number not in wanted]
@@ -126,7 +126,7 @@ class HFEngine:
         ]
 
     def pause(self) -> None:
-        """Let `step` do nothing until `resume`."""
+        """Make `step` do nothing until `resume`."""
         self.paused = True
 
     def resume(self) -> None:
@@ -134,7 +134,7 @@ class HFEngine:
         self.paused = False
 
     def cost(self) -> EngineCost:
-        """Counts of its work; transformers makes a cache of its own for each batch."""
+        """Counts of its work. transformers creates a new cache for each batch."""
         return EngineCost(
             0,
             0,
@@ -217,7 +217,7 @@ def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None
 
 
 def no_engine(model: Model) -> str | None:
-    """Reason why no engine generates with a model that gives probabilities to tokens; None: one does."""
+    """Reason why no engine can generate with a language model; None: an engine can."""
     if model.pages or model.abilities.code or model.abilities.routers is None:
         return None
     return (
@@ -231,7 +231,7 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
 
     Args:
       model: a decoder, or transformers' own code.
-      mesh: "tensor" has size 1; the weights are whole on every rank.
+      mesh: with "tensor" of size 1; every rank holds the whole weights.
       dtype: of the weights.
     """
     if mesh.size("tensor") > 1:

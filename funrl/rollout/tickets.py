@@ -1,7 +1,7 @@
-"""Groups of requests shared out to replicas as they have room, so that none idles while another has prompts waiting.
+"""Distribution of groups of requests to replicas as they have room, so that none idles while another has a backlog.
 
-A replica takes the next groups from a counter. At first it takes many, later few, so that all end at about one time.
-Which replica completes a group changes nothing else: a completion depends on its request and the weights.
+A replica takes the next groups from a shared counter: many at first, few later, so that all replicas end at about the
+same time. Which replica completes a group does not change its completions: they depend on request and weights only.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def complete_shared(
     finished: Callable[[Completion], None] | None = None,
     own: Sequence[Request] = (),
 ) -> list[Completion]:
-    """Complete the groups that this replica gets.
+    """Complete the groups that this replica takes.
 
     Args:
-      engine: of this replica, with nothing in flight.
-      groups: of all replicas; requests of a group stay together.
-      take: a counter that the replicas share, see `mesh.counter.shared_counter`.
-      mesh: of the engines: their replicas are its row axes.
-      finished: told each completion as soon as it is there.
-      own: requests of this replica alone, such as those that it has begun; they come first.
+      engine: this replica's engine, with nothing in flight.
+      groups: groups of all replicas; the requests of a group stay together.
+      take: a counter that the replicas share; see `mesh.counter.shared_counter`.
+      mesh: of the engines; its row axes are the replicas.
+      finished: called with each completion as soon as it ends.
+      own: requests of this replica alone, such as begun ones; they come first.
 
     Returns: completions by their numbers.
 
     Raises:
-      ValueError, RuntimeError, FloatingPointError: as the engine.
+      ValueError, RuntimeError, FloatingPointError: as the engine raises them.
     """
     replicas = mesh.size(mesh.row_axes)
     first = mesh.index("tensor") == 0
@@ -66,7 +66,7 @@ def complete_shared(
 def _take(
     engine: Engine, groups: Sequence[Sequence[Request]], most: int, take: Callable[[int], int], mesh: Mesh, first: bool
 ) -> tuple[int, int]:
-    """The next groups of this replica: the first one's number, above which all groups are still there, and how many."""
+    """Take the next groups of this replica: the number of the first one, and how many."""
     count = max(1, min(most, -(-engine.room() // max(1, len(groups[0])))))
-    begin = take(count) if first else 0  # one rank of the replica asks, and tells the others
+    begin = take(count) if first else 0  # one rank of the replica takes for all
     return int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor")), count

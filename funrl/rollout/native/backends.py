@@ -1,7 +1,7 @@
-"""The two ways in which a forward pass over the new tokens of many sequences is computed.
+"""Two backends that compute a forward pass over the new tokens of many sequences.
 
 `TorchBackend` runs the training model itself on any device and mesh; `PackedBackend` makes one call into compiled code
-on a CPU. The scheduler in `native` knows neither.
+on a CPU. The scheduler knows neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from funrl.models.model import Inputs, Layer, Model
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
-ROUTE = torch.int16  # of the numbers of experts that are recorded
+ROUTE = torch.int16  # dtype of recorded ids of experts
 LOGITS = 1 << 26  # logits computed at a time at most
 SampledRows = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
@@ -33,11 +33,11 @@ class PassWork(NamedTuple):
     """New tokens of some sequences.
 
     Attributes:
-      tokens_N: int64 ids on the device, those of each sequence together.
+      tokens_N: int64 ids on the device, sequence by sequence.
       counts: new tokens of each sequence.
-      ends: tokens of each sequence, the new ones included.
+      ends: length of each sequence, including its new tokens.
       table_SP: int32 pages of each sequence in order, on the CPU.
-      sampled_positions: numbers of the tokens behind which something is sampled.
+      sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
     """
 
     tokens_N: Tensor
@@ -52,8 +52,8 @@ class Backend(Protocol):
 
     Attributes:
       page_tokens: tokens of a page.
-      page_bytes: of one page of all layers, on a rank.
-      vocab: tokens of the vocabulary.
+      page_bytes: bytes of a page, all layers together, on a rank.
+      vocab: size of the vocabulary.
     """
 
     page_tokens: int
@@ -61,19 +61,19 @@ class Backend(Protocol):
     vocab: int
 
     def load(self, params: trees.Tree) -> None:
-        """Take this rank's weights."""
+        """Replace this rank's weights."""
         ...
 
     def drop(self) -> None:
-        """Let the weights go."""
+        """Release the weights."""
         ...
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that it really computes with, by name, in the model's own form."""
+        """The weights that it computes with, by name, in the model's own form."""
         ...
 
     def resize(self, pages: int) -> None:
-        """Have a cache of so many pages, with nothing in it; none for 0."""
+        """Replace the cache by `pages` empty pages; 0 frees it."""
         ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class TorchBackend:
     """The training model itself.
 
     Attributes:
-      spare_pages: behind those of `resize`, which nobody uses.
+      spare_pages: unused pages after those of `resize`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TorchBackend:
         self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
         self._choices = model.abilities.choices if record_routes else 0
         self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
-        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # of the tokens of each page
+        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # experts of the tokens of each page
         self._dtype = dtype
         self._layer = layer
         self._cache = None
@@ -155,9 +155,9 @@ class TorchBackend:
             self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
 
     def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """Experts that the first tokens of a sequence went to, on the CPU: [tokens, choices], layer by layer.
+        """Experts of the first tokens of a sequence, on the CPU: [tokens, choices], layer by layer.
 
-        They stand in its pages, as its keys and values do. -1: the token is in no page.
+        They are stored by page, like keys and values. -1: the token is in no page.
         """
         ids_TC = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
         return torch.nn.functional.pad(ids_TC, (0, 0, 0, tokens - len(ids_TC)), value=-1)
@@ -190,7 +190,7 @@ class TorchBackend:
 
     @property
     def by_kernel(self) -> bool:
-        """True if attention stops at the end of each sequence by itself, however many pages it is given."""
+        """True if the attention kernel stops at the end of each sequence, for any number of pages."""
         heads = self.model.abilities.paged_kernel
         device = self.mesh.device.type
         return heads is not None and takes_kernel(
@@ -199,7 +199,7 @@ class TorchBackend:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows whose logits are made together at most."""
+        """Bound on the rows whose logits are computed together."""
         return max(1, LOGITS // self.model.config.vocab)
 
     def sample(
@@ -216,9 +216,9 @@ class TorchBackend:
 
 
 class PackedBackend:
-    """One call into compiled code a pass: a dense decoder on one tensor rank, on a CPU.
+    """A dense decoder on one tensor rank of a CPU, with one call into compiled code per pass.
 
-    A completion's bits depend on nothing else that is in flight.
+    A completion's bits do not depend on other requests in flight.
     """
 
     page_tokens = decode_step.PAGE
@@ -232,7 +232,7 @@ class PackedBackend:
         self.page_bytes = decode_step.page_bytes(sizes, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
-        self._logits = torch.empty(0, self.vocab)  # of a pass; the next one's take their place
+        self._logits = torch.empty(0, self.vocab)  # of the last pass; overwritten by the next
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -241,7 +241,7 @@ class PackedBackend:
             self._decoder.load(params)
 
     def drop(self) -> None:
-        """The memory of the packed weights stays: the next ones go there."""
+        """Keep the memory of the packed weights, which the next ones reuse."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None
@@ -259,12 +259,12 @@ class PackedBackend:
         self._decoder.copy_pages(self._cache, sources, targets)
 
     def forward(self, work: PassWork) -> Tensor:
-        """Logits [M, V], until the next pass."""
+        """Logits [M, V], valid until the next pass."""
         assert self._decoder is not None and self._cache is not None
         counts_S = np.asarray(work.counts)
         ends_S = np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
-        offset_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
+        offset_S = ends_S - np.cumsum(counts_S)  # position of a token minus its index in the pass
         positions_N = np.arange(len(sequence_N)) + offset_S[sequence_N]
         positions, sequence, sampled_M = (
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
@@ -285,7 +285,7 @@ class PackedBackend:
 
 
 def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
-    """The reason why `PackedBackend` cannot run a model; None: it can."""
+    """Reason why `PackedBackend` cannot run a model; None: it can."""
     if mesh.device.type != "cpu":
         return f"the C++ decoding step is for a CPU, not for {mesh.device.type}"
     if mesh.size("tensor") > 1:

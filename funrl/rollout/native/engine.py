@@ -1,9 +1,9 @@
 """The engine that computes with the training model: continuous batching over pages of keys and values.
 
-A pass computes one token of every request that is being decoded, and beside them the next tokens of prompts. A request
-that ends makes room for the next at once. Requests of one prompt share its prefill and its whole pages; a prefix that
-is still in the cache is not computed again. When pages run out, the request that came last is put back and computed
-again later; what has been sampled stays.
+A pass computes one token of every decoding request, together with chunks of prompts. When a request ends, the next one
+takes its place at once. Requests of one prompt share its prefill and its whole pages; a prefix that is still in the
+cache is not computed again. When pages run out, the latest request is preempted: it keeps its sampled tokens, and its
+keys and values are recomputed later.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from funrl.rollout.native.sequences import RunningSequences
 from funrl.rollout.native.static_decode import StaticDecode, graph_problem, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
-POLL_EVERY = {"cpu": 1}  # passes between looks at what was sampled; asking a GPU (8) makes the host wait for it
-DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
-FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
+POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
+DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
+FREE_SHARE = 0.5  # of the free memory, for a cache whose size is not given
 log = logging.getLogger(__name__)
 
 
 def page_tokens(device: str) -> int:
-    """Tokens of a page; kernels on a GPU take 256 of them."""
+    """Tokens of a page. Kernels on a GPU need 256."""
     return 16 if device == "cpu" else 256
 
 
 def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
-    """Memory of a page of keys and values on a rank, as an engine made by `native_engine` has it."""
+    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
     if packed and packed_problem(model, mesh, dtype) is None:
         return PackedBackend(model, dtype).page_bytes
     assert model.init_cache is not None
@@ -52,7 +52,7 @@ def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = T
 
 
 def pass_tokens(device: str) -> int:
-    """New tokens of a pass at most, so that decoding does not wait long for prompts."""
+    """Bound on the new tokens of a pass, so that decoding does not wait long for prompts."""
     return 1024 if device == "cpu" else 8192
 
 
@@ -89,7 +89,7 @@ class NativeEngine:
 
     Attributes:
       weights, version, paused: as in `Engine`.
-      model: that it computes with.
+      model: the model that it runs.
     """
 
     def __init__(
@@ -134,18 +134,18 @@ class NativeEngine:
             self._static = StaticDecode(backend, self._sequences, self._scheduler, problem=graph_problem(weights.mesh))
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
-        self._limit: int | None = None  # pages that the cache may have, once it is known
+        self._limit: int | None = None  # bound on the pages of the cache, once it is known
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Take this rank's shards of all weights; see `Engine`.
+        """Replace this rank's shards of all weights; see `Engine`.
 
-        Tensors that have the engine's dtype and device already are kept, not copied.
+        Tensors that already have the engine's dtype and device are not copied.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()  # where weights were damaged there may be NaN in it, which no mask hides
+        self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
         self._backend.drop()
         self.version = None
         mesh = self.weights.mesh
@@ -176,7 +176,7 @@ class NativeEngine:
         return self._backend.held()
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine could ever complete."""
+        """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number)
         size = self._backend.page_tokens
         limit = self._most_pages()
@@ -198,13 +198,13 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One pass: see `Engine`. All ranks of "tensor" call it together."""
+        """Run one pass; see `Engine`. Collective over "tensor"."""
         if self.paused or not self._sequences.count:
             return self._sequences.take_ended()
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         self._make_room()
-        if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been sampled
+        if self._scheduler.short_of_pages:  # the choice of rows to preempt depends on what has been sampled
             self._poll()
         if self._decoded_by_static_pass():
             return self._sequences.take_ended()
@@ -225,25 +225,25 @@ class NativeEngine:
         return self._sequences.take_ended()
 
     def in_flight(self) -> int:
-        """Number of requests that are not finished, or not told yet."""
+        """Number of requests that are unfinished, or whose completion has not been returned yet."""
         return self._sequences.count
 
     def room(self) -> int:
-        """Number of further requests that it would begin at once: places, as long as none waits for one."""
+        """Number of further requests that would begin at once: free rows, or 0 while requests wait."""
         return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         wanted = set(numbers)
         try:
             self._poll()
-        finally:  # whatever was sampled, they are gone
+        finally:  # they are cancelled even if polling fails
             done = [self._sequences.finish(x, "cancelled") for x in self._sequences.all() if x.request.number in wanted]
             self._scheduler.release(self._sequences.take_released())
         return self._sequences.take_ended_of(wanted) + done
 
     def pause(self) -> None:
-        """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
+        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
         self._drop_cache()
         self._limit = None
         self.paused = True
@@ -274,7 +274,7 @@ class NativeEngine:
         )
 
     def _decoded_by_static_pass(self) -> bool:
-        """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
+        """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""
         slots = None if self._static is None else self._scheduler.only_decoding()
         if self._static is None or slots is None:
             return False
@@ -295,23 +295,23 @@ class NativeEngine:
         return self._passes % self._poll_every == 0 or self._sequences.any_at_limit
 
     def _poll(self, *keep: int) -> None:
-        """Read what was sampled but the last passes; requests that ended by it give their pages and places back."""
+        """Poll all but the last `keep` passes, and release the pages and rows of ended requests."""
         self._sequences.poll(*keep)
         self._scheduler.release(self._sequences.take_released())
 
     def _most_pages(self) -> int:
-        """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
+        """Bound on the pages of the cache. If no size is given, free memory is measured when it is first needed."""
         if self._limit is None:
             mesh = self.weights.mesh
             given = self._cache_bytes
             if not given:
                 free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
-                given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
+                given = -int(pmax(-free, mesh, "tensor").item())  # the same on all ranks of a replica
             self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
         return self._limit
 
     def _make_room(self) -> None:
-        """Grow the cache to the pages that the requests in flight can use; what was computed is then computed again."""
+        """Grow the cache to the pages that the requests in flight can use, which recomputes what it held."""
         wanted = self._scheduler.wanted_pages()
         if wanted <= self._pages:
             return
@@ -324,7 +324,7 @@ class NativeEngine:
         self._scheduler.resize(pages)
 
     def _drop_cache(self) -> None:
-        """Put all requests back and give the memory of keys and values back."""
+        """Preempt all requests and free the memory of keys and values."""
         self._poll()
         self._scheduler.restart()
         self._pages = 0
@@ -368,7 +368,7 @@ def native_engine(
     if problem is None:
         backend = PackedBackend(model, dtype)
     else:
-        # Only a compiler or processor that is lacking is worth a word to everyone: the rest is as it is meant to be.
+        # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
         (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
             f"generation runs in torch: {problem}"
         )
@@ -392,7 +392,7 @@ def native_engine(
 
 
 def free_bytes(mesh: Mesh) -> int:
-    """Memory that is free for this rank; the ranks of a machine that have no device of their own share it evenly."""
+    """Free memory of this rank's device; ranks on a CPU share the machine's evenly."""
     if mesh.device.type == "cuda":
         return torch.cuda.mem_get_info(mesh.device)[0]
     try:

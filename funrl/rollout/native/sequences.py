@@ -185,7 +185,7 @@ class RunningSequences:
 
     @property
     def last(self) -> Tensor:
-        """The token that each slot drew last, on the device."""
+        """The last token of each slot, on the device."""
         return self._last
 
     def tokens_at(self, slot: int, begin: int, count: int) -> np.ndarray:
@@ -193,7 +193,7 @@ class RunningSequences:
         return self._tokens[slot, begin : begin + count]
 
     def last_tokens(self, slots: np.ndarray) -> Tensor:
-        """The token that each slot drew last, on the device."""
+        """The last token of each of some slots, on the device."""
         return self._last[torch.from_numpy(slots).to(self._device)]
 
     def text_of(self, sequence: RunningSequence, count: int) -> list[int]:
