@@ -1,4 +1,4 @@
-"""The answer that a completion ends with, by which several completions of a prompt are compared."""
+"""The final answer of a completion, which majority votes compare."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 def final_answer(completion: str) -> str:
-    r"""The last \boxed{...}, else the last <answer>...</answer>, else the line behind the last "####", else all of it.
+    r"""The last \boxed{...}, else the last <answer>...</answer>, else the line after the last "####", else the text.
 
-    Blanks around it are left out, and of a number commas and a dollar sign.
+    Surrounding blanks are stripped; a number also loses commas and a dollar sign.
 
     >>> final_answer(r"so \boxed{\frac{1}{2}}."), final_answer("3 * 400 #### 1,200"), final_answer(" 4 ")
     ('\\frac{1}{2}', '1200', '4')
@@ -43,7 +43,7 @@ def last_tagged(text: str) -> str | None:
 
 
 def _braced(text: str) -> str:
-    """The text up to the brace that closes it; all of it where none does."""
+    """The text up to its closing brace; the whole text if there is none."""
     depth = 1
     for end, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

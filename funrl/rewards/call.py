@@ -1,16 +1,16 @@
-"""Calls of reward functions, with care: what a function is given, what it may give, and what it raises.
+"""Calls of reward functions: their arguments, their return values, and their errors.
 
-| form | called with | gives |
+| form | called with | returns |
 |---|---|---|
 | plain | prompt, completion, and the record's other fields by name | a number or None |
-| batched | lists of prompts, completions and fields, those that it takes by name | a list of them |
-| `async def`, plain or batched | the same, many calls at once in one event loop | the same |
+| batched | those of the lists of prompts, completions and fields that it has arguments for | a list of them |
+| `async def`, plain or batched | the same, with many concurrent calls in one event loop | the same |
 
-A function that has an argument `completions`, `prompts` or `completion_ids` is a batched one, as TRL's are: where the
-records' prompts are chats, its prompts and completions are lists of messages. A plain one is always given texts. One
-that has an argument `solution_str` is called as verl's are: the completion by this name, and the fields that it takes.
-Instead of a number a dict may be given that has it as "score"; its other numbers are metrics. None, or NaN, says that
-a function does not apply to a completion, whose score is then the sum of the others.
+A function with an argument `completions`, `prompts` or `completion_ids` is batched, as TRL's are: if the records'
+prompts are chats, its prompts and completions are lists of messages. A plain function always receives texts. A function
+with an argument `solution_str` is called as verl's are: with the completion by this name, and the fields that it has
+arguments for. Instead of a number a function may return a dict with the number as "score"; its other numbers are
+metrics. None or NaN means that the function does not apply to a completion, whose score is then the sum of the others.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ import torch
 from funrl.rewards.named import unique_names
 
 Reward = Callable[..., Any]  # (prompt, completion, **fields), or (completions, **columns)
-LARGEST = torch.finfo(torch.float32).max  # which the trainer computes in
-BY_NAME = "solution_str"  # an argument that is the completion, of a function that takes all by name
-BATCH_ARGUMENTS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-)  # an argument of such a name makes a function a batched one
+LARGEST = torch.finfo(torch.float32).max  # the trainer computes in float32
+BY_NAME = "solution_str"  # name of the completion for a function that takes all arguments by name
+BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")  # arguments of batched functions
 
 
 class RewardError(ValueError):
-    """A reward function that does not fit the prompts' fields, or that failed on a completion.
+    """A reward function does not fit the prompts' fields, or failed on a completion.
 
     Attributes:
-      prompt, completion, value: what it failed on and what it gave; None where that is not the trouble.
+      prompt, completion, value: what it failed on and what it returned; None if the error is another.
     """
 
     def __init__(self, message: str, prompt: str | None = None, completion: str | None = None, value: Any = None):
@@ -56,11 +52,11 @@ class Completed(NamedTuple):
     """A row to be rewarded.
 
     Attributes:
-      prompt, completion: what the reward functions are given.
-      fields: the other fields of the prompt's record, given by name.
+      prompt, completion: texts for the reward functions.
+      fields: the other fields of the prompt's record, passed by name.
       completion_ids: tokens of the completion, for batched functions that take them.
-      messages: of a chat, which the prompt is made of; None: the prompt is a text. A batched function is given lists of
-        messages instead of texts then, as TRL's are.
+      messages: messages of a prompt that is a chat; None for a text. Batched functions then receive lists of messages
+        instead of texts, as TRL's do.
     """
 
     prompt: str
@@ -71,11 +67,11 @@ class Completed(NamedTuple):
 
 
 class TooSlow(Exception):
-    """A call that took longer than its timeout, in seconds."""
+    """A call took longer than its timeout, in seconds."""
 
 
 class Failure(NamedTuple):
-    """The arguments of a `RewardError` of one row, on their way between processes."""
+    """Arguments of a `RewardError` of one row, which can be sent between processes."""
 
     message: str
     prompt: str | None = None
@@ -84,10 +80,10 @@ class Failure(NamedTuple):
 
 
 class Score(float):
-    """A number that came with others, which are metrics.
+    """A score returned together with further numbers, which are metrics.
 
     Attributes:
-      entries: the others by name.
+      entries: the further numbers by name.
     """
 
     def __new__(cls, value: float, entries: Mapping[str, float] | None = None) -> Score:
@@ -102,18 +98,18 @@ RewardOutcome = float | Failure  # of one function for one row; NaN: it does not
 
 
 class RewardFunction(NamedTuple):
-    """A reward function, and how it is called.
+    """A reward function, and how to call it.
 
     Attributes:
       name: in metrics, samples, the report and errors.
-      function: the user's, or a verifier.
-      batched: it takes lists.
-      awaited: it is an `async def`.
-      takes: names of its arguments; of a batched one, the columns that it is given.
-      keywords: it takes any further field by name.
-      needs: of each tuple, a prompt's record has at least one field.
-      check: raises ValueError where a record's fields cannot be used; None: nothing is checked.
-      alone: there is no other function, so it has to apply to every completion.
+      function: the user's function, or a verifier.
+      batched: whether it takes lists.
+      awaited: whether it is an `async def`.
+      takes: names of its arguments; for a batched function, the columns that it receives.
+      keywords: whether it takes any further field by name.
+      needs: tuples of fields; a prompt's record must have at least one field of each.
+      check: raises ValueError if a record's fields cannot be used; None: no check.
+      alone: whether it is the only function, so that it must apply to every completion.
     """
 
     name: str
@@ -131,7 +127,7 @@ class RewardFunction(NamedTuple):
 
 
 def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
-    """Descriptions of functions that run together; those of one name are numbered."""
+    """Describe functions that run together; equal names are numbered."""
     described = [
         reward if isinstance(reward, RewardFunction) else described_function(reward, function_name(reward))
         for reward in rewards
@@ -143,11 +139,11 @@ def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
 
 
 def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
-    """A function with what its signature says about how it is called."""
+    """Describe a function by its signature."""
     awaited = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     try:
         arguments = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # one written in C has none
+    except (TypeError, ValueError):  # a function written in C has no signature
         return RewardFunction(name, function, awaited=awaited, needs=needs)
     takes = frozenset(
         argument.name for argument in arguments if argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
@@ -166,7 +162,7 @@ def function_name(function: Reward) -> str:
 
 @contextlib.contextmanager
 def torch_state_kept() -> Iterator[None]:
-    """Put torch's grad mode, default dtype and default device back at the end: a reward's changes are not the run's."""
+    """Restore torch's grad mode, default dtype and default device after a reward function that may change them."""
     grad = torch.is_grad_enabled()
     dtype = torch.get_default_dtype()
     device = torch.get_default_device()
@@ -176,11 +172,11 @@ def torch_state_kept() -> Iterator[None]:
         torch.set_grad_enabled(grad)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)  # it is the CPU where none is set
+            torch.set_default_device(None if device.type == "cpu" else device)  # without a default device it is the CPU
 
 
 def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
-    """Numbers of rows by a function that is not awaited, in their order. Nothing is raised."""
+    """Outcomes of a function that is not awaited, in the order of the rows. Raises nothing."""
     if reward.batched:
         return _batch_outcomes(reward, rows, lambda: reward.function(**columns_of(reward, rows)))
     return [_row_outcome(reward, row, lambda row=row: _called(reward, row)) for row in rows]
@@ -189,10 +185,12 @@ def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOu
 async def awaited_outcomes(
     reward: RewardFunction, rows: Sequence[Completed], timeout_s: float | None = None
 ) -> list[RewardOutcome]:
-    """The same by an awaited function; of a plain one, all rows are under way at once.
+    """Outcomes of an awaited function, in the order of the rows. A plain one has all its calls concurrently.
 
     Args:
-      timeout_s: that a call may take.
+      reward: the function.
+      rows: what to reward.
+      timeout_s: timeout of a call.
     """
     if reward.batched:
         return _batch_outcomes(
@@ -206,20 +204,22 @@ async def awaited_outcomes(
 
 
 def named_fields(reward: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a function takes by name, and no other."""
+    """The fields that a function takes by name."""
     return {name: x for name, x in fields.items() if reward.keywords or name in reward.takes}
 
 
 def _called(reward: RewardFunction, row: Completed) -> Any:
-    """The value that a plain function gives for a row."""
+    """Call a plain function on a row."""
     if BY_NAME in reward.takes:
         return reward.function(**{BY_NAME: row.completion, **named_fields(reward, row.fields)})
     return reward.function(row.prompt, row.completion, **row.fields)
 
 
 def columns_of(reward: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
-    """The arguments of a batched function: a list of one item a row for each column that it takes; None where a row
-    has no such field."""
+    """Arguments of a batched function: for each column that it takes, a list with one item per row.
+
+    The item is None if the row lacks the field.
+    """
     own: dict[str, list[Any]] = {
         "prompts": [row.prompt if row.messages is None else list(row.messages) for row in rows],
         "completions": [
@@ -241,17 +241,17 @@ def score_all(
     fields: Sequence[Mapping[str, Any]],
     one_of_several: bool = False,
 ) -> list[float]:
-    """The reward of every completion.
+    """Reward every completion.
 
     Args:
       reward: a function of any form.
-      prompts, completions, fields: one of each a row.
-      one_of_several: None and NaN say that this reward does not apply to the row, which counts in the others only.
+      prompts, completions, fields: one of each per row.
+      one_of_several: whether the function may return None or NaN for rows to which it does not apply.
 
-    Returns: a number a row, NaN where the reward does not apply.
+    Returns: one number per row, NaN where the reward does not apply.
 
     Raises:
-      RewardError: it raised, or gave something that is no finite number, for a row; the message shows that row, and
+      RewardError: the function raised, or returned something other than a finite number; the message shows the row and
         the function's own traceback.
     """
     rows = [Completed(*row) for row in zip(prompts, completions, fields, strict=True)]
@@ -265,18 +265,18 @@ def score_all(
 
 
 def row_text(row: Completed) -> str:
-    """Lines that show a row, for the end of an error's first line."""
+    """Lines that show a row, to append to the first line of an error."""
     return f"\n  prompt: {row.prompt!r}\n  completion: {row.completion!r}\n  fields: {dict(row.fields)!r}"
 
 
 def failure_of(reward: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
-    """A failure on a row: "the reward function" or its name, what it did, the row, and what else there is to say."""
+    """Describe a failure on a row: the function, what it did, the row, and `rest`."""
     name = "" if reward.alone else f" {reward.name}"
     return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value=value)
 
 
 def picklable(outcome: RewardOutcome) -> RewardOutcome:
-    """The outcome with a value that another process can have: a number, a text, or how it is written."""
+    """The outcome with a value that can be sent to another process; other values become their repr."""
     if not isinstance(outcome, Failure) or isinstance(outcome.value, (bool, int, float, str, type(None))):
         return outcome
     return outcome._replace(value=repr(outcome.value))
@@ -332,7 +332,7 @@ def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcom
 
 
 async def _awaited(call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Callable[[], Any]:
-    """A function that gives what the awaited call gives, or raises what it raises."""
+    """Await a call; returns a function that returns its value or raises its error."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

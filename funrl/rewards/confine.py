@@ -1,19 +1,18 @@
-"""The confined side of a sandboxed program: run as a script by `sandbox`, with Python's own modules only.
+"""The confined side of a sandboxed program: a script that `sandbox` runs, with Python's own modules only.
 
     python -I confine.py TASK RESULT
 
-TASK is the descriptor of a file with the task in JSON, RESULT that of a pipe. The process takes its limits upon itself,
-which no program can take off again, says so in RESULT and runs the program. Of a program's tests, each that passes is a
-line there.
+TASK is the descriptor of a file with the task in JSON, RESULT that of a pipe. The process limits itself irrevocably,
+reports that in RESULT and runs the program. Each of the program's tests that passes adds a line to RESULT.
 
-What confines it, all of it by the kernel and as an ordinary user as well as root:
+The kernel enforces the confinement, for ordinary users and root:
 
 - resource limits: memory, seconds of a core, size of a file, open files;
 - a seccomp filter: no other process and no other program, no socket, no signal to others, no memory that the limit does
   not count, no folders, nothing that changes owners, modes or times of files, or the system;
-- Landlock: files are made, written and removed in the working directory only; read are that directory, Python, the
-  system's libraries and what /proc says of the process itself. Where a kernel has no Landlock, bubblewrap (a mount
-  namespace in which there are no other files) does this part instead; `sandbox` starts the process in it.
+- Landlock: files can be created, written and removed in the working directory only; readable are that directory,
+  Python, the system's libraries and the process's own entry in /proc. If the kernel has no Landlock, `sandbox` starts
+  the process in bubblewrap, a mount namespace without other files, instead.
 """
 
 import ctypes
@@ -163,16 +162,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(directory: str, limits: dict, readable: list, parent: int) -> None:
-    """Confine this process for good.
+    """Confine this process irrevocably.
 
     Args:
       directory: where files may be written.
       limits: memory_bytes, cpu_s, file_bytes, open_files.
       readable: files and folders that may be read.
-      parent: number of the process with which this one ends; 0: it is in bubblewrap, which sees to that and to files.
+      parent: id of the process with which this one ends; 0: in bubblewrap, which handles that and files.
 
     Raises:
-      OSError: the kernel refuses a part of it.
+      OSError: the kernel refuses a restriction.
     """
     cpu_s = max(1, round(limits["cpu_s"]))
     for what, most in (
@@ -203,11 +202,11 @@ def confine(directory: str, limits: dict, readable: list, parent: int) -> None:
 
 
 def filter_lines(machine: str, pid: int) -> list:
-    """The seccomp filter, as instructions of the packet filter's machine: (code, jump if true, if false, number).
+    """The seccomp filter as BPF instructions: (code, jump if true, jump if false, operand).
 
     Args:
       machine: one of `MACHINES`.
-      pid: number of the process.
+      pid: id of the process.
     """
     column, kernel = MACHINES[machine]
     load = 0x20
@@ -222,7 +221,7 @@ def filter_lines(machine: str, pid: int) -> list:
         return [line for n in numbers for line in ((equal, 0, 1, n), (give, 0, 0, 0x50000 | error))]
 
     def check(call: tuple, argument: int, test: int, values: tuple, error: int, ok: bool) -> list:
-        """Of one call: refuse it, or let it through (`ok`), where the argument fits one of the values; else not."""
+        """Refuse a call, or allow it if `ok`, when an argument matches one of the values; else the opposite."""
         if call[column] is None:
             return []
         results = (allow, 0x50000 | error) if ok else (0x50000 | error, allow)
@@ -252,12 +251,12 @@ def filter_lines(machine: str, pid: int) -> list:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock; below 1 it has none."""
+    """Version of the kernel's Landlock; below 1 there is none."""
     return libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def _restrict_files(directory: str, readable: list) -> None:
-    """Let this process change files in a directory only, and read only that and what is readable."""
+    """Restrict this process to changing files in a directory, and to reading it and the `readable` paths."""
     version = landlock_version()
     rights = LANDLOCK_RIGHTS[min(version, len(LANDLOCK_RIGHTS)) - 1]
     scoped = 3 if version >= 6 else 0  # abstract sockets and signals beyond it
@@ -277,7 +276,7 @@ def _restrict_files(directory: str, readable: list) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Make root a user like others, who owns root's files."""
+    """Drop root's capabilities, so that root is like any user who owns root's files."""
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
@@ -298,7 +297,7 @@ def _checked(result: int) -> int:
 
 
 def run(task: dict, result: int) -> None:
-    """Run a program, as a script or with tests behind it, which see its names."""
+    """Run a program as a script, or followed by tests that see its names."""
     tests = task["tests"]
     module = types.ModuleType("program" if tests else "__main__")
     sys.modules[module.__name__] = module

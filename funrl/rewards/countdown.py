@@ -49,7 +49,7 @@ def countdown(
 
 
 def _value(node: ast.expr, used: list[Fraction]) -> Fraction:
-    """The value of an expression; the numbers that it names are put into `used`. Raises: ValueError."""
+    """Value of an expression; appends its numbers to `used`. Raises: ValueError."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -1,4 +1,4 @@
-"""Users' reward functions and verifiers: found by name, and compared with the fields of the prompts."""
+"""Users' reward functions and verifiers: load them by name, and check them against the fields of the prompts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from funrl.rewards.sandbox import SandboxError, check_platform
 
 
 def load_rewards(text: str) -> tuple[RewardFunction, ...]:
-    """The functions that "FILE.py:f,format@0.1" names, at least one; their weights are `parse_rewards`'s.
+    """Load the functions in a text such as "FILE.py:f,format@0.1"; `parse_rewards` gives their weights.
 
     Raises:
-      LoadError: as `loading.load_function` and `parse_rewards`; or a verifier's library is not installed.
+      LoadError: as in `loading.load_function` and `parse_rewards`; or a verifier's library is not installed.
     """
     with torch_state_kept():
         return reward_functions([_loaded(named) for named in parse_rewards(text)])
@@ -57,11 +57,12 @@ def _loaded(named: NamedReward) -> RewardFunction:
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RewardError where a function has no place for a field that a prompt brings, or wants one that it lacks.
+    """Raise RewardError if a prompt has a field that a function does not take, or lacks one that it needs.
 
     Args:
-      text: the flag's, or the function's name.
-      fields: of every prompt, the fields of its record.
+      text: value of the flag, or name of the function, for errors.
+      reward: the function.
+      fields: for every prompt, the fields of its record.
     """
     (described,) = reward_functions([reward])
     for names in dict.fromkeys(tuple(sorted(f)) for f in fields):
@@ -85,7 +86,7 @@ def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]])
 
 
 def _check_call(text: str, reward: RewardFunction, names: Sequence[str]) -> None:
-    """Compare a function's arguments with the fields of a prompt."""
+    """Check that a function can be called with the fields of a prompt."""
     clash = sorted(set(names) & set(BATCH_ARGUMENTS)) if reward.batched else []
     if clash:
         raise RewardError(

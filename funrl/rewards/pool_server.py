@@ -1,11 +1,11 @@
 """The server of a rank's reward workers, and the workers.
 
-The server is single-threaded, so it can fork workers at any time. A worker runs one call after the other; functions
-that are awaited share one worker, whose event loop has many calls under way. Of a batched function a call takes the
-batches that wait, shared out among the workers. A worker that hangs or dies is replaced.
+The server is single-threaded, so it can fork workers at any time. A worker runs one call at a time; awaited functions
+share one worker, whose event loop runs many calls concurrently. A call of a batched function takes a worker's share of
+the waiting batches. A worker that hangs or dies is replaced.
 
-Where the number of workers may vary, the server starts with one for each core and adds more while calls wait and those
-that have ended were mostly idle, such as for a model behind a network.
+If the number of workers may vary, the server starts with one per core, and adds more while calls wait and finished
+calls were mostly idle, for example waiting for a model behind a network.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from funrl.rewards.call import (
     too_slow,
 )
 
-IN_FLIGHT = 256  # calls of an event loop at once
-BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
-AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call by itself
+IN_FLIGHT = 256  # bound on the concurrent calls of an event loop
+BATCH_ROWS = 1024  # bound on the rows of a batched call, unless a single group has more
+AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call itself
 _POLL_EVERY_S = 1.0
-_MEMORY = 0.9  # of how idle earlier calls were, against the latest
+_MEMORY = 0.9  # decay of earlier calls' idleness
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,8 +51,8 @@ class Submission(NamedTuple):
     """Rows for one function.
 
     Attributes:
-      number: by which its answer is known; tasks are begun in the order of their numbers.
-      function: number of the function.
+      number: identifies the answer; tasks begin in the order of their numbers.
+      function: index of the function.
       rows: pickled `Completed`s.
     """
 
@@ -62,14 +62,14 @@ class Submission(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Tasks of one function that a worker has been given, and when it is to be ended."""
+    """Tasks of one function in a call of a worker, and the deadline of the call."""
 
     tasks: tuple[Submission, ...]
     deadline: float
 
 
 class _Worker(NamedTuple):
-    """A worker, with its calls by the number of their first task."""
+    """A worker, and its calls by the number of their first task."""
 
     pid: int
     connection: Connection
@@ -97,7 +97,7 @@ class ServerOptions(NamedTuple):
 
 
 class Server:
-    """The life of the server: calls to free workers, results to the rank.
+    """Server that passes calls to free workers, and their results to the rank.
 
     Args:
       parent: to the rank.
@@ -115,7 +115,7 @@ class Server:
         self.cpu_s = self.wall_s = 0.0
 
     def serve(self, rank: int) -> None:
-        """Serve until the rank ends or says so."""
+        """Serve until the rank ends or closes the pool."""
         try:
             self._start(self.least if any(not reward.awaited for reward in self.functions) else 0, awaits=False)
             self._start(int(any(reward.awaited for reward in self.functions)), awaits=True)
@@ -124,7 +124,7 @@ class Server:
                 deadlines = [call.deadline for worker in self.workers for call in worker.calls.values()]
                 rest = min(deadlines, default=math.inf) - time.monotonic()
                 busy = {worker.connection: worker for worker in self.workers if worker.calls}
-                # Some process that the rank has started may keep the pipe open that would tell of the rank's end.
+                # A process started by the rank may keep the pipe open after the rank's end, so poll for that too.
                 for ready in wait([self.parent, *busy], min(max(rest, 0), _POLL_EVERY_S)):
                     if ready is not self.parent:
                         self._take_answer(busy[ready])  # type: ignore[index]
@@ -141,7 +141,7 @@ class Server:
                 _end(worker)
 
     def _give_calls(self) -> None:
-        """Give all free workers what waits, the first tasks first."""
+        """Pass waiting tasks to free workers, in order."""
         for worker in self.workers:
             while worker.free and (task := self._first(worker.awaits)) is not None:
                 queue = self.queues[task.function]
@@ -155,11 +155,11 @@ class Server:
                 grace = AWAITED_GRACE_S if worker.awaits else 0.0
                 worker.calls[task.number] = _Call(tuple(tasks), time.monotonic() + self.timeout_s + grace)
                 rows = tuple(row for task in tasks for row in task.rows)
-                with contextlib.suppress(OSError):  # it has died: that is seen when it is waited for
+                with contextlib.suppress(OSError):  # it has died, which the next wait detects
                     worker.connection.send_bytes(pickle.dumps((task.number, task.function, rows)))
 
     def _first(self, awaited: bool) -> Submission | None:
-        """The first task that waits for a worker of this kind."""
+        """The first task that waits for a worker of this kind; None without one."""
         heads = [q[0] for q, reward in zip(self.queues, self.functions, strict=True) if q and reward.awaited == awaited]
         return min(heads, default=None)
 
@@ -179,7 +179,7 @@ class Server:
             self._grow()
 
     def _grow(self) -> None:
-        """Add workers where calls wait and those that have ended were mostly idle."""
+        """Add workers if calls wait and finished calls were mostly idle."""
         waiting = sum(len(q) for q, reward in zip(self.queues, self.functions, strict=True) if not reward.awaited)
         here = [worker for worker in self.workers if not worker.awaits]
         busy = max(self.cpu_s / max(self.wall_s, 1e-6), self.least / self.most)
@@ -187,7 +187,7 @@ class Server:
         self._start(wanted - len(here), awaits=False)
 
     def _end_overdue(self) -> None:
-        """End the workers whose calls have taken too long; what was beside them in an event loop begins again."""
+        """End workers with overdue calls. Other calls in the same event loop start again."""
         now = time.monotonic()
         for worker in [
             candidate for candidate in self.workers if any(call.deadline <= now for call in candidate.calls.values())
@@ -201,7 +201,7 @@ class Server:
             self._replace(worker)
 
     def _answer(self, call: _Call, results: Sequence[RewardOutcome]) -> None:
-        """Tell the rank of each task."""
+        """Send the outcomes of each task to the rank."""
         begin = 0
         for task in call.tasks:
             self.parent.send((task.number, list(results[begin : begin + len(task.rows)])))
@@ -228,7 +228,7 @@ class Server:
 
 
 def serve_rewards(parent: Connection, theirs: Connection, rank: int, options: ServerOptions) -> None:
-    """The program of the server's process.
+    """Main function of the server's process.
 
     Args:
       parent: to the rank.
@@ -242,7 +242,7 @@ def serve_rewards(parent: Connection, theirs: Connection, rank: int, options: Se
 
 
 def fork(live: Callable[[], None]) -> int:
-    """Fork a process that lives and ends, and nothing else; return its number."""
+    """Fork a process that runs `live` and exits; return its process id."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # not in between, in the rank's handlers
     pid = os.fork()
     if not pid:
@@ -260,23 +260,23 @@ def fork(live: Callable[[], None]) -> int:
 
 
 def flush() -> None:
-    """Write out what Python has buffered, which a fork would write too."""
+    """Flush Python's output buffers, which a fork would otherwise write again."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # there is none, or its reader has gone
             stream.flush()
 
 
 def _take_signals(handler: Any) -> None:
-    """Let a forked process take the signals that end programs in its own way, instead of in the rank's."""
+    """Set a forked process's own handler for the signals that end programs, instead of the rank's."""
     for sign in _ENDING:
         signal.signal(sign, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def _leave_signals_to_the_rank() -> None:
-    """Let a worker outlive the signals that systemd and Slurm send to every process of a run: it ends with its server.
+    """Ignore the signals that systemd and Slurm send to every process of a run: a worker ends with its server.
 
-    A handler is used instead of SIG_IGN, which programs that a function starts would inherit.
+    This is done by a handler, because programs started by a function would inherit SIG_IGN.
     """
     _take_signals(lambda *_: None)
     os.register_at_fork(after_in_child=functools.partial(_take_signals, signal.SIG_DFL))
@@ -289,11 +289,14 @@ def _work(
     awaits: bool,
     timeout_s: float,
 ) -> None:
-    """The life of a worker.
+    """Main function of a worker.
 
     Args:
-      others: ends of pipes that it has by being a fork. While it had them open, nobody would see them end.
-      awaits: its functions are awaited, in one event loop.
+      connection: to the server.
+      others: ends of pipes that it inherits. It closes them, so that their other ends see the processes end.
+      functions: of the pool.
+      awaits: whether it runs the awaited functions, in one event loop.
+      timeout_s: of an awaited call.
     """
     for other in others:
         other.close()
@@ -313,7 +316,7 @@ def _work(
 
 
 async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunction], timeout_s: float) -> None:
-    """Answer calls side by side until the server is gone."""
+    """Answer calls concurrently until the server is gone."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     tasks = set[asyncio.Task[None]]()
@@ -337,7 +340,7 @@ async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunc
 
 
 def _cpu_s() -> float:
-    """Seconds in which this process used a core or waited for one, and the programs that it has waited for used one."""
+    """CPU-seconds of this process and of its finished child programs, and seconds that it was queued for a core."""
     programs = resource.getrusage(resource.RUSAGE_CHILDREN)
     queued = 0.0
     with contextlib.suppress(OSError), open("/proc/self/schedstat") as file:
@@ -346,13 +349,13 @@ def _cpu_s() -> float:
 
 
 def _own_group(pid: int) -> None:
-    """Make a worker a group of its own; it and the server both do, as neither knows which comes first."""
+    """Make a worker a process group. Both worker and server call this, as either may run first."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
 
 def _end(worker: _Worker) -> str:
-    """End a worker and what it has started, and say how it ended if it had done so itself."""
+    """Kill a worker and what it has started; returns how it ended if it had ended by itself."""
     with contextlib.suppress(OSError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.connection.close()

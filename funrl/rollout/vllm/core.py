@@ -1,9 +1,9 @@
-"""vLLM inside this process: started, fed with tokens, stepped, given weights.
+"""vLLM inside this process: start it, add requests, step it, replace its weights.
 
-Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, makes
-`torch.set_num_threads` do nothing, and opens a process group where there is none. What can be put back is put back.
+Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, disables
+`torch.set_num_threads`, and opens a process group if there is none. What can be restored is restored.
 
-Reference: https://docs.vllm.ai; what is used here beyond its documented interface was found in version 0.32.
+Reference: https://docs.vllm.ai; undocumented interfaces used here are those of version 0.32.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class CoreRequest(NamedTuple):
 
     Attributes:
       number: of the request.
-      tokens: of the prompt and of what has been written behind it.
-      written: how many of the tokens are not of the prompt.
-      count: tokens to draw at most.
+      tokens: of the prompt and of the completion so far.
+      written: number of tokens of the completion so far.
+      count: bound on the tokens to sample.
       sampling, seed: as in `Request`.
     """
 
@@ -69,7 +69,7 @@ class CoreRequest(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of one request that a step drew.
+    """Tokens of one request that a step sampled.
 
     Attributes:
       number: of the request.
@@ -86,7 +86,7 @@ class SampledTokens(NamedTuple):
 
 
 class CacheCounts(NamedTuple):
-    """Pages of keys and values, and requests that were put back."""
+    """Counts of pages of keys and values, and of preempted requests."""
 
     page_tokens: int
     page_bytes: int
@@ -96,10 +96,10 @@ class CacheCounts(NamedTuple):
 
 
 class Core(Protocol):
-    """vLLM as `VLLMEngine` uses it, in this process or in a server.
+    """The interface to vLLM that `VLLMEngine` uses, in this process or in a server.
 
     Attributes:
-      generation: changes where all requests have been lost and have to be added again.
+      generation: changes when all requests have been lost and must be added again.
     """
 
     @property
@@ -114,7 +114,7 @@ class Core(Protocol):
         ...
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forget requests; numbers that are not there are left alone."""
+        """Forget requests; unknown numbers are ignored."""
         ...
 
     def forget(self) -> None:
@@ -130,11 +130,11 @@ class Core(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back the memory of keys and values. No request is in flight."""
+        """Free the memory of keys and values. No request is in flight."""
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Allocate it again."""
         ...
 
     def counts(self) -> CacheCounts:
@@ -176,7 +176,7 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
 
     Args:
       tensor: ranks that share the model.
-      cache_bytes: of keys and values on a rank; 0: they are as many as fit.
+      cache_bytes: of keys and values on a rank; 0: as many as fit.
 
     Raises:
       ModelError: it cannot, or the cache is too small.
@@ -201,7 +201,7 @@ class LocalCore:
 
     Attributes:
       engine: vLLM's LLMEngine.
-      model: that it computes.
+      model: the model that it runs.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
       generation: always 0: it loses no requests.
@@ -266,7 +266,7 @@ class LocalCore:
             )
             if result.finished:
                 self._forget(number)
-        self._count_put_back()
+        self._count_preempted()
         return sampled
 
     def drop(self, numbers: Iterable[int]) -> None:
@@ -298,7 +298,7 @@ class LocalCore:
         return unfused(self.model, dict(self.runner.get_model().named_parameters()), self.tensor)
 
     def sleep(self) -> None:
-        """Give back the memory of keys and values, and on a GPU that of the weights too; see `Core`."""
+        """Free the memory of keys and values, and on a GPU that of the weights; see `Core`."""
         if self._asleep:
             return
         self.engine.reset_prefix_cache()
@@ -311,7 +311,7 @@ class LocalCore:
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory again; see `Core`."""
+        """Allocate the memory again; see `Core`."""
         if not self._asleep:
             return
         if _on_cpu(self.runner):
@@ -335,7 +335,7 @@ class LocalCore:
     def _forget(self, number: int) -> None:
         self.sampler.requests.pop(self._ids.pop(number), None)
 
-    def _count_put_back(self) -> None:
+    def _count_preempted(self) -> None:
         now = {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
         self._preempted += sum(max(0, count - self._puts.get(name, 0)) for name, count in now.items())
         self._puts = now
@@ -344,15 +344,16 @@ class LocalCore:
 def start_vllm(
     model: Model, mesh: Mesh, dtype: torch.dtype, max_rows: int, cache_bytes: int = 0, compiled: bool = False
 ) -> LocalCore:
-    """Start vLLM in this process, with random weights. Every process of the run calls it together.
+    """Start vLLM in this process, with random weights. Collective over all processes of the run.
 
     Args:
       model: a decoder.
-      mesh: its "tensor" axis splits the model; each index of its row axes is a vLLM of its own.
-      max_rows: completions that are decoded together at most.
-      cache_bytes: of keys and values on a rank; 0: half of the memory that is free, or what `max_rows` sequences of
-        the greatest length take, whichever is less.
-      compiled: with vLLM's compiler, which takes about half a minute on a CPU.
+      mesh: its "tensor" axis splits the model; each index of its row axes is a separate vLLM.
+      dtype: of weights and cache.
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: of keys and values on a rank; 0: half of the free memory, or what `max_rows` sequences of maximal
+        length need, whichever is less.
+      compiled: use vLLM's compiler, which takes about half a minute on a CPU.
 
     Raises:
       ModelError: vLLM cannot generate with this model.
@@ -396,11 +397,12 @@ def start_vllm(
 
 
 def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
-    """The weights of a vLLM decoder by the names that it is given them: q, k and v, and gate and up, are one there.
+    """Weights of a vLLM decoder by their Hugging Face names. vLLM fuses q, k and v, and gate and up.
 
     Args:
-      held: vLLM's parameters. One that it has packed and let go is empty; such a weight is None.
-      tensor: ranks over which vLLM splits all but the norms, which alone are whole then.
+      model: of the weights.
+      held: vLLM's parameters. A packed and released one is empty, and its weight is None.
+      tensor: ranks over which vLLM splits all weights except norms; with several, only the norms can be read.
     """
     names = names_of(model)
     rows = {name.split(".")[-2]: shape[0] for name, shape in names.values()}
@@ -419,7 +421,7 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
 
 @contextlib.contextmanager
 def _contained(mesh: Mesh) -> Iterator[None]:
-    """Put back what vLLM changes in its process as it starts."""
+    """Restore what vLLM changes in its process when it starts."""
     variables = dict(os.environ)
     threads = torch.set_num_threads
     noise = random.getstate(), np.random.get_state()
@@ -447,9 +449,9 @@ def _contained(mesh: Mesh) -> Iterator[None]:
 
 
 def _launcher(mesh: Mesh) -> Any:
-    """vLLM's executor for processes that have been started by others.
+    """vLLM's executor for ranks that are started externally.
 
-    On a CPU it shares memory between the ranks of a model under a name that is alike in all runs; here it is not.
+    On a CPU it shares memory between the ranks of a model under a fixed name; here each run has a name of its own.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
 
@@ -472,5 +474,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _per_token_sampling(sampling: Sampling) -> Sampling:
-    """The part of sampling that a draw depends on."""
+    """The parameters that the next token depends on."""
     return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -1,7 +1,7 @@
-"""The engine that is vLLM, in this process or in a server: requests, versions and ends are kept here; vLLM computes.
+"""An engine over vLLM, in this process or in a server. It tracks requests, versions and ends; vLLM computes.
 
-vLLM is given token ids and gives tokens out. What interrupts a request (a pause, new weights) takes it out of vLLM and
-puts it in again with what it has written as a part of its prompt; its noise goes on where it was.
+vLLM receives token ids and returns sampled tokens. A pause or new weights withdraw a request from vLLM; it is added
+again with its tokens so far as part of the prompt, and its noise continues where it was.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
 
 @dataclasses.dataclass(eq=False)
 class VLLMSequence:
-    """A request in flight and what has been written of it.
+    """A request in flight and its completion so far.
 
     Attributes:
       request: as it was submitted.
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
-      inside: whether vLLM has it.
+      inside: whether vLLM holds it.
     """
 
     request: Request
@@ -70,7 +70,7 @@ VLLM_DEFAULTS = VLLMOptions()
 
 
 class VLLMEngine:
-    """An `Engine` over vLLM; made by `vllm_engine`, or over a server by `vllm_client.vllm_client`.
+    """An `Engine` over vLLM; made by `vllm_engine`, or by `client.vllm_client` over a server.
 
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
@@ -97,7 +97,7 @@ class VLLMEngine:
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Give vLLM whole weights, each let go when its layer has been copied; see `Engine`.
+        """Load whole weights into vLLM, each released once its layer is copied; see `Engine`.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
@@ -112,12 +112,12 @@ class VLLMEngine:
         self.version = version
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that vLLM still has as they were given: on a CPU it packs those of products; see `Engine`."""
+        """Weights that vLLM holds unpacked; on a CPU it packs those of matrix products. See `Engine`."""
         held = dict(self.core.held())
         return ((name, held.get(name)) for name, _ in self.weights.names.values())
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine could ever complete."""
+        """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self._config, requests, self._sequences)
         for request in requests:
             if request.sampling.stop_strings and self._decode is None:
@@ -134,7 +134,7 @@ class VLLMEngine:
                 )
 
     def step(self) -> list[Completion]:
-        """One pass of vLLM; see `Engine`. All ranks of "tensor" call it together."""
+        """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
         if self.paused or not self._sequences:
             return []
         if self.version is None:
@@ -157,21 +157,21 @@ class VLLMEngine:
         return ended
 
     def in_flight(self) -> int:
-        """Number of requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self._sequences)
 
     def room(self) -> int:
-        """Number of further requests that it would begin at once."""
+        """Number of further requests that would begin at once."""
         return max(0, self._max_rows - len(self._sequences))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         gone = [number for number in dict.fromkeys(numbers) if number in self._sequences]
         self.core.drop([number for number in gone if self._sequences[number].inside])
         return [self._finished(self._sequences[number], "cancelled") for number in gone]
 
     def pause(self) -> None:
-        """Let `step` do nothing, and give back memory: of keys and values, on a GPU of weights too (vLLM's sleep)."""
+        """Make `step` do nothing, and free keys and values, on a GPU also weights (vLLM's sleep)."""
         self._withdraw()
         self.core.sleep()
         self.paused = True
@@ -199,7 +199,7 @@ class VLLMEngine:
         )
 
     def _withdraw(self) -> None:
-        """Take all requests out of vLLM."""
+        """Withdraw all requests from vLLM."""
         self.core.drop([number for number, sequence in self._sequences.items() if sequence.inside])
         for sequence in self._sequences.values():
             sequence.inside = False
@@ -215,7 +215,7 @@ class VLLMEngine:
                 )
 
     def _grown(self, sequence: VLLMSequence, sample: SampledTokens) -> list[Completion]:
-        """Add what was sampled; the completion, if that ended it."""
+        """Add sampled tokens; returns the completion if they end it."""
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += sample.cached
             self._prefilled += len(sequence.request.prompt) - sample.cached
@@ -226,7 +226,9 @@ class VLLMEngine:
             sequence.versions.append(self.version or 0)
             self._decoded += 1
             if finish := self._finish(sequence):
-                self.core.drop([sequence.request.number])  # a string is unknown to vLLM; else it has let go
+                self.core.drop(
+                    [sequence.request.number]
+                )  # vLLM does not know stop strings; otherwise it has dropped the request
                 return [self._finished(sequence, finish)]
         return []
 
@@ -260,13 +262,13 @@ class VLLMEngine:
 
 
 class WholeWeights:
-    """Weights on their way into vLLM, each exactly once: vLLM itself would pass over a missing one.
+    """An iterable that feeds weights to vLLM, each exactly once; vLLM itself would ignore a missing one.
 
-    Where the source fails, vLLM is given zeros for what is missing, so that it is whole again, and `error` says why.
+    If the source fails, vLLM gets zeros for the missing weights, so that its load completes, and `error` says why.
 
     Args:
-      shapes: of each weight by its name.
-      source: of names and weights.
+      shapes: shape of each weight by its name.
+      source: names and weights.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], source: Iterable[tuple[str, Tensor]]):
@@ -301,7 +303,7 @@ def vllm_engine(
     dtype: torch.dtype = torch.float32,
     options: VLLMOptions = VLLM_DEFAULTS,
 ) -> VLLMEngine:
-    """vLLM in this process, without weights yet. Every process of the run calls it together.
+    """Start vLLM in this process, without weights yet. Collective over all processes of the run.
 
     Args:
       model: a decoder.
@@ -310,7 +312,7 @@ def vllm_engine(
       options: bounds and choices of the engine.
 
     Raises:
-      ModelError, ImportError, MeshError: as `start_vllm`.
+      ModelError, ImportError, MeshError: as in `start_vllm`.
     """
     core = start_vllm(
         model, mesh, dtype, max_rows=options.max_rows, cache_bytes=options.cache_bytes, compiled=options.compiled

@@ -2,13 +2,13 @@
 
     python -m funrl.rollout.vllm.server --port=8100
 
-It begins without a model. The trainer, whose --engine_url names it, tells it the model's sizes, gives it weights and
-has it draw. Requests are HTTP: JSON to and fro, weights as safetensors. It asks no one who they are, so it listens to
-this machine alone unless --host says otherwise: then the network must be trusted. What a page in a browser sends is
-refused. Each connection has a thread and a time limit; one thread calls vLLM, for one request after the other.
+It starts without a model. The trainer, whose --engine_url names it, sends the model's sizes, the weights and requests
+over HTTP: JSON messages, and weights as safetensors. There is no authentication, so it listens on this machine only
+unless --host says otherwise; then the network must be trusted. Requests from a page in a browser are refused. Each
+connection has a thread and a time limit; a single thread calls vLLM, for one request after another.
 
-vLLM's own server is not used: its ways to take weights need NCCL or shared memory of a GPU, its log-probabilities are
-of one kind, and its truncation has another order than `Sampling`.
+vLLM's own server is not used: its weight transfer needs NCCL or shared GPU memory, it returns one kind of
+log-probabilities only, and it truncates in another order than `Sampling`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CoreServer(ThreadingHTTPServer):
         self.jobs.put(None)
 
     def service_actions(self) -> None:
-        """Close connections whose time is over."""
+        """Close connections whose time limit has passed."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now >= deadline:
@@ -113,13 +113,13 @@ class CoreServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client has closed its connection."""
+        """Ignore the error: a client has closed its connection."""
 
     def answer(self, what: str, body: bytes) -> Answer:
-        """The answer to a request; that to "status" comes at once, whatever vLLM does.
+        """Answer a request; "status" is answered at once, even while vLLM works.
 
         Raises:
-          ValueError: it makes no sense, or not now.
+          ValueError: the request is invalid, or not possible now.
         """
         if what == "status":
             return {"instance": self.instance, "open": self.core is not None}
@@ -221,7 +221,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_POST(self) -> None:
-        """Answer with JSON, or with a line that says what went wrong."""
+        """Answer with JSON, or with an error message."""
         what = self.path.strip("/")
         try:
             code = 200
@@ -263,7 +263,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         return answer
 
     def _length(self, most: int) -> int:
-        """Bytes of the body. Raises: RefusedError, it is no number of bytes, or too large."""
+        """Length of the body in bytes. Raises: RefusedError, it is not a number, or too large."""
         text = self.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
             raise RefusedError(400, f"Content-Length: {text:.60}: a number of bytes is needed")
@@ -272,7 +272,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         return int(text)
 
     def _content(self, length: int) -> Iterator[bytes]:
-        """The body as it arrives. Raises: ConnectionError, it ends before."""
+        """Read the body. Raises: ConnectionError, it ends early."""
         while length:
             part = self.rfile.read1(min(length, PART_BYTES))
             if not part:
@@ -281,22 +281,22 @@ class CoreHandler(BaseHTTPRequestHandler):
             yield part
 
     def _within(self, seconds: float | None) -> None:
-        """Close the connection unless the client goes on within some seconds; None: it is not the client's turn."""
+        """Close the connection unless the client continues within some seconds; None: do not wait for the client."""
         self.server.deadlines.pop(self.connection, None)
         if seconds is not None:
             self.server.deadlines[self.connection] = time.monotonic() + seconds
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: there is a request for every token."""
+        """Do not log: there is a request for every token."""
 
 
 def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:
-    """Requests as JSON takes them."""
+    """Requests as JSON values."""
     return [request._asdict() | {"sampling": dataclasses.asdict(request.sampling)} for request in requests]
 
 
 def request_of(fields: Answer) -> CoreRequest:
-    """A request from what `plain_requests` made of it."""
+    """Inverse of `plain_requests`, for one request."""
     parameters: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
     }
@@ -304,7 +304,7 @@ def request_of(fields: Answer) -> CoreRequest:
 
 
 def start_here(message: Answer, device: str) -> Core:
-    """vLLM on this machine's device, for a model of the sizes of a message."""
+    """Start vLLM on this machine's device, for the model sizes in a message."""
     model = decoder_model(config_from_hf(message["config"]))
     mesh = single("cuda:0" if device == "cuda" else "cpu")
     dtype = getattr(torch, message["dtype"])
@@ -319,7 +319,7 @@ def start_here(message: Answer, device: str) -> Core:
 
 
 def serve() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser(prog="python -m funrl.rollout.vllm.server", description="vLLM for a trainer")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine")
     parser.add_argument("--port", type=int, default=8100, help="0: any that is free")
