@@ -56,7 +56,7 @@ def checkout(folder, files):
         (
             {"algos/core.py": "from funrl.mesh import rules", "mesh/rules.py": ""},
             "funrl/algos/core.py:1 imports funrl.mesh.rules: algos may import only "
-            "trees, across, kinds, fields, batch, seeds, compiled_kernels.scan, algos",
+            "trees, across, kinds, fields, batch, seeds, algos",
         ),
         (
             {"models/a.py": "from funrl.models import b", "models/b.py": "if True:\n    import funrl.models.a"},

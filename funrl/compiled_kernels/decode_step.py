@@ -3,7 +3,7 @@
 For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding
 rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
 depend neither on the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads:
-prefill equals decode bit for bit. `decode_reference` is the same pass in torch.
+prefill equals decode bit for bit. Tests compare it with the same pass in torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
-from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.packed import (
     BITS,
     LANES,
@@ -29,7 +26,7 @@ from funrl.compiled_kernels.packed import (
     unpack_panels,
     zeroed,
 )
-from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
+from funrl.compiled_kernels.rotary import frequencies, rotary
 
 PAGE = 16  # tokens of a page
 ROPE_STEP = 1024  # positions by which the table of rotations grows at least
@@ -401,64 +398,16 @@ class PackedDecoder:
         sizes = self.sizes
         self._positions = max(positions, 2 * self._positions, ROPE_STEP)
         frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling)
-        rope = rotary(torch.arange(self._positions), frequency, self.dtype, _amplitude(sizes))
+        rope = rotary(torch.arange(self._positions), frequency, self.dtype, rotary_amplitude(sizes))
         half = sizes.head // 2
         self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
         self._model.rope = self._rope.data_ptr()
         self._model.positions = self._positions
 
 
-def _amplitude(sizes: StepSizes) -> float:
+def rotary_amplitude(sizes: StepSizes) -> float:
     """The factor of rotated queries and keys."""
     return 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.amplitude
-
-
-def decode_reference(
-    sizes: StepSizes,
-    params: Any,
-    cache: PagedKeyValues,
-    tokens_N: Tensor,
-    positions_N: Tensor,
-    sequence_N: Tensor,
-    tables_SP: Tensor,
-    draw_M: Tensor,
-) -> Tensor:
-    """`PackedDecoder.forward` in torch, in the dtype of the weights and with plain pages.
-
-    Args:
-      cache: keys and values [layers, pages, PAGE, K, N], written in place.
-
-    Returns: [M, V] in float32 or wider.
-    """
-    x_ND = params["embed"][tokens_N]
-    wide = torch.promote_types(x_ND.dtype, torch.float32)
-    frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling, wide)
-    rope = rotary(positions_N, frequency, x_ND.dtype, _amplitude(sizes))
-    page_N = tables_SP[sequence_N, positions_N // PAGE].long()
-    slot_N = positions_N % PAGE
-    for index, layer in enumerate(params["layers"]):
-        attn = layer["attn"]
-        mlp = layer["mlp"]
-        h_ND = rms_norm(x_ND, layer["attn_norm"], sizes.norm_eps)
-        heads = []
-        for name in "qkv":
-            bias = attn[f"{name}_bias"].flatten() if f"{name}_bias" in attn else None
-            x_NHN = F.linear(h_ND, attn[name].flatten(0, 1), bias).unflatten(1, attn[name].shape[:2])
-            if f"{name}_norm" in attn:
-                x_NHN = rms_norm(x_NHN, attn[f"{name}_norm"], sizes.norm_eps)
-            heads.append(x_NHN if name == "v" else rotate(x_NHN, rope))
-        q_NHN, cache.keys[index, page_N, slot_N], cache.values[index, page_N, slot_N] = heads
-        mixed = []
-        for q_HN, sequence, position in zip(q_NHN, sequence_N.tolist(), positions_N.tolist(), strict=True):
-            seen = slice(max(0, position + 1 - (sizes.windows[index] or position + 1)), position + 1)
-            k_1SKN, v_1SKN = (x[index, tables_SP[sequence].long()].flatten(0, 1)[None, seen] for x in cache)
-            mixed.append(attention_reference(q_HN[None, None], k_1SKN, v_1SKN).flatten())
-        out_ND = F.linear(torch.stack(mixed), attn["o"].flatten(1))
-        x_ND = x_ND + (out_ND + attn["o_bias"] if "o_bias" in attn else out_ND)
-        h_ND = rms_norm(x_ND, layer["mlp_norm"], sizes.norm_eps)
-        x_ND = x_ND + F.linear(F.silu(F.linear(h_ND, mlp["gate"])) * F.linear(h_ND, mlp["up"]), mlp["down"])
-    h_MD = rms_norm(x_ND[draw_M], params["norm"], sizes.norm_eps)
-    return F.linear(h_MD.to(wide), (params["unembed"] if "unembed" in params else params["embed"]).to(wide))
 
 
 def _all_panel_numbers(sizes: StepSizes) -> int:

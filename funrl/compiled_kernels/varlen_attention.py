@@ -6,10 +6,8 @@ take it, and no graph depends on where sequences begin, for that is data and not
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
+from funrl.compiled_kernels.flash_kernel import flash_kernel
 
-log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
 _KNOWN = WeakTensorKeyDictionary()  # offsets -> their version, and themselves on the host
@@ -101,41 +99,6 @@ def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
     tokens = torch.zeros(count + 1, dtype=torch.int32, device=segments.device)
     tokens = tokens.scatter_add(0, segments.long(), (segments > 0).int())
     return tokens.cumsum(0, dtype=torch.int32)
-
-
-class Kernel(NamedTuple):
-    """Variable-length attention of one provider on a GPU, forward and backward; 16 bits, T tokens, S segments.
-
-    Attributes:
-      name: who provides it.
-      forward: (q, k, v, offsets, longest, window, scale, cap) -> out, lse [H, T], and what `backward` needs of the
-        generator.
-      backward: (d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap) -> d_q, d_k, d_v.
-      caps: whether it can cap logits.
-    """
-
-    name: str
-    caps: bool
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-@functools.cache
-def flash_kernel() -> Kernel:
-    """The kernel for 16-bit tensors on a GPU: flash-attn's where it is installed, else torch's. It is logged once."""
-    try:
-        from flash_attn import flash_attn_interface as flash  # type: ignore[import-not-found]
-    except ImportError:
-        kernel = Kernel(f"torch {torch.__version__}", False, _torch_forward, _torch_backward)
-    else:
-        kernel = Kernel(
-            "flash-attn",
-            True,
-            functools.partial(_flash_forward, flash._flash_attn_varlen_forward),
-            functools.partial(_flash_backward, flash._flash_attn_varlen_backward),
-        )
-    log.info("variable-length attention on the GPU is by %s", kernel.name)
-    return kernel
 
 
 def _on_host(offsets: Tensor) -> np.ndarray:
@@ -389,91 +352,3 @@ def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _window(window: int) -> dict[str, int]:
-    """Window as flash kernels take it: tokens that a token sees before and after itself; -1 is all."""
-    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
-
-
-def _torch_forward(q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
-    out, lse, generator, _, _ = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        not window,
-        False,
-        scale=scale or None,
-        **_window(window),
-    )
-    return out, lse, generator
-
-
-def _torch_backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
-    unused = q.new_empty(0)
-    sizes = (offsets, offsets, longest, longest)
-    return _aten._flash_attention_backward(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *sizes,
-        0.0,
-        not window,
-        generator,
-        unused,
-        scale=scale or None,
-        **_window(window),
-    )
-
-
-def _flash_forward(forward, q, k, v, offsets, longest, window, scale=0.0, cap=0.0):
-    out, lse, *_ = forward(
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        dropout_p=0.0,
-        softmax_scale=scale or q.shape[-1] ** -0.5,
-        causal=not window,
-        softcap=cap,
-        **_window(window),
-    )
-    return out, lse, q.new_zeros(2, dtype=torch.uint64)
-
-
-def _flash_backward(backward, d_out, q, k, v, out, lse, offsets, longest, window, generator, scale=0.0, cap=0.0):
-    d_q, d_k, d_v = (torch.empty_like(x) for x in (q, k, v))
-    backward(
-        d_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        d_q,
-        d_k,
-        d_v,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        dropout_p=0.0,
-        softmax_scale=scale or q.shape[-1] ** -0.5,
-        causal=not window,
-        **_window(window),
-        softcap=cap,
-        alibi_slopes=None,
-        deterministic=False,
-    )
-    return d_q, d_k, d_v

@@ -47,7 +47,7 @@ from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rollout.native.engine import FREE_SHARE
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes

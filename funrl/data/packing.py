@@ -311,7 +311,7 @@ def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) 
 
 
 def _spread(ascending: list[tuple[int, int, int, int]], count: int, rule: _Rule) -> np.ndarray | None:
-    """Give each example, the largest first, to the bin that has least work; a bin that it does not fit in is closed.
+    """Give each example, the largest first, to the bin with the least work; close bins that it does not fit in.
 
     Returns: None where all bins were closed before the last example.
     """

@@ -68,7 +68,7 @@ class Work(NamedTuple):
     device: torch.device
 
 
-class Transfer(NamedTuple):
+class PendingStep(NamedTuple):
     """A step in transfer: handles to wait for, buffers that receive its messages, and buffers being sent."""
 
     step: Step
@@ -102,16 +102,16 @@ def reshard(
     if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
         return None
     work = begin_reshard(tree, plan, mesh, donate=donate)
-    transfers: list[Transfer] = []
+    pending: list[PendingStep] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
     for step in program(plan, mesh.process, bucket_bytes, native=_gathers_natively(plan, mesh), direct_bytes=direct):
-        transfers.append(_start(work, step, mesh))
+        pending.append(_start(work, step, mesh))
         settle(work, step.finished)
-        if len(transfers) == 2:
-            _finish(work, transfers.pop(0), mesh)
-    while transfers:
-        _finish(work, transfers.pop(0), mesh)
+        if len(pending) == 2:
+            _finish(work, pending.pop(0), mesh)
+    while pending:
+        _finish(work, pending.pop(0), mesh)
     return finish_reshard(work, mesh)
 
 
@@ -318,7 +318,7 @@ def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _start(work: Work, step: Step, mesh: Mesh) -> Transfer:
+def _start(work: Work, step: Step, mesh: Mesh) -> PendingStep:
     """Pack a step's messages and start sending and receiving. A part for several ranks is packed once."""
     if step.gather:
         return _start_gather(work, step, mesh)
@@ -347,7 +347,7 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Transfer:
                 received[i] = together
             for i in sends:
                 sent[i] = together
-    return Transfer(step, received, arriving, sent=sent, sending=list(packed.values()))
+    return PendingStep(step, received, arriving, sent=sent, sending=list(packed.values()))
 
 
 class _Batch(NamedTuple):
@@ -360,19 +360,19 @@ class _Batch(NamedTuple):
             work.wait()
 
 
-def _finish(work: Work, transfer: Transfer, mesh: Mesh) -> None:
+def _finish(work: Work, pending: PendingStep, mesh: Mesh) -> None:
     """Wait for a step's messages, and unpack each when it arrives."""
-    if transfer.step.gather:
-        transfer.received[0].wait()
-        unpack_gather(work, transfer.step, transfer.arriving[0])
+    if pending.step.gather:
+        pending.received[0].wait()
+        unpack_gather(work, pending.step, pending.arriving[0])
         return
-    for message, handle, arrived in zip(transfer.step.receives, transfer.received, transfer.arriving, strict=True):
+    for message, handle, arrived in zip(pending.step.receives, pending.received, pending.arriving, strict=True):
         entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
         left()
         unpack(work, message, arrived)
-    for message, handle in zip(transfer.step.sends, transfer.sent, strict=True):
+    for message, handle in zip(pending.step.sends, pending.sent, strict=True):
         entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
@@ -399,12 +399,12 @@ def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
     return mesh.ranks == plan.src_ranks and all(route.src.sizes == sizes for route in gathers)
 
 
-def _start_gather(work: Work, step: Step, mesh: Mesh) -> Transfer:
+def _start_gather(work: Work, step: Step, mesh: Mesh) -> PendingStep:
     """Start one all-gather of all parts of a step."""
     own = pack_message(work, step, Message(mesh.process, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
     handle = mesh.group(step.axes)._allgather_base(whole.view(-1), own.view(-1))
-    return Transfer(step, [handle], [whole], sent=[], sending=[own])
+    return PendingStep(step, [handle], [whole], sent=[], sending=[own])
 
 
 def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:

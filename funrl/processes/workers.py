@@ -325,7 +325,8 @@ def _end(pids: dict[int, int], sign: signal.Signals) -> None:
 def _explain(folder: str, failed: Mapping[int, int]) -> str:
     """The report of the rank that failed first: one that was killed, else the one with the oldest traceback.
 
-    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback.
+    A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback. One
+    that aborts by itself leaves the others waiting, with tracebacks of their own: aborted ranks are named behind it.
     """
     killed = {rank: os.WTERMSIG(status) for rank, status in failed.items() if os.WIFSIGNALED(status)}
     for rank, number in killed.items():
@@ -344,16 +345,19 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
             path = os.path.join(folder, name)
             with open(path) as file:
                 reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
+    silent = sorted(set(killed) - {rank for _, rank, _ in reports})
+    aborted = [f"rank {rank} aborted and left no traceback" for rank in silent]
     if reports:
-        return min(reports)[2]
-    return f"rank {next(iter(killed), 0)} aborted and left no traceback"
+        return "\n".join([min(reports)[2].rstrip("\n"), *aborted])
+    return aborted[0] if aborted else "rank 0 aborted and left no traceback"
 
 
 def report_failure(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
     try:
         trace = "".join(traceback.format_exception(error))
-        text = str(error) if isinstance(error, plain) else f"rank {rank} failed:\n{trace}"
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        text = str(error) if isinstance(error, plain) else f"rank {rank} failed: {cause}\n{trace}"
     except Exception as other:  # the error's own text raises
         trace = "".join(traceback.format_tb(error.__traceback__))
         text = f"rank {rank} failed:\n{trace}{type(error).__name__}, whose text raises {type(other).__name__}"

@@ -82,7 +82,7 @@ class _Worker(NamedTuple):
 
 
 class ServerOptions(NamedTuple):
-    """What a server runs, and with how many workers.
+    """Functions and workers of a server.
 
     Attributes:
       functions: of the pool.

@@ -92,7 +92,7 @@ LIMITS = Limits()
 
 
 class Ended(NamedTuple):
-    """How a program ended.
+    """Result of running a program.
 
     Attributes:
       problem: what ended it, such as "wall time" or "signal SIGSEGV"; "" if it exited with status 0.

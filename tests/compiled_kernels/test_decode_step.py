@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
+from decode_reference import decode_reference
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step, kernel_library
 from funrl.compiled_kernels.decode_step import (
     PAGE,
     PagedKeyValues,
-    decode_reference,
     kernel_problem,
     packed_decoder,
     page_bytes,

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funrl.compiled_kernels import varlen_attention as kernels
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.flash_kernel import Kernel, _torch_backward, _torch_forward, flash_kernel
 from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
 from funrl.mesh.simulate import gather, per_rank, simulate
 
@@ -235,7 +236,7 @@ def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
     q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
     offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
     forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))
-    monkeypatch.setattr(kernels, "flash_kernel", lambda: kernels.Kernel("none", True, forward, backward))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda: Kernel("none", True, forward, backward))
     out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, 16)
     grads = kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, 16, generator)
     assert out.shape == q.shape and [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -274,7 +275,7 @@ def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(wind
     package = types.ModuleType("flash_attn")
     package.flash_attn_interface = fake_flash_attn()
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    kernels.flash_kernel.cache_clear()
+    flash_kernel.cache_clear()
     try:
         with caplog.at_level(logging.INFO):
             q, k, v, d_out = (x.detach()[0] for x in draw(20, dtype=torch.bfloat16))
@@ -286,22 +287,22 @@ def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(wind
             assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
         assert [r.message for r in caplog.records] == ["variable-length attention on the GPU is by flash-attn"]
     finally:
-        kernels.flash_kernel.cache_clear()
+        flash_kernel.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_without_flash_attn_it_is_torch():
-    kernels.flash_kernel.cache_clear()
-    assert kernels.flash_kernel().name == f"torch {torch.__version__}"
+    flash_kernel.cache_clear()
+    assert flash_kernel().name == f"torch {torch.__version__}"
     with FakeTensorMode():  # its operators take what they are given
         q, k = (torch.empty(9, n, 8, device="cuda", dtype=torch.bfloat16) for n in (4, 2))
         offsets = torch.empty(3, device="cuda", dtype=torch.int32)
         for window in (0, 3):
-            out, lse, generator = kernels._torch_forward(q, k, k, offsets, 9, window)
+            out, lse, generator = _torch_forward(q, k, k, offsets, 9, window)
             assert out.shape == q.shape and lse.shape == (4, 9)
-            grads = kernels._torch_backward(q, q, k, k, out, lse, offsets, 9, window, generator)
+            grads = _torch_backward(q, q, k, k, out, lse, offsets, 9, window, generator)
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
-    kernels.flash_kernel.cache_clear()
+    flash_kernel.cache_clear()
 
 
 @pytest.mark.gpu

@@ -116,6 +116,17 @@ def test_a_rank_that_ends_is_named_and_not_the_one_that_waits_for_it(end, said):
         launch(program, parse("dp2"), "cpu")
 
 
+def test_a_rank_that_aborts_is_named_beside_the_one_that_waits_for_it():
+    def program(m):
+        if m.rank == 1:
+            os.abort()
+        collectives.psum(torch.ones(1), m, "data")
+
+    with pytest.raises(WorkerError) as caught:
+        launch(program, parse("dp2"), "cpu")
+    assert str(caught.value).endswith("rank 1 aborted and left no traceback")
+
+
 class Unspeakable(Exception):
     def __str__(self):
         raise ValueError("no text")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from funrl.data.supervised import TEXT_FIELDS
-from funrl.tasks import TASKS
 from funrl.tasks import arithmetic as a
+from funrl.tasks.embedded import TASKS
 
 
 def forgetful(x, y):
@@ -112,7 +112,7 @@ def test_the_record_of_a_task_fits_together(name):
     tokenizer = task.tokenizer()
     assert set(task.texts) == set(TEXT_FIELDS)
     assert len(tokenizer.get_vocab()) == task.model_config(1).vocab
-    assert task.model_config(32).head == 32
+    assert task.model_config(32).attention.head == 32
     for prompt in (*task.training_prompts(3)[:20], *task.heldout_prompts(20)):
         answer = prompt.fields[task.demonstration_field]
         assert task.reward(prompt.prompt, answer, **prompt.fields) == 1.0

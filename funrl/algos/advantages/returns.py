@@ -18,8 +18,8 @@ from funrl.across import CACHED
 from funrl.algos.advantages.groups import power_of_two
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.masks import total, where_masked
+from funrl.algos.scan import reverse_linear_scan
 from funrl.batch import Batch
-from funrl.compiled_kernels.scan import reverse_linear_scan
 
 Lambda = Callable[[Tensor], Tensor]
 

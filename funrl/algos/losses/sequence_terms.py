@@ -22,8 +22,8 @@ from funrl.algos.losses.ratios import (
     sum_of_sequence,
 )
 from funrl.algos.masks import where_masked
+from funrl.algos.scan import reverse_linear_scan
 from funrl.batch import Batch
-from funrl.compiled_kernels.scan import reverse_linear_scan
 
 SMALLEST_WEIGHT = 1e-8
 

@@ -266,7 +266,7 @@ class Scheduler:
         return slots[(self._owned[slots] * self._page <= self._known[slots]) & ~self._sequences.full(slots)]
 
     def _may_admit(self, slots: np.ndarray) -> bool:
-        """True if a waiting request may begin with the next pass, judged without searching the cache for its text."""
+        """True if a waiting request may begin with the next pass, decided without searching the cache for its text."""
         if not self._waiting or len(slots) >= self.max_rows:
             return False
         return not self._lacking or self.pool.available >= self._lacking + self._growing()

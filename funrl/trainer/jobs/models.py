@@ -13,7 +13,7 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.datasets import Given, Task, Texts
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import SCORERS, model_path

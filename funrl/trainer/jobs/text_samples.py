@@ -29,7 +29,7 @@ from funrl.models import Placed
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.build import Parts, policy_generator, sync
 from funrl.trainer.jobs.datasets import Texts
 from funrl.trainer.jobs.job import Job

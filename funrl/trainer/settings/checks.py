@@ -15,7 +15,7 @@ from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.settings.declaration import (
     RL,
     SUPERVISED,

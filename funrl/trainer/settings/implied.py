@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funrl.tasks import TASKS
+from funrl.tasks.embedded import TASKS
 from funrl.trainer.settings.scorers import weights_by_name
 from funrl.trainer.settings.settings import Settings, with_flags
 

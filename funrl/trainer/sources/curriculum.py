@@ -113,7 +113,7 @@ def weighing(
 
 
 class _Curriculum(NamedTuple):
-    """What the weights are made from.
+    """Inputs of the weights.
 
     Attributes:
       count: of prompts.

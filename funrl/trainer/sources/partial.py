@@ -90,7 +90,7 @@ class Examined(NamedTuple):
 
 
 class RowWriter(NamedTuple):
-    """What is needed to write rows in a step.
+    """Settings for writing rows in a step.
 
     Attributes:
       generation: of the source.

@@ -52,7 +52,7 @@ class PromptSchedule(NamedTuple):
 
 
 class RowSelection(NamedTuple):
-    """Which rows are trained on.
+    """Selection of the rows to train on.
 
     Attributes:
       filter: batch -> [B] bool, rows worth training on; None: all.
@@ -85,7 +85,7 @@ class PromptEvaluation(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """What a source of completions needs.
+    """Settings of a source of completions.
 
     Attributes:
       engine: engine and rewards.

@@ -43,7 +43,7 @@ class TextData(NamedTuple):
 
 
 class LossEvaluation(NamedTuple):
-    """How the one role that learns is evaluated: by its loss.
+    """Evaluation of the one role that learns, by its loss.
 
     Attributes:
       roles: of the run.

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from funrl.compiled_kernels.scan import reverse_linear_scan, reverse_linear_scan_reference
+from funrl.algos.scan import reverse_linear_scan, reverse_linear_scan_reference
 
 
 def inputs(rows, length, dtype=torch.float64):
