@@ -377,7 +377,7 @@ def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows,
 
 
 def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:
-    """What has been written of a row on this rank."""
+    """Tokens written so far of a row on this rank."""
     (row,) = rows.local(np.array([number]))
     batch = rows.batch
     here = slice(len(example.tokens), int(batch.length[number]))
