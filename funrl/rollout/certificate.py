@@ -100,7 +100,7 @@ def certify(
         shown = "Its weights are the trainer's" if whole else "Not all of its weights were compared"
         raise SyncError(
             f"after the sync of version {version} the engine's log-probabilities of a fixed text are up to {gap:.3g} "
-            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it has made of "
+            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it derives from "
             "them is wrong or stale, such as packed weights or cached prefixes"
         )
     return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}
@@ -138,7 +138,9 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
             for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True)
             for fault in its
         ]
-        raise SyncError(f"{before}{messages[0]}" + (f", and {len(messages) - 1} faults more" if messages[1:] else ""))
+        raise SyncError(
+            f"{before}{messages[0]}" + (f", and {len(messages) - 1} further faults" if messages[1:] else "")
+        )
     wrong = [
         name
         for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)

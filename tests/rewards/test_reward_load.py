@@ -41,7 +41,7 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
         ):
             parse_rewards(text)
     for text in ("math@", "math@x", "math@inf"):
-        with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is no finite number"):
+        with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is not a finite number"):
             parse_rewards(text)
 
 

@@ -229,7 +229,7 @@ def all_hidden(named):
         (without, f"{WRONG} is missing on rank 0$"),
         (twice, f"{WRONG} is unknown or given twice on rank 0$"),
         (with_another, "bias is unknown or given twice on rank 0$"),
-        (in_half, r"is torch.float16 .* instead of torch.float32 .*, and \d+ faults more"),
+        (in_half, r"is torch.float16 .* instead of torch.float32 .*, and \d+ further faults"),
         (cut, WRONG + r" is torch.float32 \[47, 32\] instead of torch.float32 \[48, 32\]"),
     ],
 )
@@ -317,7 +317,7 @@ def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alon
     params = trees.from_named(weights(), params.items())
     engine.load(engine.weights.named(params), 2)
     assert check(engine, params, version=2) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match="Its weights are the trainer's, so what it has made of them is wrong or stale"):
+    with pytest.raises(SyncError, match="Its weights are the trainer's, so what it derives from them is wrong or stale"):
         check(engine, params, version=2, probes=True)
 
 
@@ -332,7 +332,7 @@ def test_a_prefix_that_stays_in_the_cache_after_a_load_is_found_by_the_probe_alo
         patch.setattr(engine, "_drop_cache", lambda: None)
         engine.load(engine.weights.named(params), 2)
     assert check(engine, params, version=2) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match=r"what it has made of them is wrong or stale, such as .* cached prefixes"):
+    with pytest.raises(SyncError, match=r"what it derives from them is wrong or stale, such as .* cached prefixes"):
         check(engine, params, version=2, probes=True)
     assert engine.cost().cached > before
     engine.load(engine.weights.named(params), 2)

@@ -227,7 +227,7 @@ def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
     unknown = [name for name, parameter in taken.items() if name not in GIVEN and parameter.default is parameter.empty]
     if unknown:
         raise SettingsError(
-            f"--curriculum: {function.__name__} takes {unknown[0]!r}; what it may take is {', '.join(GIVEN)}"
+            f"--curriculum: {function.__name__} takes {unknown[0]!r}; its arguments may be {', '.join(GIVEN)}"
         )
     return tuple(name for name in taken if name in GIVEN)
 

@@ -45,7 +45,6 @@ def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
     """A checkpoint's state; shows a remark if its prompts or texts were in another order."""
     if state["order"] != order:
         show.note(
-            "--resume: the data, or --seed, are not those that the run has had so far: it goes on at the same place of "
-            "another order"
+            "--resume: the data or --seed have changed: the run continues at the same position of a different order"
         )
     return {**state, "order": order}
