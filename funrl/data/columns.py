@@ -10,10 +10,10 @@ from funrl.data.json_lines import DataError
 Fields = Mapping[str, str]
 
 
-def parsed_fields(text: str | None) -> Fields:
+def parse_fields(text: str | None) -> Fields:
     """Parse a mapping of fields to columns such as "prompt:question,answer:extra_info.answer".
 
-    >>> parsed_fields("prompt:question,answer:extra_info.answer")
+    >>> parse_fields("prompt:question,answer:extra_info.answer")
     {'prompt': 'question', 'answer': 'extra_info.answer'}
 
     Raises:
@@ -28,7 +28,7 @@ def parsed_fields(text: str | None) -> Fields:
     return fields
 
 
-def renamed(record: Any, fields: Fields) -> Any:
+def rename_columns(record: Any, fields: Fields) -> Any:
     """Rename columns of a record to the names of `fields`; other columns stay.
 
     Args:
@@ -65,7 +65,7 @@ def text_columns(record: Any, kind: str) -> Any:
     of its texts. Columns without a value are left out.
 
     Args:
-      record: after `renamed`.
+      record: after `rename_columns`.
       kind: as in `supervised`.
     """
     if not isinstance(record, Mapping):

@@ -68,12 +68,12 @@ class JsonLines(NamedTuple):
 
     def _parsed(self, place: int, line: bytes) -> Any:
         try:
-            return parsed_json(line)
+            return parse_json(line)
         except ValueError as error:
             raise DataError(f"{self.where(place)}: {error}") from error
 
 
-def parsed_json(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Parse JSON. Raises: ValueError, it is not UTF-8 JSON, is nested too deeply, or repeats a key."""
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)

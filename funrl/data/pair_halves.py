@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from funrl.data.columns import Fields, renamed, text_columns
+from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.records import Records
 
 SIDES = ("chosen", "rejected")
 
 
 def is_pair(record: Any) -> bool:
-    """True for a record, after `renamed`, with a chosen and a rejected text and no completion."""
+    """True for a record, after `rename_columns`, with a chosen and a rejected text and no completion."""
     return isinstance(record, Mapping) and set(SIDES) <= set(record) and "completion" not in record
 
 
@@ -22,7 +22,7 @@ def half_of(record: Mapping[str, Any], rejected: bool) -> dict[str, Any]:
     """One text of a pair with its label.
 
     Args:
-      record: after `renamed`.
+      record: after `rename_columns`.
       rejected: whether to take the rejected text instead of the chosen one.
 
     Raises:
@@ -37,7 +37,7 @@ def half_of(record: Mapping[str, Any], rejected: bool) -> dict[str, Any]:
 
 
 def halves_of(record: Any) -> list[Any]:
-    """Both texts of a pair, after `renamed`; other records unchanged."""
+    """Both texts of a pair, after `rename_columns`; other records unchanged."""
     return [half_of(record, rejected) for rejected in (False, True)] if is_pair(record) else [record]
 
 
@@ -46,7 +46,7 @@ class PairHalves(NamedTuple):
 
     Attributes:
       pairs: the records.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
     """
 
     pairs: Records
@@ -54,7 +54,7 @@ class PairHalves(NamedTuple):
 
     def read(self, place: int) -> dict[str, Any]:
         """Read a text with its label."""
-        return half_of(renamed(self.pairs[place // 2], self.fields), bool(place % 2))
+        return half_of(rename_columns(self.pairs[place // 2], self.fields), bool(place % 2))
 
     def where(self, place: int) -> str:
         """The file and the line of a text's pair."""

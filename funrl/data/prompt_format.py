@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.records import read_records, source_problem
 from funrl.data.tokenizer import encode_prompt
@@ -59,7 +59,7 @@ class PromptFormat(NamedTuple):
 PLAIN_PROMPTS = PromptFormat()
 
 
-def formatted(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
+def format_prompt(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
     """Apply a format to a prompt."""
     if isinstance(prompt, str) and not form.chat:
         shots = (f"{_in_template(shot.prompt, form)}{shot.completion}\n\n" for shot in form.shots)
@@ -87,7 +87,7 @@ def encoded(
       TokenizerError: as in `encode_prompt`.
       DataError: the tools are neither.
     """
-    return encode_prompt(tokenizer, formatted(prompt, form), tools_of(tools, form), arguments=form.arguments)
+    return encode_prompt(tokenizer, format_prompt(prompt, form), tools_of(tools, form), arguments=form.arguments)
 
 
 def tools_of(own: Any, form: PromptFormat) -> list[Any]:
@@ -102,7 +102,7 @@ def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
 
     Args:
       text: FILE:n.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
 
     Raises:
       DataError: the text has another form, the file cannot be read or has fewer records, or a record is unusable.
@@ -169,7 +169,7 @@ def _tools(given: Any) -> list[Any]:
 
 def _shot(where: str, record: Any, fields: Fields) -> Shot:
     try:
-        record = prompt_columns(renamed(record, fields)) if isinstance(record, Mapping) else {}
+        record = prompt_columns(rename_columns(record, fields)) if isinstance(record, Mapping) else {}
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     completion = next((record[name] for name in COMPLETIONS if isinstance(record.get(name), str)), None)

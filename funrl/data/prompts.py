@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError
 
@@ -60,7 +60,7 @@ def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]
     """Load the prompts of a file, whose records have a prompt (text or messages) and further fields; see `records`.
 
     Args:
-      fields: names of fields -> columns, as in `renamed`; `prompt_columns` has further names of columns.
+      fields: names of fields -> columns, as in `rename_columns`; `prompt_columns` has further names of columns.
 
     Raises:
       PromptError: the file is missing, empty or unreadable; a record is not an object, or lacks a usable prompt.
@@ -108,7 +108,7 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     where = f"{prompt.source}: " if prompt.source else ""
     try:
         tokens, text = encoded(tokenizer, prompt.prompt, form, tools=prompt.fields.get("tools"))
-        content = formatted(prompt.prompt, form)
+        content = format_prompt(prompt.prompt, form)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
@@ -135,7 +135,7 @@ def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
     try:
-        record = prompt_columns(renamed(record, fields))
+        record = prompt_columns(rename_columns(record, fields))
     except DataError as error:
         raise PromptError(f"{where}: {error}") from error
     if "prompt" not in record:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 
 from funrl.data.cached_datasets import TRAIN, cached_name, load_cached, looks_like_name
-from funrl.data.json_lines import DataError, JsonLines, parsed_json
+from funrl.data.json_lines import DataError, JsonLines, parse_json
 
 FORMATS = (
     "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
@@ -161,7 +161,7 @@ def _table(path: Path) -> JsonLines | TableRows:
     if path.suffix == ".json" and not content[:256].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return JsonLines(path)
     try:
-        return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parsed_json(content))
+        return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parse_json(content))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
 

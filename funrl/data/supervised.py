@@ -32,12 +32,12 @@ import numpy as np
 import torch
 
 from funrl.batch import Batch
-from funrl.data.columns import Fields, renamed, text_columns
+from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted, tools_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 
@@ -84,7 +84,7 @@ class TextFile(Sequence[TextExample]):
       kind: one of `TEXT_FIELDS`.
       tokenizer: of Hugging Face.
       has_margin: whether every record has a margin, in this file and in those trained on together with it.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
       most: bound on the tokens of a text, which is `shortened` beyond; None: no bound.
     """
@@ -111,7 +111,7 @@ class TextFile(Sequence[TextExample]):
         record = self.records[index]
         where = self.records.where(index)
         try:
-            example = text_example(renamed(record, self.fields), self.kind, self.tokenizer, form=self.form)
+            example = text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, form=self.form)
             example = example if self.most is None else shortened(example, self.most)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
@@ -136,7 +136,7 @@ def load_examples(
 
     Args:
       kind: one of `TEXT_FIELDS`.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
 
     Raises:
@@ -148,7 +148,7 @@ def load_examples(
 
     def check(record: Any) -> None:
         nonlocal without_margin, paired
-        record = renamed(record, fields)
+        record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
         columns = text_columns(record, "preferences" if paired else kind)
         check_record(columns, "preferences" if paired else kind)
@@ -163,7 +163,7 @@ def load_examples(
     return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form)
 
 
-def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
+def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
     """Join the examples of several files, with margins if all records have them.
 
     Args:
@@ -271,7 +271,7 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
     text = ""
     tokens = []
     trained = []
-    messages = formatted(messages, form)
+    messages = format_prompt(messages, form)
     tools = tools_of(tools, form)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -129,7 +129,7 @@ class RewardFunction(NamedTuple):
 def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
     """Describe functions that run together; equal names are numbered."""
     described = [
-        reward if isinstance(reward, RewardFunction) else described_function(reward, function_name(reward))
+        reward if isinstance(reward, RewardFunction) else describe_function(reward, function_name(reward))
         for reward in rewards
     ]
     names = unique_names([reward.name for reward in described])
@@ -138,7 +138,7 @@ def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
     )
 
 
-def described_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
+def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
     """Describe a function by its signature."""
     awaited = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     try:

@@ -14,7 +14,7 @@ from funrl.rewards.call import (
     Reward,
     RewardError,
     RewardFunction,
-    described_function,
+    describe_function,
     named_fields,
     reward_functions,
     torch_state_kept,
@@ -37,7 +37,7 @@ def _loaded(named: NamedReward) -> RewardFunction:
     verifier = VERIFIERS.get(named.source)
     if verifier is None:
         needs = next((known.fields for known in VERIFIERS.values() if known.source == named.source), ())
-        return described_function(loading.load_function("reward", named.source), named.name, needs)
+        return describe_function(loading.load_function("reward", named.source), named.name, needs)
     check = loading.load_function("reward", verifier.check) if verifier.check else None
     if verifier.package:
         try:
@@ -52,7 +52,7 @@ def _loaded(named: NamedReward) -> RewardFunction:
             check_platform()
         except SandboxError as error:
             raise loading.LoadError(f"--reward=code: {error}") from error
-    described = described_function(loading.load_function("reward", verifier.source), named.name, verifier.fields)
+    described = describe_function(loading.load_function("reward", verifier.source), named.name, verifier.fields)
     return described._replace(check=check)
 
 

@@ -317,7 +317,9 @@ def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alon
     params = trees.from_named(weights(), params.items())
     engine.load(engine.weights.named(params), 2)
     assert check(engine, params, version=2) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match="Its weights are the trainer's, so what it derives from them is wrong or stale"):
+    with pytest.raises(
+        SyncError, match="Its weights are the trainer's, so what it derives from them is wrong or stale"
+    ):
         check(engine, params, version=2, probes=True)
 
 

@@ -31,7 +31,7 @@ from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared
-from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, joined_totals
+from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -149,7 +149,7 @@ def run_requests(
     rewarded = generated if pending is None else time.perf_counter()
     times = (generated - start, rewarded - start, float(bool(collected.entries)))
     last_generated, last_rewarded, has_entries = _raise_everywhere(collected.error, times, mesh)
-    entries = joined_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
+    entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
     reward_s = min(
         last_rewarded - last_generated, time.perf_counter() - generated
     )  # ranks begin at nearly the same time

@@ -29,7 +29,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.rewards import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.sources.own_texts import Decode, written_of, written_texts
+from funrl.trainer.sources.own_texts import Decode, own_completions, written_texts
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -147,7 +147,7 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
             )
 
 
-def filled(template: str, example: Example, completion: str) -> str:
+def fill_template(template: str, example: Example, completion: str) -> str:
     """Fill a template with a prompt, its completion and its fields."""
     values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
@@ -234,9 +234,9 @@ def with_verdicts(
     mesh = judge.mesh
     owner = generating_ranks(len(examples), len(rows.owner) // len(examples), mesh.size(mesh.row_axes))
     rows = moved(rows, owner, mesh)
-    written = written_of(rows, examples)
+    written = own_completions(rows, examples)
     prompts = [
-        judge_tokens(filled(job.template, completion.example, text), job.tokenizer)
+        judge_tokens(fill_template(job.template, completion.example, text), job.tokenizer)
         for completion, text in zip(written, written_texts(written, decode), strict=True)
     ]
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)

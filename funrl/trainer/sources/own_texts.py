@@ -58,7 +58,7 @@ def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bo
     return same and (not chats or tokenizer.chat_template == policys.chat_template)
 
 
-def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
+def own_completions(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
     """Completions of this rank's rows, in their order.
 
     Args:
@@ -170,7 +170,7 @@ def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
     Raises:
       RewardError: a text has more tokens than the model has positions; raised on every rank.
     """
-    written = written_of(rows, examples)
+    written = own_completions(rows, examples)
     ids = [
         whole_tokens(completion, text, reader.tokenizer)
         for completion, text in zip(written, written_texts(written, reader.decode), strict=True)
@@ -189,7 +189,7 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
     """
     texts = []
     ends = []
-    for completion in written_of(rows, examples):
+    for completion in own_completions(rows, examples):
         solution_steps = steps_of(completion, reader.separator, reader.decode)
         prompt, _ = encode_prompt(reader.tokenizer, completion.example.messages or completion.example.text)
         text = steps_text(prompt, [step.text for step in solution_steps], reader.separator, tokenizer=reader.tokenizer)

@@ -31,7 +31,7 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import empty_rollout, generating_ranks, run_requests, to_rows
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
+from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.prompts import (
     FirstSamples,
     Generation,
@@ -39,7 +39,7 @@ from funrl.trainer.sources.prompts import (
     chosen_rows,
     failed_rows,
     filter_metrics,
-    filtered_samples,
+    filter_samples,
     first_samples,
     one_step_of,
     prompt_source,
@@ -305,7 +305,7 @@ def _write(
         np.concatenate([held.seeds, seeds]),
         np.concatenate([held.paused, paused])[order],
         rows=take(join_rows([held.rows, rows]), order),
-        entries=joined_totals(held.entries, done.entries),
+        entries=add_totals(held.entries, done.entries),
     )
     return prompts, taken.end
 
@@ -325,7 +325,7 @@ def _examine(generation: Generation, clock: Clock, prompts: BegunPrompts) -> Exa
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if generation.rescore is not None:
         rows = generation.rescore(rows, _examples(generation.schedule, prompts.places), "")
-    return Examined(prompts.places, rows, filtered_samples(generation, rows, len(prompts.places)))
+    return Examined(prompts.places, rows, filter_samples(generation, rows, len(prompts.places)))
 
 
 def _joined_examined(examined: Sequence[Examined]) -> Examined:

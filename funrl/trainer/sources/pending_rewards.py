@@ -33,7 +33,7 @@ class Rewarded(NamedTuple):
     entries: Totals = {}  # noqa: RUF012  (never mutated)
 
 
-def joined_totals(*totals: Totals) -> Totals:
+def add_totals(*totals: Totals) -> Totals:
     """Add the totals of several sets of rows."""
     joined: dict[str, tuple[float, int]] = {}
     for part in totals:
@@ -116,7 +116,7 @@ class PendingRewards:
                 for outcome in outcomes
                 if isinstance(outcome, Score)
             ]
-            rewarded = rewarded._replace(entries=joined_totals(rewarded.entries, *entries)) if entries else rewarded
+            rewarded = rewarded._replace(entries=add_totals(rewarded.entries, *entries)) if entries else rewarded
             if failures and not rewarded.problem:
                 rewarded = rewarded._replace(problem=failures[0].message)
         return rewarded

@@ -21,7 +21,7 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, first_texts, rollout, to_rows
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
+from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.source import SKIPPED, Source, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
@@ -145,8 +145,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 show.samples(step, *first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
-            entries = joined_totals(entries, done.entries)
-            kept_PS = filtered_samples(generation, rows, len(selected))
+            entries = add_totals(entries, done.entries)
+            kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
             sampled += len(selected)
@@ -241,7 +241,7 @@ def rewarded_rows(
     return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
 
 
-def filtered_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
+def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
     """[prompts, samples] bool, rows that the filter keeps."""
     samples = generation.sampling.samples
     if generation.selection.filter is None:
