@@ -31,7 +31,7 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.build import build, first_state, first_weights, sync
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 
 PROMPT, NEW = 64, 64

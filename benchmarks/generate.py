@@ -41,7 +41,7 @@ from funrl.models import Config, Model, decoder_config, decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -82,11 +82,11 @@ sys.path.insert(0, "benchmarks")
 from generate import engine_turn
 from funrl.mesh.mesh import SINGLE
 from funrl.models.huggingface import directories as hf
-from funrl.rollout.vllm.engine import vllm_engine
+from funrl.rollout.vllm.engine import vllm_engine, VLLMOptions
 folder, name, _, _ = sys.argv[1:]
 dtype = getattr(torch, name)
 model, params = hf.load(folder, dtype)
-turn = engine_turn(vllm_engine(model, SINGLE, dtype, 256, 1 << 30), params)
+turn = engine_turn(vllm_engine(model, SINGLE, dtype, VLLMOptions(256, 1 << 30)), params)
 print("ready", flush=True)
 for line in sys.stdin:
     print("took", turn(*json.loads(line)), flush=True)
@@ -123,7 +123,9 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     params = model.init(torch.Generator().manual_seed(0), getattr(torch, dtype))
     turns: dict[str, Turn] = {"native": engine_turn(native_engine(model, dtype=getattr(torch, dtype)), params)}
     if TORCH.value:
-        turns["torch"] = engine_turn(native_engine(model, dtype=getattr(torch, dtype), packed=False), params)
+        turns["torch"] = engine_turn(
+            native_engine(model, options=NativeOptions(packed=False), dtype=getattr(torch, dtype)), params
+        )
     turns["transformers"] = engine_turn(hf_engine(model, dtype=getattr(torch, dtype)), params)
     turns["continuous"] = continuous_turn(model, params)
     if VLLM.value:

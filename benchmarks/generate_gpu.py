@@ -28,7 +28,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Config, Model, decoder_config, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -69,7 +69,9 @@ def main(argv: list[str]) -> None:
 
 def native(model: Model, device: torch.device, static: bool) -> NativeEngine:
     mesh = Mesh(parse("dp1"), 0, device)
-    return native_engine(model, mesh, torch.bfloat16, packed=False, static=static, cache_bytes=16 << 30)
+    return native_engine(
+        model, mesh, torch.bfloat16, options=NativeOptions(packed=False, static=static, cache_bytes=16 << 30)
+    )
 
 
 def engine_turn(engine: NativeEngine, params: trees.Tree) -> Turn:

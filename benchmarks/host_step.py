@@ -21,8 +21,8 @@ from weightless import Weightless, smallest_config
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Model, decoder_model
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native.backends import Draw, PassWork
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.backends import PassWork, SampledRows
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -42,8 +42,8 @@ class NothingComputed(Weightless):
         return torch.zeros(len(work.draws), 1)
 
     def draw(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         zeros_R = torch.zeros(len(source_R))
         return torch.full((len(source_R),), 7), zeros_R, zeros_R
 
@@ -79,7 +79,7 @@ def smallest_model() -> Model:
 def ordinary(rows: int) -> NativeEngine:
     """An engine over nothing."""
     spec = WeightSpec({}, {}, SINGLE, torch.float32)
-    engine = NativeEngine(smallest_model(), spec, NothingComputed(), rows, 1 << 30, None)
+    engine = NativeEngine(smallest_model(), spec, NothingComputed(), NativeOptions(rows, 1 << 30))
     engine.load([], 0)
     return engine
 
@@ -87,7 +87,7 @@ def ordinary(rows: int) -> NativeEngine:
 def static(rows: int) -> NativeEngine:
     """An engine whose passes, once they only decode, are what the first one found."""
     model = smallest_model()
-    engine = native_engine(model, max_rows=rows, packed=False, static=True, cache_bytes=1 << 30)
+    engine = native_engine(model, options=NativeOptions(max_rows=rows, packed=False, static=True, cache_bytes=1 << 30))
     engine.load(engine.weights.named(model.init(torch.Generator().manual_seed(0))))
     assert engine._static is not None
     found = (torch.full((rows,), 7), torch.zeros(rows), torch.zeros(rows))

@@ -31,7 +31,7 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.build import build, first_state, first_weights, frozen_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 
 SIZES = {"vocab": 8192, "embed": 768, "heads": 12, "kv_heads": 12, "head": 64, "mlp": 3072}

@@ -29,8 +29,8 @@ from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware, op_seconds
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.native.backends import Draw, PassWork
-from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.backends import PassWork, SampledRows
+from funrl.rollout.native.engine import NativeEngine, NativeOptions
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
@@ -104,10 +104,10 @@ class SimulatedModel(Weightless):
         return torch.stack([work.tokens_N[work.draws], torch.from_numpy(ends)], 1)
 
     def draw(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         assert noise_R is not None
-        token_R, end_R = found_M[source_R].numpy().T
+        token_R, end_R = output_M[source_R].numpy().T
         first_R = end_R == self._prompt
         for row in np.flatnonzero(first_R).tolist():  # which of a prompt's samples it is its noise tells
             token_R[row] = 2 + self._numbers[float(noise_R[row])]
@@ -169,7 +169,7 @@ def simulate(ranks: int, lengths: np.ndarray, queue: str) -> np.ndarray:
         mesh = Mesh(whole, rank)
         backend = SimulatedModel(rank, clocks, lengths, numbers)
         spec = WeightSpec({}, {}, mesh, torch.float32)
-        engine = NativeEngine(model, spec, backend, MOST_ROWS.value, int(cache_bytes()), None)
+        engine = NativeEngine(model, spec, backend, NativeOptions(MOST_ROWS.value, int(cache_bytes())))
         engine.load([], 0)
         clocks.wait(rank)
         if queue == "tickets":

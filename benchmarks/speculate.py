@@ -24,7 +24,7 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.mesh.mesh import single
 from funrl.models import Model, decoder_config, decoder_model
 from funrl.rollout.engine import complete
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import loop
@@ -72,7 +72,8 @@ def measure(name: str, model: Model, params, prompts: Sequence[Sequence[int]], s
     """Print the speed of all backends, numbers of rows and drafts."""
     for backend in BACKENDS.value:
         engines = {
-            draft: native_engine(model, packed=backend == "packed", speculate=int(draft)) for draft in DRAFTS.value
+            draft: native_engine(model, options=NativeOptions(packed=backend == "packed", speculate=int(draft)))
+            for draft in DRAFTS.value
         }
         for engine in engines.values():
             engine.load(engine.weights.named(params))

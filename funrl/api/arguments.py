@@ -17,7 +17,7 @@ from funrl.flags.config_file import flag_text
 from funrl.flags.foreign.answers import check_names
 from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
-from funrl.rewards.call import Reward, described_function
+from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
@@ -221,5 +221,5 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
             hint = "; rewards that are named go into one text, reward='math,format@0.1'" * isinstance(function, str)
             raise SettingsError(f"reward: {function!r} is not a function{hint}")
     if isinstance(reward, Mapping):
-        return tuple(described_function(function, name) for name, function in reward.items())
+        return tuple(describe_function(function, name) for name, function in reward.items())
     return functions

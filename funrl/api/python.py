@@ -46,7 +46,7 @@ from funrl.processes.workers import interrupt_asked
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
 from funrl.rollout.hf_engine import hf_engine, no_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
 from funrl.track.records.run_directory import RunDirectory, check_can_go_on, expanded, read_lines
@@ -172,7 +172,11 @@ class _Completions(NamedTuple):
 def _completed(task: _Completions, mesh: Mesh) -> list[str]:
     """Completions of all prompts, on every rank."""
     decode = functools.partial(task.tokenizer.decode, skip_special_tokens=True)
-    engine = native_engine(task.model, mesh, decode=decode) if task.model.pages else hf_engine(task.model, mesh)
+    engine = (
+        native_engine(task.model, mesh, options=NativeOptions(decode=decode))
+        if task.model.pages
+        else hf_engine(task.model, mesh)
+    )
     weights = stored_weights(task.stored, task.model, torch.float32, layouts=engine.weights.layouts, mesh=mesh)
     engine.load(engine.weights.named(weights), 0)
     rewarded = RewardedEngine(engine, mesh, decode, pool=Pool(()), weights=())

@@ -66,7 +66,7 @@ from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, 
 from funrl.trainer.sources.completion_scores import end_values
 from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says

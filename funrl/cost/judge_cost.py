@@ -14,7 +14,7 @@ from funrl.cost.tracing.estimate import axes_of, depths_of
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
 from funrl.models import Model
-from funrl.rollout.native.engine import FREE_SHARE, native_engine
+from funrl.rollout.native.engine import FREE_SHARE, NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
@@ -94,7 +94,9 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
 
     def generator_of(shallow: Job):
         assert parts.generator is not None
-        engine = native_engine(shallow.model, mesh, job.dtype, settings.engines.decode_rows, note=lambda _: None)
+        engine = native_engine(
+            shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
+        )
         return parts.generator._replace(engine=engine, mesh=mesh)
 
     whole = generator_of(of_depth(layers))

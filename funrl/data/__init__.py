@@ -1,1 +1,1 @@
-"""Prompts, tokenizers, the embedded task, and which rows go together."""
+"""Data: records, prompts, texts, tokenizers, the order of training, and packing."""

@@ -1,8 +1,8 @@
-"""Datasets of the local Hugging Face cache, by their names. Nothing is downloaded.
+"""Datasets in the local Hugging Face cache, by name. Nothing is downloaded.
 
 A name is `gsm8k`, `openai/gsm8k`, `openai/gsm8k:test` (a split) or `openai/gsm8k:main:test` (a configuration and a
-split). What `datasets.load_dataset` has prepared is mapped as it is; of what was downloaded only (`hf download`), the
-library prepares its copy first.
+split). What `datasets.load_dataset` has prepared is memory-mapped; a dataset that was only downloaded (`hf download`)
+is prepared by the library first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+){0,2}")
 
 
 class DatasetName(NamedTuple):
-    """A dataset, one of its configurations (None: it has only one) and one of its splits."""
+    """A dataset, its configuration (None: it has only one) and its split."""
 
     name: str
     config: str | None
@@ -25,7 +25,7 @@ class DatasetName(NamedTuple):
 
 
 def cached_name(text: str) -> DatasetName | None:
-    """The dataset that a text names; None where the text is no name, or the local cache has no such dataset."""
+    """The dataset that a text names; None if the text is not a name, or the local cache lacks the dataset."""
     if not looks_like_name(text):
         return None
     name, *parts = text.split(":")
@@ -34,19 +34,19 @@ def cached_name(text: str) -> DatasetName | None:
 
 
 def looks_like_name(text: str) -> bool:
-    """True for what could be the name of a dataset, and is no path."""
+    """True for a text that could be the name of a dataset and is not a path."""
     return _NAME.fullmatch(text) is not None and not Path(text).exists()
 
 
 def load_cached(library: Any, wanted: DatasetName) -> Any:
-    """A `datasets.Dataset`, mapped into memory.
+    """Load a memory-mapped `datasets.Dataset`.
 
     Args:
-      library: the module `datasets`, kept from looking beyond this machine.
-      wanted: dataset of the cache.
+      library: the module `datasets` in offline mode.
+      wanted: a dataset in the cache.
 
     Raises:
-      ValueError: the cache does not have the split or the configuration, or has several and none is named.
+      ValueError: the cache lacks the split or configuration, or has several and none is named.
     """
     path = wanted.name if _prepared(wanted) else str(_snapshot(wanted.name))
     cache = str(_cache("HF_DATASETS_CACHE", "datasets"))
@@ -61,7 +61,7 @@ def load_cached(library: Any, wanted: DatasetName) -> Any:
 
 
 def cached_files(wanted: DatasetName) -> dict[str, Path]:
-    """Files of a dataset by name: those of its split that the library has prepared, or of the downloaded repository."""
+    """Files of a dataset by name: the prepared files of its split, or those of the downloaded repository."""
     pattern = f"{wanted.config or '*'}/*/*/*-{wanted.split}*.arrow"
     folders = _prepared(wanted)
     files = {str(file.relative_to(folder)): file for folder in folders for file in folder.glob(pattern)}
@@ -72,7 +72,7 @@ def cached_files(wanted: DatasetName) -> dict[str, Path]:
 
 
 def _prepared(wanted: DatasetName) -> list[Path]:
-    """Directories NAMESPACE___NAME of a dataset that the library has prepared, which hold CONFIG/VERSION/HASH."""
+    """Directories NAMESPACE___NAME of a prepared dataset, which hold CONFIG/VERSION/HASH."""
     name = _plain(wanted.name.replace("/", "___"))
     folders = _cache("HF_DATASETS_CACHE", "datasets").glob("*")
     return [folder for folder in folders if _plain(folder.name) == name and any(folder.glob("*/*/*/dataset_info.json"))]
@@ -89,7 +89,7 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _plain(name: str) -> str:
-    """A name without what the library changes in it: GSM8kMain becomes gsm8k_main; ___ after a namespace stays."""
+    """A name in the library's normal form: GSM8kMain becomes gsm8k_main; ___ after a namespace stays."""
     return re.sub("(?<!_)_(?!_)", "", name).lower()
 
 

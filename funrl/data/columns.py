@@ -1,4 +1,4 @@
-"""Columns of data as TRL, verl and raw files name them, under the names that this package uses."""
+"""Names of columns: from those of TRL, verl and raw files to those of this package."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from funrl.data.json_lines import DataError
 Fields = Mapping[str, str]
 
 
-def parsed_fields(text: str | None) -> Fields:
-    """The names in "prompt:question,answer:extra_info.answer": of a field here, and of the column that it is in.
+def parse_fields(text: str | None) -> Fields:
+    """Parse a mapping of fields to columns such as "prompt:question,answer:extra_info.answer".
 
-    >>> parsed_fields("prompt:question,answer:extra_info.answer")
+    >>> parse_fields("prompt:question,answer:extra_info.answer")
     {'prompt': 'question', 'answer': 'extra_info.answer'}
 
     Raises:
@@ -28,11 +28,11 @@ def parsed_fields(text: str | None) -> Fields:
     return fields
 
 
-def renamed(record: Any, fields: Fields) -> Any:
-    """A record whose columns have the names of `fields`; other columns stay.
+def rename_columns(record: Any, fields: Fields) -> Any:
+    """Rename columns of a record to the names of `fields`; other columns stay.
 
     Args:
-      record: of a file.
+      record: a record of a file.
       fields: name of a field -> name of its column; "a.b" is the entry b of the column a.
 
     Raises:
@@ -45,10 +45,9 @@ def renamed(record: Any, fields: Fields) -> Any:
 
 
 def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record for reinforcement learning.
+    """Normalise a record for reinforcement learning.
 
-    A `question` is the prompt where there is none, and the `ground_truth` in verl's `reward_model` is a field of its
-    own.
+    Without a `prompt`, the `question` becomes the prompt. The `ground_truth` in verl's `reward_model` becomes a field.
     """
     columns = dict(record)
     if "prompt" not in columns and "question" in columns:
@@ -60,13 +59,13 @@ def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_columns(record: Any, kind: str) -> Any:
-    """A record to learn from.
+    """Normalise a record for supervised learning.
 
-    A `question` and its `answer` are a prompt and its completion where there are none, and the prompt of a pair may be
-    the common beginning of its texts. Columns without a value are left out.
+    Without prompt and completion, `question` and `answer` become these. The prompt of a pair may be the common prefix
+    of its texts. Columns without a value are left out.
 
     Args:
-      record: after `renamed`.
+      record: after `rename_columns`.
       kind: as in `supervised`.
     """
     if not isinstance(record, Mapping):
@@ -84,7 +83,7 @@ def text_columns(record: Any, kind: str) -> Any:
 
 
 def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """A pair with its prompt taken out of its conversations, where these begin with it."""
+    """Move the common prefix of a pair's conversations into its prompt."""
     chosen, rejected = (record.get(name) for name in ("chosen", "rejected"))
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         if "prompt" in record or not (isinstance(chosen, str) and isinstance(rejected, str)):
@@ -105,7 +104,7 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Messages that both begin with."""
+    """Common prefix of two lists of messages."""
     same = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     return list(first[: min(len(first), len(second)) if same is None else same])
 

@@ -1,4 +1,4 @@
-"""Digests of files and of Python objects, bounded in what they read."""
+"""Digests of files and of Python objects that read a bounded amount of data."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PARTIAL = "sampled-"  # begins the digest of what was not read whole
 
 
 def short_digest(data: bytes) -> str:
-    """The first 16 hexadecimal digits of the SHA-256."""
+    """First 16 hexadecimal digits of the SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """The digest of some files: of names, sizes and all bytes, or where there are many, of blocks.
+    """Digest of files: of their names, sizes and bytes, or of blocks of large files.
 
-    Up to `WHOLE_BYTES` everything is read. Of more, `BLOCKS` blocks are, so that 64 MiB are read of 30 GB: a change
-    that keeps every size and meets no block is not seen.
+    Up to `WHOLE_BYTES`, all bytes are read; beyond, `BLOCKS` blocks, such as 64 MiB of 30 GB. A change that keeps every
+    size and touches no block goes unnoticed.
 
     Args:
-      files: by names that are part of the digest; "" for a single file, whose name is not.
+      files: paths by name; the names are part of the digest. Use "" for a single file.
 
     Raises:
-      OSError: one cannot be read.
+      OSError: a file cannot be read.
     """
     sizes = {name: files[name].stat().st_size for name in sorted(files)}
     total = sum(sizes.values())
@@ -55,10 +55,10 @@ def files_digest(files: Mapping[str, Path]) -> str:
 
 
 def data_digest(path: str) -> str:
-    """The digest of a data file, of a directory, or of a dataset in the local Hugging Face cache; "" of anything else.
+    """Digest of a data file, a directory, or a dataset in the local Hugging Face cache; "" for anything else.
 
     Raises:
-      OSError: as `files_digest`.
+      OSError: as in `files_digest`.
     """
     place = Path(path)
     if place.is_file():
@@ -70,9 +70,9 @@ def data_digest(path: str) -> str:
 
 
 def records_digest(records: Sequence[Any]) -> str:
-    """The digest of a list of records: of all, or of more than `RECORDS_READ` of some that are evenly spaced.
+    """Digest of a list of records: of all, or of evenly spaced ones if there are more than `RECORDS_READ`.
 
-    Objects that JSON cannot hold count by their type alone.
+    Objects that JSON cannot represent contribute only their type.
     """
     count = len(records)
     places: Sequence[int] = range(count)

@@ -1,4 +1,4 @@
-"""Files of JSON lines, read where they are. Values are what JSON says: no column is converted to a common type."""
+"""Files of JSON lines, read in place. Values stay as in JSON: no column is converted to a common type."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Stamp = tuple[int, int]  # size and time of change of a file
 
 
 class DataError(ValueError):
-    """A file or a line that cannot be trained on; the message names the file, the line and what is wrong with it."""
+    """A file or line cannot be trained on; the message names the file, the line and the problem."""
 
 
 class JsonLines(NamedTuple):
-    """The lines of a file, each parsed when it is read. No file stays open, so it may be forked and pickled.
+    """The lines of a file, each parsed on access. It holds no open file, so it can be forked and pickled.
 
     Attributes:
-      path: of the file.
-      offsets: [lines + 1] int64, where each line begins, and the end of the file; None before `indexed`.
-      stamp: of the file when it was indexed.
+      path: path of the file.
+      offsets: [lines + 1] int64, start of each line, and the end of the file; None before `indexed`.
+      stamp: size and time of the file when it was indexed.
     """
 
     path: Path
@@ -31,14 +31,14 @@ class JsonLines(NamedTuple):
     stamp: Stamp = (0, 0)
 
     def indexed(self) -> JsonLines:
-        """Index the lines, so that each can be read alone."""
+        """Index the lines for random access."""
         with _opened(self.path) as file:
             stamp = _stamp(file)
             lengths = np.fromiter(map(len, file), dtype=np.int64)
         return JsonLines(self.path, np.append(0, np.cumsum(lengths)), stamp)
 
     def scan(self) -> Iterator[tuple[int, Any]]:
-        """Parse the file from its beginning: the place of each line from 0, and its record. Blank lines are skipped.
+        """Parse the whole file: yields the index and record of each line that is not blank.
 
         Raises:
           DataError: the file cannot be read, or a line is not JSON.
@@ -58,7 +58,7 @@ class JsonLines(NamedTuple):
             return self._parsed(place, file.readline())
 
     def where(self, place: int) -> str:
-        """The file and the number of a line."""
+        """File and number of a line."""
         return f"{self.path}, line {place + 1}"
 
     def sizes(self) -> np.ndarray:
@@ -68,13 +68,13 @@ class JsonLines(NamedTuple):
 
     def _parsed(self, place: int, line: bytes) -> Any:
         try:
-            return parsed_json(line)
+            return parse_json(line)
         except ValueError as error:
             raise DataError(f"{self.where(place)}: {error}") from error
 
 
-def parsed_json(text: bytes) -> Any:
-    """Parse JSON. Raises: ValueError, it is not JSON in UTF-8, is nested too deeply, or repeats a key."""
+def parse_json(text: bytes) -> Any:
+    """Parse JSON. Raises: ValueError, it is not UTF-8 JSON, is nested too deeply, or repeats a key."""
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
         if b"\\ud" in text.lower():
@@ -93,7 +93,7 @@ def parsed_json(text: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises: ValueError, it has a key twice, so that one value would be lost."""
+    """Build a JSON object. Raises: ValueError, a key occurs twice, so that a value would be lost."""
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,4 +1,4 @@
-"""Rows of a rank laid end to end into one micro-batch, and results laid back into the rows."""
+"""Concatenate rows of a rank into a micro-batch, and scatter its results back to the rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Slots(NamedTuple):
     """Source of each token of a packed micro-batch [1, N]. S is the fixed maximum of segments.
 
     Attributes:
-      source: [N] int64, which token of the flattened rows [b * T]; 0 at padding.
+      source: [N] int64, index into the flattened rows [b * T]; 0 at padding.
       used: [1, N] bool, false at padding.
       positions: [1, N] int32, 0 at the first token of each row and at padding.
       segments: [1, N] int32, 1 for the first row, 2 for the next, ..., 0 at padding.
-      offsets: [S + 1] int32, where segments begin and end, as `varlen_attention` takes them.
-      total: tokens that are not padding; they come first.
-      longest: tokens of the longest row, rounded up to a power of two or N, so that few values occur.
+      offsets: [S + 1] int32, start and end of the segments, as `varlen_attention` takes them.
+      total: number of tokens that are not padding; they come first.
+      longest: length of the longest row, rounded up to a power of two or N, so that few values occur.
     """
 
     source: Tensor
@@ -40,7 +40,7 @@ def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segm
 
     Args:
       lengths: [b] tokens of this rank's rows.
-      rows: which of them, as `Packing.own` gives them but numbered on this rank.
+      rows: indices of some of them, as in `Packing.own` but local to this rank.
       width: T of the rows' fields [b, T].
       size: N, at least the sum of the rows' lengths.
       max_segments: S, at least the number of rows.
@@ -85,6 +85,6 @@ def pack_tokens(x_bT: Tensor, at: Slots, fill: float = 0) -> Tensor:
 
 
 def unpack_tokens(x_1N: Tensor, at: Slots, into_bT: Tensor) -> Tensor:
-    """`into_bT` [b, T, ...] with the tokens of a micro-batch written to their places, in place."""
+    """Write the tokens of a micro-batch to their places in `into_bT` [b, T, ...], in place."""
     into_bT.view(-1, *into_bT.shape[2:])[at.source[: at.total]] = x_1N[0, : at.total].to(into_bT.dtype)
     return into_bT

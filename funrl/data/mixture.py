@@ -1,4 +1,4 @@
-"""Several files as one sequence of items, which may be drawn by weights."""
+"""Several files as one sequence of items, which may be sampled by weight."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MixedItem = TypeVar("MixedItem")
 
 
 class WeightedFile(NamedTuple):
-    """A file and the weight by which its items are drawn; None: as often as those of the other files."""
+    """A file and the sampling weight of its items; None: all items of all files are equally frequent."""
 
     path: str
     weight: float | None
 
 
 def weighted_files(text: str) -> list[WeightedFile]:
-    """The files in "a.jsonl@0.7,b.parquet@0.3" or "a.jsonl,b.parquet"; a path that exists is one file.
+    """Parse "a.jsonl@0.7,b.parquet@0.3" or "a.jsonl,b.parquet"; a path that exists is a single file.
 
     >>> weighted_files("a.jsonl@0.7,b.parquet@0.3")
     [WeightedFile(path='a.jsonl', weight=0.7), WeightedFile(path='b.parquet', weight=0.3)]
 
     Raises:
-      DataError: only some have weights, or a weight is too small.
+      DataError: only some files have weights, or a weight is too small.
     """
     if Path(text).exists():
         return [WeightedFile(text, None)]
@@ -46,13 +46,13 @@ def weighted_files(text: str) -> list[WeightedFile]:
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Draws of each weight among 1,000, which they add up to.
+    """Share of each weight in 1,000 items; the shares add up to 1,000.
 
     >>> shares_of([2, 1])
     (667, 333)
 
     Raises:
-      DataError: one of them would have none.
+      DataError: a share would be 0.
     """
     if min(weights) <= 0 or min(weights) / sum(weights) * DRAWS < 1:
         raise DataError(
@@ -65,12 +65,12 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Mixture(Sequence[MixedItem]):
-    """The items of several parts, one part after the other; drawn by the parts' shares.
+    """The items of several parts, part by part, which are sampled by the parts' shares.
 
     Attributes:
-      parts: each of one item at least.
-      shares: of each part among 1,000 draws; None: every item is drawn as often as any other.
-      starts: [parts + 1] place of the first item of each part, and the number of all items.
+      parts: parts of at least one item each.
+      shares: share of each part in 1,000 items; None: all items are equally frequent.
+      starts: [parts + 1] index of the first item of each part, and the number of all items.
     """
 
     def __init__(self, parts: Sequence[Sequence[MixedItem]], shares: Sequence[int] | None):
@@ -92,10 +92,10 @@ class Mixture(Sequence[MixedItem]):
         part = int(np.searchsorted(self.starts, place, side="right")) - 1
         return self.parts[part][place - int(self.starts[part])]
 
-    def drawn_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
-        """The part of each of the next `count` draws, and how many of each part were drawn before.
+    def next_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Part of each of the next `count` items, and the number of items taken from each part before.
 
-        In every 1,000 draws each part has its share, in an order that the seed fixes.
+        In every 1,000 items each part has its share, in an order that the seed determines.
         """
         assert self.shares is not None
         first, begin = divmod(consumed, DRAWS)

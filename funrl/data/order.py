@@ -1,8 +1,8 @@
-"""The endless order in which training takes items: without a state, and with weights that choose among them.
+"""The endless, stateless order in which training takes items, with optional sampling weights.
 
-Position p of the order has an item that the seed and p fix: all items in a shuffled order, then all in another, and so
-on; of a mixture those of each part, by its share. A run that goes on at a position takes what it would have taken
-without a stop, whatever the batch sizes before.
+The seed and a position p determine the item at p: all items in a shuffled order, then all in another, and so on; for a
+mixture, the items of each part by its share. A run that resumes at a position takes the items that it would have taken
+without the interruption, for any earlier batch sizes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy as np
 from funrl.data.mixture import Mixture
 from funrl.seeds import derived_seed
 
-CHANCE_BLOCK = 1024  # positions whose chances are drawn together
-CHANCES = 0xC4A2CE  # sets their numbers apart from those that shuffle
-DrawnItem = TypeVar("DrawnItem")
+CHANCE_BLOCK = 1024  # positions whose random numbers are generated together
+CHANCES = 0xC4A2CE  # separates their random streams from those of the shuffles
+AnyItem = TypeVar("AnyItem")
 
 
-class Drawn(Sequence[DrawnItem]):
-    """Some items of a sequence, read when they are asked for and not before.
+class Reordered(Sequence[AnyItem]):
+    """Some items of a sequence, each read on access.
 
     Args:
       items: the sequence.
-      places: of the items in it.
+      places: indices into it.
     """
 
-    def __init__(self, items: Sequence[DrawnItem], places: Sequence[int]):
+    def __init__(self, items: Sequence[AnyItem], places: Sequence[int]):
         self.items = items
         self.places = places
 
@@ -37,22 +37,22 @@ class Drawn(Sequence[DrawnItem]):
         return len(self.places)
 
     @overload
-    def __getitem__(self, index: int) -> DrawnItem: ...
+    def __getitem__(self, index: int) -> AnyItem: ...
     @overload
-    def __getitem__(self, index: slice) -> Drawn[DrawnItem]: ...
-    def __getitem__(self, index: int | slice) -> DrawnItem | Drawn[DrawnItem]:
+    def __getitem__(self, index: slice) -> Reordered[AnyItem]: ...
+    def __getitem__(self, index: int | slice) -> AnyItem | Reordered[AnyItem]:
         if isinstance(index, slice):
-            return Drawn(self.items, self.places[index])
+            return Reordered(self.items, self.places[index])
         return self.items[self.places[index]]
 
 
 class Taken(NamedTuple):
-    """Items that were taken from the order.
+    """Items taken from the order.
 
     Attributes:
-      positions: [count] of each in the order, ascending.
-      places: [count] of each in the sequence of items.
-      end: where the order goes on.
+      positions: [count] position of each item in the order, ascending.
+      places: [count] index of each item in the sequence.
+      end: next position in the order.
     """
 
     positions: np.ndarray
@@ -61,48 +61,48 @@ class Taken(NamedTuple):
 
 
 def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) -> np.ndarray:
-    """[count] places of the items at the next positions of the order.
+    """Indices of the items at the next positions of the order, [count].
 
     Args:
-      items: N of them, at least 1; a `Mixture` may have shares.
-      count: how many; may exceed N.
+      items: N items, at least 1; a `Mixture` may have shares.
+      count: number of positions; may exceed N.
       seed: of the shuffles.
-      position: where to begin.
+      position: the first position.
     """
     if not isinstance(items, Mixture) or items.shares is None:
-        return _shuffled(len(items), count, seed, position)
-    part_C, earlier = items.drawn_parts(count, seed, position)
+        return _shuffled(len(items), count, seed, position=position)
+    part_C, earlier = items.next_parts(count, seed, position)
     places_C = np.zeros(count, dtype=np.int64)
     for number, part in enumerate(items.parts):
         mine_C = part_C == number
-        own = _shuffled(len(part), int(mine_C.sum()), derived_seed(seed, number), int(earlier[number]))
+        own = _shuffled(len(part), int(mine_C.sum()), derived_seed(seed, number), position=int(earlier[number]))
         places_C[mine_C] = items.starts[number] + own
     return places_C
 
 
 def take_next(items: Sequence[Any], count: int, seed: int, position: int, weights: np.ndarray | None = None) -> Taken:
-    """The next items of the order, those that are passed over left out.
+    """Take the next items of the order, by rejection sampling if there are weights.
 
-    An item that comes up is taken with the probability weight / largest weight, by a number that the seed and the
-    position fix; otherwise it is passed over until it comes up again. So items of the largest weight are taken whenever
-    they come up, those of weight 0 never, and equal weights change nothing.
+    The item at a position is taken with the probability weight / largest weight, by a random number that the seed and
+    the position determine; otherwise it is passed over until it comes up again. So items of the largest weight are
+    always taken, items of weight 0 never, and equal weights change nothing.
 
     Args:
       items: as in `places_in_order`.
-      count: how many.
+      count: number of items to take.
       seed: of the shuffles.
-      position: where to begin.
-      weights: [N] at least 0, one of them above; None: all equal.
+      position: the first position.
+      weights: [N] at least 0, and not all 0; None: all equal.
     """
     if weights is None or not count:
         end = position + count
-        return Taken(np.arange(position, end), places_in_order(items, count, seed, position), end)
+        return Taken(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
     chance_N = weights / weights.max()
     span = 2 * count
     positions: list[int] = []
     places: list[int] = []
     while len(places) < count:
-        come_up = places_in_order(items, span, seed, position)
+        come_up = places_in_order(items, span, seed, position=position)
         taken = np.flatnonzero(_chances(seed, position, span) < chance_N[come_up])[: count - len(places)]
         positions += (position + taken).tolist()
         places += come_up[taken].tolist()
@@ -112,7 +112,7 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
 
 
 def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -> int:
-    """A number below 2^63 that tells orders apart: by the seed, the parts, their shares, and the lengths of items."""
+    """Digest of an order below 2^63: of the seed, the parts, their shares, and the lengths of items."""
     parts, shares = (items.parts, items.shares) if isinstance(items, Mixture) else ([items], None)
     facts = repr((seed, [len(part) for part in parts], shares and list(shares))).encode()
     digest = hashlib.sha256(facts + np.array(lengths, dtype=np.int64).tobytes()).digest()
@@ -120,7 +120,7 @@ def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -
 
 
 def _shuffled(total: int, count: int, seed: int, position: int) -> np.ndarray:
-    """[count] the next of an endless sequence of the places 0 to `total` - 1."""
+    """Next indices of the endless sequence of shuffles of 0 to `total` - 1, [count]."""
     epochs = range(position // total, -(-(position + count) // total))
     orders = [np.random.default_rng((seed, epoch)).permutation(total) for epoch in epochs]
     begin = position - epochs.start * total
@@ -128,8 +128,8 @@ def _shuffled(total: int, count: int, seed: int, position: int) -> np.ndarray:
 
 
 def _chances(seed: int, position: int, count: int) -> np.ndarray:
-    """[count] numbers in [0, 1), one for each of the next positions."""
+    """Random numbers in [0, 1) of the next positions, [count]."""
     first, begin = divmod(position, CHANCE_BLOCK)
     blocks = range(first, first - (-(begin + count) // CHANCE_BLOCK))
-    drawn = [np.random.default_rng((seed, CHANCES, block)).random(CHANCE_BLOCK) for block in blocks]
-    return np.concatenate(drawn)[begin : begin + count]
+    blocks_of_chances = [np.random.default_rng((seed, CHANCES, block)).random(CHANCE_BLOCK) for block in blocks]
+    return np.concatenate(blocks_of_chances)[begin : begin + count]

@@ -1,8 +1,8 @@
 """Assign examples to ranks and pack them end to end into micro-batches of few sizes.
 
-An example is what must stay together: a row, a pair, a group. `pack` computes, from the lengths alone, the rank, the
-micro-batch and the offset of every row; every rank computes the same plan. All arithmetic that decides anything is on
-integers, so the plan is the same on every machine.
+An example is a unit that must stay together: a row, a pair, a group. `pack` computes the rank, the micro-batch and the
+offset of every row from the lengths alone, and every rank computes the same plan. All decisions use integer arithmetic,
+so the plan is the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 UNIT = 1024  # work of one token; the work of attention is rounded to 1 / UNIT of a token
 _ENOUGH = 1.003
-_TRIES = 64  # examples that are looked at for one that fits, where examples of equal work have unequal lengths
+_TRIES = 64  # examples tried for one that fits, as examples of equal work can differ in length
 
 
 class PackingError(ValueError):
-    """An example that fits no micro-batch; the message says which, and what would hold it."""
+    """An example fits no micro-batch; the message names it and a size that would hold it."""
 
 
 class RowCost(NamedTuple):
@@ -28,8 +28,8 @@ class RowCost(NamedTuple):
 
     Attributes:
       pair: FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token. For a
-        decoder, in forward and backward alike, 4 * layers * heads * head / (2 * parameters).
-      window: how many tokens a token sees, itself included; None: all before it.
+        decoder, in both forward and backward, 4 * layers * heads * head / (2 * parameters).
+      window: number of tokens that a token sees, including itself; None: all before it.
     """
 
     pair: float = 0.0
@@ -70,16 +70,15 @@ class Packing(NamedTuple):
 
 
 def packed_sizes(token_budget: int, longest: int, multiple: int = 1, parts: int = 16) -> tuple[int, ...]:
-    """Sizes that micro-batches may have, ascending.
+    """Sizes of micro-batches, ascending: the token budget, its fractions k / parts down to a half, and so on.
 
-    They are the token budget and its fractions k / parts down to a half, and the same of its half, its quarter and so
-    on down to 1 / 128.
+    The same fractions are taken of its half, its quarter, down to 1 / 128.
 
     Args:
       token_budget: tokens of the largest micro-batch.
       longest: tokens of the longest example; the budget is raised to it.
       multiple: sizes are multiples of it, such as sp * tp.
-      parts: of the budget; there are half as many sizes between a number and its half.
+      parts: fractions of the budget; half as many sizes lie between a size and its half.
 
     Example: packed_sizes(64, 10, 8, 4) is (8, 16, 24, 32, 48, 64), and packed_sizes(64, 90, 8, 4) ends with 72, 96.
     """
@@ -101,18 +100,18 @@ def pack(
     example: Sequence[int] | np.ndarray | None = None,
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
 ) -> Packing:
-    """Pack rows into micro-batches such that micro-batch i takes all ranks about equally long.
+    """Pack rows into micro-batches so that micro-batch i takes all ranks about the same time.
 
-    Several plans are made (bins filled one by one with the largest example that fits, to the brim or to an equal share
-    of the work; examples spread over a given number of bins, each to the bin that has least), and the one is taken
-    that is soonest done if micro-batch i begins when all ranks have done i - 1.
+    Several plans are compared (bins filled one by one with the largest example that fits, completely or to an equal
+    share of the work; examples spread over a given number of bins, each to the bin with the least work). The result is
+    the plan that finishes first if micro-batch i begins when all ranks have finished i - 1.
 
     Args:
       lengths: [rows] tokens of each row.
       ranks: R, how many ranks share the rows.
       sizes: tokens of a micro-batch, ascending, as `packed_sizes` makes them.
-      max_segments: rows of a micro-batch, at most.
-      example: [rows] the number of each row's example; rows of one example go together. None: each row alone.
+      max_segments: bound on the rows of a micro-batch.
+      example: [rows] number of each row's example; rows of one example go together. None: each row alone.
       cost: how work grows with a row's length.
 
     Raises:
@@ -124,9 +123,9 @@ def pack(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _units(lengths, example, cost)
-    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rule = _rule(units, ranks, sizes, max_segments=max_segments, cost=cost)
     rank, micro, size = _align(_best(units, rule), units, rule)
-    return _packing(lengths, rank[units.of_row], micro[units.of_row], size, units.of_row)
+    return _packing(lengths, rank[units.of_row], micro[units.of_row], size=size, example=units.of_row)
 
 
 def pack_owned(
@@ -137,7 +136,7 @@ def pack_owned(
     max_segments: int,
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
 ) -> Packing:
-    """Pack rows as `pack` does, each on the rank that has it.
+    """Pack rows as `pack` does, each on the rank that owns it.
 
     Args:
       lengths: [rows] tokens of each row.
@@ -148,19 +147,19 @@ def pack_owned(
       cost: how work grows with a row's length.
 
     Raises:
-      PackingError: as `pack`.
+      PackingError: as in `pack`.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _units(lengths, None, cost)
-    rule = _rule(units, ranks, sizes, max_segments, cost)
+    rule = _rule(units, ranks, sizes, max_segments=max_segments, cost=cost)
     rank, micro, size = _stay(np.array(owner, dtype=np.int64), units, rule)
-    return _packing(lengths, rank, micro, size, units.of_row)
+    return _packing(lengths, rank, micro, size=size, example=units.of_row)
 
 
 def _packing(
     lengths: np.ndarray, rank: np.ndarray, micro: np.ndarray, size: np.ndarray, example: np.ndarray
 ) -> Packing:
-    """The packing of rows whose ranks and micro-batches are known; the rows of an example are neighbours."""
+    """Packing of rows with known ranks and micro-batches, which keeps the rows of an example together."""
     order = np.lexsort((np.arange(len(lengths)), example, micro, rank))
     ends = np.cumsum(lengths[order])
     first = np.ones(len(order), dtype=bool)
@@ -168,11 +167,11 @@ def _packing(
     before = ends - lengths[order]
     start = np.empty_like(lengths)
     start[order] = before - np.maximum.accumulate(np.where(first, before, 0))
-    return Packing(rank, micro, start, size)
+    return Packing(rank, micro, start, size=size)
 
 
 def lockstep_work(packing: Packing, lengths: Sequence[int] | np.ndarray, cost: RowCost) -> int:
-    """Work of the slowest rank at each micro-batch, added: the time that a packing takes, in 1 / UNIT of a token's.
+    """Time of a packing: sum over micro-batches of the slowest rank's work, in 1 / UNIT of a token's work.
 
     The work of the rows divided by `ranks` times this is the efficiency.
     """
@@ -211,24 +210,24 @@ class _Rule(NamedTuple):
 
     @property
     def overhead(self) -> int:
-        """Work that a micro-batch costs beside its tokens': of kernels that are launched and weights that are read."""
+        """Fixed work of a micro-batch: launching kernels and reading weights."""
         return UNIT * self.largest // 64
 
 
 def _units(lengths: np.ndarray, example: Sequence[int] | np.ndarray | None, cost: RowCost) -> _Units:
     work = cost.work(lengths)
     if example is None:
-        return _Units(lengths, np.ones_like(lengths), work, np.arange(len(lengths)))
+        return _Units(lengths, np.ones_like(lengths), work, of_row=np.arange(len(lengths)))
     numbers, of_row = np.unique(np.asarray(example), return_inverse=True)
     totals = np.zeros((3, len(numbers)), dtype=np.int64)
     for total, column in zip(totals, (lengths, np.ones_like(lengths), work), strict=True):
         np.add.at(total, of_row, column)
     tokens, rows, works = totals
-    return _Units(tokens, rows, works, of_row)
+    return _Units(tokens, rows, works, of_row=of_row)
 
 
 def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, cost: RowCost) -> _Rule:
-    """The bins for some examples. Raises: PackingError, one of them fits nowhere."""
+    """The bins for some examples. Raises: PackingError, an example fits nowhere."""
     for column, limit, unit in ((units.tokens, sizes[-1], "tokens"), (units.rows, max_segments, "rows")):
         if len(column) and column.max() > limit:
             row = int(np.flatnonzero(units.of_row == column.argmax())[0])
@@ -237,15 +236,15 @@ def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, co
                 f"{'token budget' if unit == 'tokens' else 'number of segments'}"
             )
     most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
-    return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most)
+    return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most_work=most)
 
 
 def _best(units: _Units, rule: _Rule) -> np.ndarray:
-    """The bins that are soonest done, or the first that are so within `_ENOUGH` of perfect balance without padding."""
+    """The plan that finishes first, or the first plan within `_ENOUGH` of perfect balance without padding."""
     best = np.zeros(0, dtype=np.int64)
     least = None
     for bins in _plans(units, rule):
-        work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule)
+        work, _ = _bin_work(bins, int(bins.max(initial=-1)) + 1, units, rule=rule)
         time = int(np.sort(work)[::-1][:: rule.ranks].sum())
         cost = time + -(-len(work) // rule.ranks) * rule.overhead
         if least is None or cost < least:
@@ -257,11 +256,11 @@ def _best(units: _Units, rule: _Rule) -> np.ndarray:
 
 
 def _plans(units: _Units, rule: _Rule) -> Iterator[np.ndarray]:
-    """Ways to put examples into bins, [U] the number of each example's bin."""
+    """Candidate plans, each the number of every example's bin [U]."""
     ascending = units.ascending()
     yield _fill(ascending, rule, level=False)
     yield _fill(ascending, rule, level=True)
-    fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, rule.ranks)
+    fewest = _fewest(int(units.tokens.sum()), int(units.rows.sum()), rule, ranks=rule.ranks)
     for deep in range(fewest, fewest + 3):
         bins = _spread(ascending, rule.ranks * deep, rule)
         if bins is not None:
@@ -269,12 +268,12 @@ def _plans(units: _Units, rule: _Rule) -> Iterator[np.ndarray]:
 
 
 def _fewest(tokens: int, rows: int, rule: _Rule, ranks: int) -> int:
-    """The number of micro-batches a rank that none can do without."""
+    """Lower bound on the number of micro-batches per rank."""
     return max(1, -(-tokens // (ranks * rule.largest)), -(-rows // (ranks * rule.max_segments)))
 
 
 def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) -> np.ndarray:
-    """Fill bins one by one, each time with the largest example that fits.
+    """Fill bins one by one with the largest example that fits.
 
     Args:
       ascending: examples, as `_Units.ascending` gives them.
@@ -312,7 +311,7 @@ def _fill(ascending: list[tuple[int, int, int, int]], rule: _Rule, level: bool) 
 
 
 def _spread(ascending: list[tuple[int, int, int, int]], count: int, rule: _Rule) -> np.ndarray | None:
-    """Give each example, the largest first, to the bin that has least work; a bin that it does not fit in is closed.
+    """Give each example, the largest first, to the bin with the least work; close bins that it does not fit in.
 
     Returns: None where all bins were closed before the last example.
     """
@@ -343,12 +342,12 @@ def _bin_work(bins: np.ndarray, count: int, units: _Units, rule: _Rule) -> tuple
 
 
 def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank and micro-batch of each example, and the sizes [M, R]: bins of like work get the same number.
+    """Rank and micro-batch of each example, and the sizes [M, R]. Bins of similar work get the same micro-batch.
 
-    Of such bins the one with most work goes to the rank that has had least.
+    Among these, the bin with the most work goes to the rank with the least work so far.
     """
     deep = max(1, -(-(int(bins.max(initial=-1)) + 1) // rule.ranks))
-    work, size = _bin_work(bins, deep * rule.ranks, units, rule)
+    work, size = _bin_work(bins, deep * rule.ranks, units, rule=rule)
     by_work = np.argsort(-work, kind="stable").reshape(deep, rule.ranks)
     had = np.zeros(rule.ranks, dtype=np.int64)
     rank, micro = np.empty((2, by_work.size), dtype=np.int64)
@@ -363,19 +362,20 @@ def _align(bins: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
 
 
 def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `_align`, with the rank of every example given."""
+    """As `_align`, with given ranks of the examples."""
     alone = rule._replace(ranks=1)
     by_home = np.argsort(homes, kind="stable")
     shares = np.split(by_home, np.searchsorted(homes[by_home], np.arange(1, rule.ranks)))
     parts = [
-        _Units(units.tokens[share], units.rows[share], units.work[share], np.arange(len(share))) for share in shares
+        _Units(units.tokens[share], units.rows[share], units.work[share], of_row=np.arange(len(share)))
+        for share in shares
     ]
     full = [_fill(part.ascending(), alone, level=False) for part in parts]
     deep = max([1, *(int(bins.max(initial=-1)) + 1 for bins in full)])
     even = [_spread(part.ascending(), deep, alone) for part in parts]
     even = [first if bins is None else bins for first, bins in zip(full, even, strict=True)]
     works = [
-        [np.sort(_bin_work(bins, deep, part, rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
+        [np.sort(_bin_work(bins, deep, part, rule=rule)[0])[::-1] for bins, part in zip(plan, parts, strict=True)]
         for plan in (full, even)
     ]
     sooner = full if np.max(works[0], axis=0).sum() <= np.max(works[1], axis=0).sum() else even
@@ -388,7 +388,7 @@ def _stay(homes: np.ndarray, units: _Units, rule: _Rule) -> tuple[np.ndarray, np
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, multiple: int = 1) -> np.ndarray:
-    """Rows of token ids as int32 [rows, width], padded on the right; the width is a multiple of `multiple`."""
+    """Right-pad rows of token ids to int32 [rows, width], with a width that is a multiple of `multiple`."""
     width = _round_up(max(map(len, rows), default=0), multiple)
     out = np.full((len(rows), width), pad, dtype=np.int32)
     for to, row in zip(out, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Pairs of texts as texts with labels, two of each pair: what KTO learns from where data have pairs."""
+"""Pairs of texts as single labelled texts, two per pair, for KTO on paired data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from funrl.data.columns import Fields, renamed, text_columns
+from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.records import Records
 
 SIDES = ("chosen", "rejected")
 
 
 def is_pair(record: Any) -> bool:
-    """True for a record, after `renamed`, with a chosen and a rejected text and no completion of its own."""
+    """True for a record, after `rename_columns`, with a chosen and a rejected text and no completion."""
     return isinstance(record, Mapping) and set(SIDES) <= set(record) and "completion" not in record
 
 
@@ -22,11 +22,11 @@ def half_of(record: Mapping[str, Any], rejected: bool) -> dict[str, Any]:
     """One text of a pair with its label.
 
     Args:
-      record: after `renamed`.
-      rejected: which of the two.
+      record: after `rename_columns`.
+      rejected: whether to take the rejected text instead of the chosen one.
 
     Raises:
-      DataError: it has no prompt, and its conversations none in common.
+      DataError: it has no prompt, and its conversations have no common prefix.
 
     >>> half_of({"prompt": "a", "chosen": "b", "rejected": "c"}, rejected=True)
     {'prompt': 'a', 'completion': 'c', 'label': False}
@@ -37,24 +37,24 @@ def half_of(record: Mapping[str, Any], rejected: bool) -> dict[str, Any]:
 
 
 def halves_of(record: Any) -> list[Any]:
-    """Both texts of a pair, after `renamed`; another record unchanged."""
+    """Both texts of a pair, after `rename_columns`; other records unchanged."""
     return [half_of(record, rejected) for rejected in (False, True)] if is_pair(record) else [record]
 
 
 class PairHalves(NamedTuple):
-    """A table of the texts of pairs: the text at place 2 n is the chosen one of pair n, at 2 n + 1 the rejected one.
+    """A table of the texts of pairs: index 2 n is the chosen text of pair n, 2 n + 1 the rejected one.
 
     Attributes:
       pairs: the records.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
     """
 
     pairs: Records
     fields: Fields
 
     def read(self, place: int) -> dict[str, Any]:
-        """One text with its label."""
-        return half_of(renamed(self.pairs[place // 2], self.fields), bool(place % 2))
+        """Read a text with its label."""
+        return half_of(rename_columns(self.pairs[place // 2], self.fields), bool(place % 2))
 
     def where(self, place: int) -> str:
         """The file and the line of a text's pair."""

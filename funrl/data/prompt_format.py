@@ -1,10 +1,10 @@
-"""From a record's prompt to what a model reads: a text's template, a system message, solved examples, a chat template.
+"""From a record's prompt to a model's input: text template, system message, few-shot examples, chat template.
 
 | prompt | becomes |
 |---|---|
-| text | the solved examples, each with its completion and a blank line; the text |
-| text, where the format is a chat | a system message; the solved examples as turns; the text as the user's message |
-| messages | the system message, unless they begin with one; the solved examples as turns; the messages |
+| text | the few-shot examples, each followed by its completion and a blank line; the text |
+| text, if the format is a chat | a system message; the few-shot examples as turns; the text as the user's message |
+| messages | the system message, unless they begin with one; the few-shot examples as turns; the messages |
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.records import read_records, source_problem
 from funrl.data.tokenizer import encode_prompt
@@ -28,20 +28,20 @@ COMPLETIONS = ("completion", "answer", "solution")  # columns, the first that is
 
 
 class Shot(NamedTuple):
-    """A solved example."""
+    """A few-shot example."""
 
     prompt: str | Messages
     completion: str
 
 
 class PromptFormat(NamedTuple):
-    """The form of all prompts of a run.
+    """Format of all prompts of a run.
 
     Attributes:
-      chat: whether a prompt that is text is a user's message.
+      chat: whether a text prompt becomes a user's message.
       system: text of the system message; None: none is added.
-      text: with {prompt} where a prompt that is text goes.
-      shots: solved examples.
+      text: template of a text prompt, with {prompt} in its place.
+      shots: few-shot examples.
       tools: JSON schemas of tools, for the chat template; a record's own `tools` come first.
       arguments: further arguments of the chat template, by name.
       step_separator: text between two steps of a solution.
@@ -59,8 +59,8 @@ class PromptFormat(NamedTuple):
 PLAIN_PROMPTS = PromptFormat()
 
 
-def formatted(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
-    """A prompt with everything that the format puts around it."""
+def format_prompt(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
+    """Apply a format to a prompt."""
     if isinstance(prompt, str) and not form.chat:
         shots = (f"{_in_template(shot.prompt, form)}{shot.completion}\n\n" for shot in form.shots)
         return "".join((*shots, _in_template(prompt, form)))
@@ -81,13 +81,13 @@ def encoded(
       tokenizer: of Hugging Face.
       prompt: text or messages.
       form: the format.
-      tools: of the record, as a list or as JSON; None: those of the format.
+      tools: tools of the record, as a list or as JSON; None: those of the format.
 
     Raises:
-      TokenizerError: as `encode_prompt`.
+      TokenizerError: as in `encode_prompt`.
       DataError: the tools are neither.
     """
-    return encode_prompt(tokenizer, formatted(prompt, form), tools_of(tools, form), form.arguments)
+    return encode_prompt(tokenizer, format_prompt(prompt, form), tools_of(tools, form), arguments=form.arguments)
 
 
 def tools_of(own: Any, form: PromptFormat) -> list[Any]:
@@ -96,16 +96,16 @@ def tools_of(own: Any, form: PromptFormat) -> list[Any]:
 
 
 def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
-    """The first n records of a file as solved examples, by "FILE:n".
+    """Read the first n records of a file as few-shot examples, by "FILE:n".
 
     The completion of a record is its column "completion", else "answer", else "solution".
 
     Args:
       text: FILE:n.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
 
     Raises:
-      DataError: the text is not of this form, the file cannot be read or has fewer records, or one is no such example.
+      DataError: the text has another form, the file cannot be read or has fewer records, or a record is unusable.
     """
     path, _, count = text.rpartition(":")
     if not path or not count.isdecimal() or int(count) < 1:
@@ -123,12 +123,12 @@ def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
 
 
 def text_of_flag(value: str) -> str:
-    """A text that a flag gives, or that of the .txt, .md or .jinja file that it names. Raises: DataError."""
+    """The text in a flag, or in the .txt, .md or .jinja file that it names. Raises: DataError."""
     return text_of_file(value) if value.endswith(TEXT_FILES) else value
 
 
 def template_arguments(text: str) -> dict[str, Any]:
-    """The values in "enable_thinking:false,level:3,style:plain".
+    """Parse arguments such as "enable_thinking:false,level:3,style:plain".
 
     >>> template_arguments("enable_thinking:false,level:3,style:plain")
     {'enable_thinking': False, 'level': 3, 'style': 'plain'}
@@ -144,12 +144,12 @@ def template_arguments(text: str) -> dict[str, Any]:
 
 
 def read_tools(path: str) -> tuple[Any, ...]:
-    """The tools of a JSON file, a list of schemas. Raises: DataError."""
+    """Read tools from a JSON file, a list of schemas. Raises: DataError."""
     return tuple(_tools(text_of_file(path)))
 
 
 def text_of_file(path: str) -> str:
-    """The text of a file. Raises: DataError."""
+    """Read a file as text. Raises: DataError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -169,7 +169,7 @@ def _tools(given: Any) -> list[Any]:
 
 def _shot(where: str, record: Any, fields: Fields) -> Shot:
     try:
-        record = prompt_columns(renamed(record, fields)) if isinstance(record, Mapping) else {}
+        record = prompt_columns(rename_columns(record, fields)) if isinstance(record, Mapping) else {}
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     completion = next((record[name] for name in COMPLETIONS if isinstance(record.get(name), str)), None)

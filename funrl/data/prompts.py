@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from funrl.data.columns import Fields, prompt_columns, renamed
+from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError
 
-RESERVED = ("completion",)  # names that a reward function is given anyway
+RESERVED = ("completion",)  # arguments that every reward function gets
 T = TypeVar("T")
 
 
 class PromptError(ValueError):
-    """A prompts file that cannot be used; the message names the file, the line or row and what is wrong with it."""
+    """A prompts file cannot be used; the message names the file, the line or row and the problem."""
 
 
 class Prompt(NamedTuple):
@@ -27,8 +27,8 @@ class Prompt(NamedTuple):
 
     Attributes:
       prompt: text, or chat messages with "role" and "content".
-      fields: whatever else the record holds; the reward function gets it by name.
-      source: the file and the line or row it is from.
+      fields: the record's other fields, which reward functions get by name.
+      source: its file, and line or row.
     """
 
     prompt: str | list[dict[str, str]]
@@ -37,15 +37,15 @@ class Prompt(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A prompt ready to be completed.
+    """A tokenized prompt.
 
     Attributes:
-      tokens: ids of the prompt, special tokens and chat template included.
-      text: what the reward function is given as the prompt.
-      fields: the other fields of the prompt's record, given to the reward function by name.
-      source: the file and the line or row it is from.
-      messages: of a chat, which the text is made of; None: the prompt is a text.
-      conversational: whether the record's prompt is a chat itself, and not a text that a template makes one of.
+      tokens: ids of the prompt, including special tokens and chat template.
+      text: the prompt as reward functions get it.
+      fields: the record's other fields, which reward functions get by name.
+      source: its file, and line or row.
+      messages: messages of a chat prompt; None for a text.
+      conversational: whether the record's own prompt is a chat, not a text that the format turns into one.
     """
 
     tokens: list[int]
@@ -57,13 +57,13 @@ class Example(NamedTuple):
 
 
 def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:
-    """All prompts of a file, whose records have a prompt, text or messages, and further fields; see `records`.
+    """Load the prompts of a file, whose records have a prompt (text or messages) and further fields; see `records`.
 
     Args:
-      fields: names of fields -> columns, as in `renamed`; further names of columns are those of `prompt_columns`.
+      fields: names of fields -> columns, as in `rename_columns`; `prompt_columns` has further names of columns.
 
     Raises:
-      PromptError: the file is missing, empty or cannot be read; a record is no object, or lacks a usable prompt.
+      PromptError: the file is missing, empty or unreadable; a record is not an object, or lacks a usable prompt.
     """
     if problem := source_problem(path):
         raise PromptError(f"{path}: {problem}; prompts are {FORMATS}, with a field 'prompt'")
@@ -77,13 +77,13 @@ def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]
 
 
 def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[Prompt]:
-    """Prompts of records in memory, each with "prompt" and further fields, as the records of a file.
+    """Prompts of records in memory, each with "prompt" and further fields, like the records of a file.
 
     Args:
       fields: as in `load_prompts`.
 
     Raises:
-      PromptError: there is none, or one is not a mapping or lacks a usable prompt.
+      PromptError: there are no records, or one is not a mapping or lacks a usable prompt.
     """
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
@@ -91,7 +91,7 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
-    """Prompts as token ids, except those that are among the few-shot examples. Raises: PromptError, as `encode`."""
+    """Tokenize prompts, except those that are few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
     examples = [encode(prompt, tokenizer, form) for prompt in prompts if prompt.prompt not in shown]
     if not examples:
@@ -100,15 +100,15 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat
 
 
 def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> Example:
-    """A prompt as token ids, in its format.
+    """Format and tokenize a prompt.
 
     Raises:
       PromptError: the tokenizer or the chat template refuses it, or it has no tokens.
     """
     where = f"{prompt.source}: " if prompt.source else ""
     try:
-        tokens, text = encoded(tokenizer, prompt.prompt, form, prompt.fields.get("tools"))
-        content = formatted(prompt.prompt, form)
+        tokens, text = encoded(tokenizer, prompt.prompt, form, tools=prompt.fields.get("tools"))
+        content = format_prompt(prompt.prompt, form)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
@@ -116,19 +116,26 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     if not tokens:
         raise PromptError(f"{where}prompt {prompt.prompt!r} has no tokens")
     messages = None if isinstance(content, str) else content
-    return Example(tokens, text, prompt.fields, prompt.source, messages, not isinstance(prompt.prompt, str))
+    return Example(
+        tokens,
+        text,
+        prompt.fields,
+        source=prompt.source,
+        messages=messages,
+        conversational=not isinstance(prompt.prompt, str),
+    )
 
 
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:
     """The prompts at the next positions of the order; see `places_in_order`."""
-    return [prompts[place] for place in places_in_order(prompts, count, seed, consumed).tolist()]
+    return [prompts[place] for place in places_in_order(prompts, count, seed, position=consumed).tolist()]
 
 
 def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
     try:
-        record = prompt_columns(renamed(record, fields))
+        record = prompt_columns(rename_columns(record, fields))
     except DataError as error:
         raise PromptError(f"{where}: {error}") from error
     if "prompt" not in record:

@@ -1,8 +1,7 @@
-"""Records of data in any format.
+"""Records of data files in any format.
 
-The formats are JSON lines, a JSON list, CSV, parquet, a directory that `datasets` saved, and a dataset of the local
-Hugging Face cache. JSON lines are read where they are, what `datasets` reads is mapped into memory, and JSON lists and
-CSV are held whole.
+Formats: JSON lines, a JSON list, CSV, parquet, a directory saved by `datasets`, or a dataset in the local Hugging Face
+cache. JSON lines are read in place, what `datasets` reads is memory-mapped, and JSON lists and CSV are held in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 
 from funrl.data.cached_datasets import TRAIN, cached_name, load_cached, looks_like_name
-from funrl.data.json_lines import DataError, JsonLines, parsed_json
+from funrl.data.json_lines import DataError, JsonLines, parse_json
 
 FORMATS = (
     "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
@@ -30,7 +29,7 @@ SAVED_SPLITS = "dataset_dict.json"  # is in a directory of several
 
 
 class Table(Protocol):
-    """TableRows by their places from 0."""
+    """Rows by index."""
 
     def read(self, place: int) -> Any: ...
     def where(self, place: int) -> str: ...
@@ -38,11 +37,11 @@ class Table(Protocol):
 
 
 class Records(Sequence[Any]):
-    """Records of a table, each read when it is asked for. Slices and arrays of indices give views.
+    """Records of a table, each read on access. Slices and arrays of indices give views.
 
     Attributes:
       table: the rows.
-      places: [records] int64, of the records in the table.
+      places: [records] int64, index of each record in the table.
     """
 
     def __init__(self, table: Table, places: np.ndarray):
@@ -63,7 +62,7 @@ class Records(Sequence[Any]):
         return self.table.read(int(self.places[index]))
 
     def where(self, index: int) -> str:
-        """The file and the line or row of a record."""
+        """File, and line or row, of a record."""
         return self.table.where(int(self.places[index]))
 
     def sizes(self) -> np.ndarray:
@@ -72,25 +71,25 @@ class Records(Sequence[Any]):
 
 
 class TableRows(NamedTuple):
-    """TableRows in memory, or mapped into it by `datasets`."""
+    """Rows in memory, or memory-mapped by `datasets`."""
 
     name: str
     rows: Sequence[Any]
 
     def indexed(self) -> TableRows:
-        """The same: every row can be read alone."""
+        """Itself: rows have random access."""
         return self
 
     def scan(self) -> Iterator[tuple[int, Any]]:
-        """Each row with its place."""
+        """Yield each row with its index."""
         return enumerate(self.rows)
 
     def read(self, place: int) -> Any:
-        """One row."""
+        """Read a row."""
         return self.rows[place]
 
     def where(self, place: int) -> str:
-        """The file and the number of a row."""
+        """File and number of a row."""
         return f"{self.name}, row {place + 1}"
 
     def sizes(self) -> np.ndarray:
@@ -99,7 +98,7 @@ class TableRows(NamedTuple):
 
 
 def source_problem(path: str | Path) -> str:
-    """Reason why a path cannot be a data file or the name of a dataset; "" where it may be one."""
+    """Reason why a path cannot be a data file or the name of a dataset; "" if it can."""
     path = Path(path)
     saved = _saved_folder(path)
     if saved is not None and not saved.is_dir():
@@ -113,7 +112,7 @@ def source_problem(path: str | Path) -> str:
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Each record of a file with its source, the file and the line or row.
+    """Yield each record of a file with its source: the file, and the line or row.
 
     Raises:
       DataError: the file or a line of it cannot be read, or a library for its format is not installed.
@@ -124,14 +123,14 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
 
 
 def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
-    """Open a file to read its records later. Every record is checked once, and held only where the format needs it.
+    """Open a file and check every record once. Records are held in memory only if the format needs it.
 
     Args:
-      path: of the file, or the name of a dataset.
-      check: raises a ValueError for a record that cannot be used.
+      path: path of a file, or name of a dataset.
+      check: raises a ValueError for an unusable record.
 
     Raises:
-      DataError: the file cannot be read, or a record fails the check; the first such record is named.
+      DataError: the file cannot be read, or a record fails the check; the message names the first such record.
     """
     table = _table(Path(path)).indexed()
     places = array("q")
@@ -162,15 +161,16 @@ def _table(path: Path) -> JsonLines | TableRows:
     if path.suffix == ".json" and not content[:256].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return JsonLines(path)
     try:
-        return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parsed_json(content))
+        return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parse_json(content))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
 
 
 def _csv_rows(content: bytes) -> list[dict[str, str]]:
-    """TableRows of CSV, every value a text.
+    """Rows of a CSV file, with texts as values.
 
-    `datasets` reads CSV by pandas, which takes numbers for text, fills missing cells and drops extra ones silently.
+    `datasets` reads CSV by pandas, which converts texts to numbers, and silently fills missing cells and drops extra
+    ones.
     """
     try:
         lines = io.StringIO(content.decode("utf-8-sig"), newline="")
@@ -187,7 +187,7 @@ def _csv_rows(content: bytes) -> list[dict[str, str]]:
 
 
 def _saved_folder(path: Path) -> Path | None:
-    """The directory of one split that `datasets` saved: DIR, DIR/train of several, or DIR/SPLIT of "DIR:SPLIT"."""
+    """Directory of a split saved by `datasets`: DIR, DIR/train if there are several, or DIR/SPLIT for "DIR:SPLIT"."""
     if (path / SAVED).is_file():
         return path
     if (path / SAVED_SPLITS).is_file():
@@ -198,10 +198,10 @@ def _saved_folder(path: Path) -> Path | None:
 
 
 def _dataset(path: Path, load: Callable[[Any], Any]) -> TableRows:
-    """TableRows that `load` gives with the library `datasets`, whose import takes a second.
+    """Rows loaded by `load` with the library `datasets`, whose import takes a second.
 
     Raises:
-      DataError: the library is missing, or refuses.
+      DataError: the library is missing, or fails.
     """
     if problem := source_problem(path):
         raise DataError(f"{path}: {problem}")

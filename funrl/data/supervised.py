@@ -1,23 +1,22 @@
-"""Demonstrations and preferences: from a file of records, or in memory, to tokens of which some are trained.
+"""Demonstrations and preferences: from records in a file or in memory to tokens with a mask of trained ones.
 
 | kind | one record of the file |
 |---|---|
 | demonstrations | `{"prompt": text or messages, "completion": text}` or `{"messages": [...]}` or `{"text": text}` |
-| preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and "margin" where it is known |
+| preferences | `{"prompt": text or messages, "chosen": text, "rejected": text}`, and optionally "margin" |
 | triples | a preference with "reference": text, the best one, which is imitated |
 | ratings | `{"prompt": text or messages, "completion": text, "label": true or false}`, or a preference, which is two |
 | steps | `{"prompt": text or messages, "completions": [text, ...], "labels": [true or false, ...]}` |
 
-Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; of a conversation every turn
-of the assistant is trained, and nothing else. A completion may also be a list of one message. It ends with the
-end-of-text token, so that ending is trained too. Of a `text` all is trained but its first token, which nothing
-predicts. A separator follows every step, and what is trained of a step is its last token. `text_columns` takes further
-names of columns.
+Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; in a conversation, exactly
+the assistant's turns are trained. A completion may also be a list of one message. It ends with the end-of-text token,
+so that ending is trained too. A `text` is trained except its first token, which nothing predicts. A separator follows
+every step, and the last token of a step is trained. `text_columns` accepts further names of columns.
 
-What is checked when: `load_examples` reads every record and checks its fields, without tokenizing. Before a run,
-`fit_examples` tokenizes all texts of a list or of a file up to 4 MB; of a larger file its first 1,000 lines, and those
-that may be too long by their bytes. A text is tokenized when it is read: once a draw, by the rank that has it. What is
-drawn for a step is checked too, as a chat template may add tokens to a line of few bytes.
+Checks: `load_examples` reads every record and checks its fields, without tokenizing. Before a run, `fit_examples`
+tokenizes all texts of a list or of a file up to 4 MB; of a larger file, the first 1,000 lines and those whose size
+suggests that they may be too long. A text is tokenized whenever it is read, by the rank that has it. The texts of a
+step are checked too, as a chat template may add many tokens to a short line.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ import numpy as np
 import torch
 
 from funrl.batch import Batch
-from funrl.data.columns import Fields, renamed, text_columns
+from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, formatted, tools_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 
@@ -55,19 +54,19 @@ FIRST_LINES = 1000  # that are tokenized before the run of any file
 
 
 class Text(NamedTuple):
-    """A sequence of tokens, and which of them are trained."""
+    """A sequence of tokens, and a mask of the trained ones."""
 
     tokens: list[int]
     trained: list[bool]
 
 
 class TextExample(NamedTuple):
-    """One example: a text, or the chosen and the rejected one, or these and the one to imitate.
+    """An example: a text; a chosen and a rejected text; or these two and a text to imitate.
 
     Attributes:
-      margin: by how much the first text should win.
-      labels: 0 to 1, of the trained tokens of a text, in their order; or a single one, of all of it.
-      source: the file and the line it is from.
+      margin: margin by which the first text should win.
+      labels: 0 to 1, one for each trained token in order, or a single one for the whole text.
+      source: its file and line.
     """
 
     texts: tuple[Text, ...]
@@ -78,16 +77,16 @@ class TextExample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TextFile(Sequence[TextExample]):
-    """The examples of a file, read and tokenized when they are asked for. Slices and arrays of indices give views.
+    """The examples of a file, read and tokenized on access. Slices and arrays of indices give views.
 
     Attributes:
       records: of the file.
       kind: one of `TEXT_FIELDS`.
       tokenizer: of Hugging Face.
-      has_margin: whether every record has a margin: of the file, and of those that are trained on beside it.
-      fields: names of fields -> columns, as in `renamed`.
+      has_margin: whether every record has a margin, in this file and in those trained on together with it.
+      fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
-      most: tokens of a text, beyond which it is `shortened`; None: it is taken whole.
+      most: bound on the tokens of a text, which is `shortened` beyond; None: no bound.
     """
 
     records: Records
@@ -112,17 +111,17 @@ class TextFile(Sequence[TextExample]):
         record = self.records[index]
         where = self.records.where(index)
         try:
-            example = text_example(renamed(record, self.fields), self.kind, self.tokenizer, self.form)
+            example = text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, form=self.form)
             example = example if self.most is None else shortened(example, self.most)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
             raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
-        # A column of margins needs one for every row, whichever rows are drawn.
+        # A column of margins needs a margin for every row that a step may contain.
         return example._replace(margin=example.margin if self.has_margin else None, source=where)
 
     def suspects(self, positions: int) -> Iterable[int]:
-        """Indices of the examples that are worth tokenizing to find one that is too long or that is refused."""
+        """Indices of the examples that may be too long or be refused, and have to be tokenized to know."""
         sizes = self.records.sizes()
         if sizes.sum() <= SMALL_BYTES:
             return range(len(self))
@@ -133,15 +132,15 @@ class TextFile(Sequence[TextExample]):
 def load_examples(
     path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
 ) -> TextFile:
-    """Open a file of examples; blank lines are skipped. How much of it is held in memory, `records` says.
+    """Open a file of examples; blank lines are skipped. See `records` for what is held in memory.
 
     Args:
       kind: one of `TEXT_FIELDS`.
-      fields: names of fields -> columns, as in `renamed`.
+      fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
 
     Raises:
-      DataError: the file is missing or empty, or a record is not as the table above says.
+      DataError: the file is missing or empty, or a record does not fit the table of this module.
     """
     fields = fields or {}
     without_margin = 0
@@ -149,7 +148,7 @@ def load_examples(
 
     def check(record: Any) -> None:
         nonlocal without_margin, paired
-        record = renamed(record, fields)
+        record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
         columns = text_columns(record, "preferences" if paired else kind)
         check_record(columns, "preferences" if paired else kind)
@@ -160,12 +159,12 @@ def load_examples(
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
-        return TextFile(halves, kind, tokenizer, False, {}, form)
-    return TextFile(records, kind, tokenizer, not without_margin, fields, form)
+        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form)
+    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form)
 
 
-def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
-    """The examples of several files as one sequence, with margins where all of them have these.
+def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
+    """Join the examples of several files, with margins if all records have them.
 
     Args:
       files: to join.
@@ -177,7 +176,7 @@ def joined_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seq
 
 
 def check_record(record: Any, kind: str) -> None:
-    """Raise DataError where a field of a record, after `text_columns`, is missing or of the wrong type."""
+    """Raise DataError if a field of a record, after `text_columns`, is missing or of the wrong type."""
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:
@@ -212,11 +211,11 @@ def check_record(record: Any, kind: str) -> None:
 
 
 def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> TextExample:
-    """One record as tokens.
+    """Tokenize a record.
 
     Args:
       kind: one of `TEXT_FIELDS`.
-      form: of the prompt, or of the conversation; a `text` has none.
+      form: format of the prompt or conversation; not used for a `text`.
 
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
@@ -224,23 +223,25 @@ def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PL
     record = text_columns(record, kind)
     check_record(record, kind)
     if kind == "demonstrations" and "messages" in record:
-        return TextExample((conversation(record["messages"], tokenizer, form, record.get("tools")),))
+        return TextExample((conversation(record["messages"], tokenizer, form, tools=record.get("tools")),))
     if kind == "demonstrations" and "prompt" not in record:
         return TextExample((_whole(record["text"], tokenizer),))
-    prompt, _ = encoded(tokenizer, record["prompt"], form, record.get("tools"))
+    prompt, _ = encoded(tokenizer, record["prompt"], form, tools=record.get("tools"))
     if kind == "steps":
         labels = tuple(float(label) for label in record["labels"])
-        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer)
+        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer=tokenizer)
         return TextExample((text,), labels=labels)
-    texts = tuple(completed_text(prompt, name, _content(record[name]), tokenizer) for name in TEXT_FIELDS[kind])
+    texts = tuple(
+        completed_text(prompt, name, _content(record[name]), tokenizer=tokenizer) for name in TEXT_FIELDS[kind]
+    )
     return TextExample(texts, record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
 
 
 def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: Any) -> Text:
-    """A prompt's tokens and the steps of its solution, of each of which the last token is trained.
+    """Tokens of a prompt and the steps of its solution; the last token of each step is trained.
 
     Args:
-      separator: behind every step, the last one included.
+      separator: text after every step, including the last.
 
     Raises:
       DataError: a step has no tokens.
@@ -258,25 +259,25 @@ def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenize
 
 
 def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, tools: Any = None) -> Text:
-    """A conversation of which the assistant's turns are trained.
+    """Tokenize a conversation, of which the assistant's turns are trained.
 
     Args:
-      form: its system message is put before a conversation that begins with none.
-      tools: of the record; None: those of the form.
+      form: its system message precedes a conversation that does not begin with one.
+      tools: tools of the record; None: those of `form`.
 
     Raises:
-      DataError, TokenizerError: the template writes a turn differently once another follows.
+      DataError, TokenizerError: the template renders a turn differently when another follows.
     """
     text = ""
     tokens = []
     trained = []
-    messages = formatted(messages, form)
+    messages = format_prompt(messages, form)
     tools = tools_of(tools, form)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        _, before = encode_prompt(tokenizer, messages[:i], tools, form.arguments)
-        after = chat_text(tokenizer, messages[: i + 1], tools, form.arguments)
+        _, before = encode_prompt(tokenizer, messages[:i], tools, arguments=form.arguments)
+        after = chat_text(tokenizer, messages[: i + 1], tools, arguments=form.arguments)
         if not (before.startswith(text) and after.startswith(before)):
             raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
         for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):
@@ -288,7 +289,7 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
 
 
 def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: int) -> TextExample:
-    """The prompt of one demonstration and the completion of another, as far as a model has positions for it."""
+    """The prompt of one demonstration with the completion of another, cut to a model's positions."""
     (first,) = prompt_of.texts
     (second,) = completion_of.texts
     prompt = first.tokens[: first.trained.index(True)]
@@ -301,15 +302,15 @@ def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: in
 def text_batch(
     examples: Sequence[TextExample], pad: int, reader: bool = False, device: Any = "cpu", steps: bool = False
 ) -> Batch:
-    """Rows to train on, one an example; the texts of a preference or a triple lie side by side as segments 1, 2 and 3.
+    """Rows to train on, one per example; the texts of a preference or triple are the segments 1, 2 and 3 of a row.
 
     Args:
       pad: id of the padding token.
-      reader: end every text with one more token, and let the mask be true there and nowhere else: a value head's
-        number at that place has seen the whole text. Padding tokens at the end of a text are not read, as in
-        transformers: a tokenizer that pads with its end-of-text token thus has that token not read either.
-      device: where the batch goes.
-      steps: of a reader, let the mask be true behind each token that is trained instead: a number for every step.
+      reader: append a token to every text, and set the mask only there: a value head's number at that position has
+        seen the whole text. Padding tokens at the end of a text are removed first, as in transformers; this includes
+        the end-of-text token if the tokenizer pads with it.
+      device: of the batch.
+      steps: for a reader, set the mask after each trained token instead, so that there is a number for every step.
     """
     read = _read_steps if steps else _read
     rows_of_texts = [[read(text, pad) for text in x.texts] if reader else x.texts for x in examples]
@@ -332,10 +333,10 @@ def text_batch(
 
 
 def shortened(example: TextExample, most: int) -> TextExample:
-    """An example whose texts have at most so many tokens.
+    """Shorten the texts of an example to at most `most` tokens.
 
-    What comes before the first trained token loses its beginning, as much of both texts of a pair. Where the rest is
-    too long even so, at most half of the text comes before that token, and the rest loses its end.
+    First the tokens before the first trained one are cut from the start, by the same number in both texts of a pair. If
+    a text is still too long, at most half of it precedes the first trained token, and the rest is cut from the end.
 
     Args:
       most: at least 2.
@@ -350,18 +351,18 @@ def shortened(example: TextExample, most: int) -> TextExample:
 
 
 def _read(text: Text, pad: int) -> Text:
-    """The text without padding at its end, and behind it one token that is trained."""
+    """Remove trailing padding from a text, and append a token, the only trained one."""
     length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
     return Text([*text.tokens[:length], pad], [False] * length + [True])
 
 
 def _read_steps(text: Text, pad: int) -> Text:
-    """The text with one token more; what is trained is behind each token that was."""
+    """Append a token to a text, and shift the mask right by one."""
     return Text([*text.tokens, pad], [False, *text.trained])
 
 
 def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] float32, the label of each token in the mask; a single one is that of the whole row."""
+    """Label of each token in the mask, [B, T] float32; a single label applies to the whole row."""
     label_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
     for label_T, mask_T, example in zip(label_BT, mask_BT, examples, strict=True):
         labels = torch.tensor(example.labels, device=mask_BT.device)
@@ -390,10 +391,10 @@ def _content(completion: Any) -> Any:
 
 
 def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
-    """A prompt's tokens and a completion, which is trained and ends with the end-of-text token.
+    """Tokens of a prompt and its completion, which is trained and ends with the end-of-text token.
 
     Args:
-      name: of the completion's field, for the error.
+      name: name of the completion's field, for errors.
 
     Raises:
       DataError: one of them has no tokens.

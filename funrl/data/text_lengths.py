@@ -1,4 +1,4 @@
-"""Examples that are longer than a model or a flag allows: refused, left out or shortened, with their lines named."""
+"""Examples that are longer than a model or a flag allows: refuse, drop or shorten them, and name their lines."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FitExample = TypeVar("FitExample", Example, TextExample)
 
 
 class Fitting(NamedTuple):
-    """Examples that are short enough, and a remark on the others; "" where there are none."""
+    """Examples that are short enough, and a remark on the others, "" without any."""
 
     examples: Sequence[Any]
     remark: str
 
 
 def suspects_of(examples: Sequence[FitExample], positions: int) -> Iterable[int]:
-    """Places of the examples to look at for one that is too long: of a file `TextFile.suspects`, else all."""
+    """Indices of the examples that may be too long: `TextFile.suspects` of a file, else all."""
     if isinstance(examples, Mixture):
         parts = zip(examples.starts.tolist(), examples.parts, strict=False)
         return [start + place for start, part in parts for place in suspects_of(part, positions)]
@@ -34,9 +34,9 @@ def suspects_of(examples: Sequence[FitExample], positions: int) -> Iterable[int]
 
 
 def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
-    """Places of the examples with more than `most` tokens, and the source of each: its file and line.
+    """Indices of the examples with more than `most` tokens, and their sources (file and line).
 
-    Of a large file only `suspects_of` are looked at.
+    In a large file only `suspects_of` are checked.
     """
     sources = {}
     for place in suspects_of(examples, most):
@@ -47,7 +47,7 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
 
 
 def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, reason: str = "") -> None:
-    """Compare examples with the longest one that is allowed.
+    """Check that no example has more than `most` tokens.
 
     Args:
       examples: prompts, or texts to learn from.
@@ -56,7 +56,7 @@ def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, rea
       reason: of the limit; "": it is the model's.
 
     Raises:
-      DataError: naming the first example that is longer, and how many there are.
+      DataError: some are longer; the message names the first and their number.
     """
     sources = long_examples(examples, most)
     if not sources:
@@ -76,13 +76,13 @@ def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, rea
 
 
 def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: Any) -> Fitting:
-    """Examples of at most `most` tokens.
+    """Select or shorten examples to at most `most` tokens.
 
     Args:
       examples: prompts, or texts to learn from.
       most: tokens that one may have.
-      long: with a longer one: "error", "drop", or "truncate". A prompt keeps its last tokens, and the reward is given
-        its whole text all the same; a text is `shortened`.
+      long: treatment of longer ones: "error", "drop" or "truncate". A truncated prompt keeps its last tokens, and
+        rewards still get its whole text; a text is `shortened`.
       reason: of the limit, for the message.
       tokenizer: of the tokens.
 
@@ -90,12 +90,12 @@ def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: s
       DataError: one is longer and `long` is "error", or none is left of a file.
     """
     if long == "error":
-        check_lengths(examples, most, tokenizer, reason)
+        check_lengths(examples, most, tokenizer, reason=reason)
         return Fitting(examples, "")
     sources = long_examples(examples, most)
     lines = f"as {reason}: {named_lines(sources.values())}"
     count = f"{len(sources)} of {len(examples)}"
-    if long == "truncate":  # also those that are found to be too long when they are drawn
+    if long == "truncate":  # also texts that turn out to be too long when they are read
         remark = f"{count} are shortened to {most} tokens, {lines}" if sources else ""
         return Fitting(_shortened(examples, most), remark)
     if not sources:
@@ -107,7 +107,7 @@ def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: s
 
 
 def pick(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
-    """Some examples, by their places in ascending order; those of files are read when they are asked for."""
+    """Select examples by ascending indices; those of files are still read on access."""
     if isinstance(examples, TextFile):
         return examples[places]
     if not isinstance(examples, Mixture):
@@ -118,7 +118,7 @@ def pick(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
 
 
 def named_lines(sources: Iterable[str]) -> str:
-    """The first of some lines, by file.
+    """Describe the first of some lines, grouped by file.
 
     >>> named_lines(["a.jsonl, line 3", "a.jsonl, line 7", "b.jsonl, line 2"])
     'a.jsonl, line 3, 7; b.jsonl, line 2'

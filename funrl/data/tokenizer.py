@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: loading one, making one of single characters, and encoding prompts.
+"""Hugging Face tokenizers: load one, create one of single characters, and encode prompts.
 
 transformers takes seconds to import, so it is imported where it is used.
 """
@@ -15,11 +15,11 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded or cannot do what is asked; the message says what it lacks."""
+    """A tokenizer cannot be loaded, or cannot do what is asked; the message says what it lacks."""
 
 
 def character_tokenizer(alphabet: str) -> Any:
-    """A fast tokenizer whose tokens are the characters of `alphabet`, from id 2 on; 0 pads and 1 ends a text.
+    """A fast tokenizer whose tokens are the characters of `alphabet`, from id 2 on; 0 is padding and 1 end of text.
 
     It adds no special tokens, and `save_pretrained` writes what `AutoTokenizer` reads. A character outside of the
     alphabet is an error when it is encoded.
@@ -28,7 +28,7 @@ def character_tokenizer(alphabet: str) -> Any:
       alphabet: distinct characters.
 
     Raises:
-      TokenizerError: a character is there twice.
+      TokenizerError: a character occurs twice.
     """
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -46,7 +46,7 @@ def character_tokenizer(alphabet: str) -> Any:
 
 
 def character_vocabulary(alphabet: str) -> dict[str, int]:
-    """The ids of the tokens of a `character_tokenizer`."""
+    """Ids of the tokens of a `character_tokenizer`."""
     return {token: i for i, token in enumerate((PAD, END, *alphabet))}
 
 
@@ -54,7 +54,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of a Hugging Face model directory. Nothing is downloaded.
 
     Raises:
-      TokenizerError: the directory or its tokenizer files are missing, or transformers does not take them.
+      TokenizerError: the directory or its tokenizer files are missing, or transformers rejects them.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -73,7 +73,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 def encode_prompt(
     tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None
 ) -> tuple[list[int], str]:
-    """Token ids of a prompt that a completion can follow, and their text.
+    """Tokenize a prompt so that a completion can follow.
 
     Args:
       tokenizer: of Hugging Face.
@@ -85,7 +85,7 @@ def encode_prompt(
     Returns: the ids without a closing end-of-sequence token, and the text (of chat messages: the templated text).
 
     Raises:
-      TokenizerError: messages are given and the tokenizer has no chat template, or the template refuses them.
+      TokenizerError: the prompt is a chat and the tokenizer has no chat template, or the template rejects it.
     """
     if isinstance(prompt, str):
         return _without_end(tokenizer, tokenizer.encode(prompt), prompt), prompt
@@ -95,7 +95,7 @@ def encode_prompt(
             "give --chat_template=FILE.jinja, or prompts as text"
         )
     try:
-        text = chat_text(tokenizer, prompt, tools, arguments, add_generation_prompt=True)
+        text = chat_text(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False), text
@@ -104,13 +104,13 @@ def encode_prompt(
 def chat_text(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
 ) -> str:
-    """The text that a tokenizer's chat template makes of messages; it raises what it likes."""
+    """Render messages by a tokenizer's chat template, which may raise anything."""
     return tokenizer.apply_chat_template(
         list(messages), tools=list(tools) or None, tokenize=False, **{**(arguments or {}), **more}
     )
 
 
 def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:
-    """Some tokenizers close every text; nothing can follow a closed one."""
+    """Remove the end-of-text token that some tokenizers append to every text."""
     added = bool(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if added else ids

@@ -1,6 +1,6 @@
-"""Take a tree from one layout to another as a `Plan` says, in buckets: the only effect of resharding.
+"""Reshard a tree from one layout to another by a `Plan`, in buckets.
 
-A bucket is packed, sent and unpacked. While it is on its way the parts that stay on the rank are copied and the next
+A bucket is packed, sent and unpacked. During its transfer the parts that stay on the rank are copied and the next
 bucket is packed, so two buckets are staged at a time.
 """
 
@@ -33,15 +33,15 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass
 class Leaf:
-    """One leaf on its way.
+    """A leaf that is being resharded.
 
     Attributes:
       held: its parts on this rank, before and after.
       dtype: of the result.
-      original: the caller's tensor; None: this rank has no part of it, or has used it up.
+      original: the caller's tensor; None: this rank has no part of it, or has released it.
       source: this module's own handle of the memory of `original`.
-      result: None: not begun, or this rank gets no part.
-      stays: the result is `original` itself.
+      result: the new local tensor; None: not begun, or this rank gets no part.
+      stays: whether the result is `original` itself.
     """
 
     held: Held
@@ -57,8 +57,8 @@ class Work(NamedTuple):
 
     Attributes:
       leaves: in the order of the plan.
-      donated: originals are emptied when they are used up, except those whose ids are in `results`.
-      results: ids of the originals that stay as results.
+      donated: whether originals are emptied once sent, except those whose ids are in `results`.
+      results: ids of the originals that are results.
     """
 
     plan: Plan
@@ -68,8 +68,8 @@ class Work(NamedTuple):
     device: torch.device
 
 
-class Flight(NamedTuple):
-    """A step on its way: the handles to wait for, where its messages arrive, and the memory that is being sent."""
+class PendingStep(NamedTuple):
+    """A step in transfer: handles to wait for, buffers that receive its messages, and buffers being sent."""
 
     step: Step
     received: list[Any]
@@ -81,15 +81,16 @@ class Flight(NamedTuple):
 def reshard(
     tree: trees.Tree, plan: Plan, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, donate: bool = False
 ) -> trees.Tree:
-    """The tree of local tensors in the plan's target layouts. Every rank of the plan calls it with the same plan.
+    """Reshard a tree of local tensors to the plan's target layouts. Collective over the ranks of the plan.
 
-    Where a leaf's box and dtype stay the same the result holds the very same tensor object. Extra memory beside the
-    result is at most `2 * bucket_bytes`, as long as a bucket holds one element from every peer. A rank outside the
-    plan returns at once.
+    If a leaf's box and dtype stay the same, the result holds the same tensor object. Extra memory besides the result is
+    at most `2 * bucket_bytes`, as long as a bucket holds one element from every peer. A rank outside the plan returns
+    at once.
 
     Args:
       tree: this rank's tensors in the plan's source layouts; None on a rank that has none.
-      mesh: that of the source or of the target, or one over the ranks of both.
+      plan: the same on every rank.
+      mesh: the source's or the target's mesh, or one over the ranks of both.
       bucket_bytes: bytes that one bucket stages, sending and receiving together.
       donate: the tensors are donated; one that is not in the result is emptied as soon as it is sent.
 
@@ -101,16 +102,16 @@ def reshard(
     if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
         return None
     work = begin_reshard(tree, plan, mesh, donate=donate)
-    flying: list[Flight] = []
+    pending: list[PendingStep] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
     for step in program(plan, mesh.process, bucket_bytes, native=_gathers_natively(plan, mesh), direct_bytes=direct):
-        flying.append(_start(work, step, mesh))
+        pending.append(_start(work, step, mesh))
         settle(work, step.finished)
-        if len(flying) == 2:
-            _land(work, flying.pop(0), mesh)
-    while flying:
-        _land(work, flying.pop(0), mesh)
+        if len(pending) == 2:
+            _finish(work, pending.pop(0), mesh)
+    while pending:
+        _finish(work, pending.pop(0), mesh)
     return finish_reshard(work, mesh)
 
 
@@ -317,8 +318,8 @@ def _places(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
-    """Pack a step's messages and start to send and receive them. A part for several ranks is packed once."""
+def _start(work: Work, step: Step, mesh: Mesh) -> PendingStep:
+    """Pack a step's messages and start sending and receiving. A part for several ranks is packed once."""
     if step.gather:
         return _start_gather(work, step, mesh)
     packed: dict[tuple[Part, ...], Tensor] = {}
@@ -341,15 +342,15 @@ def _start(work: Work, step: Step, mesh: Mesh) -> Flight:
         for receives, sends in starts_together(step, mesh.process):
             operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
             operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
-            together = _Together(dist.batch_isend_irecv(operations))
+            together = _Batch(dist.batch_isend_irecv(operations))
             for i in receives:
                 received[i] = together
             for i in sends:
                 sent[i] = together
-    return Flight(step, received, arriving, sent=sent, sending=list(packed.values()))
+    return PendingStep(step, received, arriving, sent=sent, sending=list(packed.values()))
 
 
-class _Together(NamedTuple):
+class _Batch(NamedTuple):
     """Operations that the backend started as one."""
 
     works: list[Any]
@@ -359,19 +360,19 @@ class _Together(NamedTuple):
             work.wait()
 
 
-def _land(work: Work, flight: Flight, mesh: Mesh) -> None:
-    """Wait for a step's messages, unpacking each as it comes."""
-    if flight.step.gather:
-        flight.received[0].wait()
-        unpack_gather(work, flight.step, flight.arriving[0])
+def _finish(work: Work, pending: PendingStep, mesh: Mesh) -> None:
+    """Wait for a step's messages, and unpack each when it arrives."""
+    if pending.step.gather:
+        pending.received[0].wait()
+        unpack_gather(work, pending.step, pending.arriving[0])
         return
-    for message, handle, arrived in zip(flight.step.receives, flight.received, flight.arriving, strict=True):
+    for message, handle, arrived in zip(pending.step.receives, pending.received, pending.arriving, strict=True):
         entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
         left()
         unpack(work, message, arrived)
-    for message, handle in zip(flight.step.sends, flight.sent, strict=True):
+    for message, handle in zip(pending.step.sends, pending.sent, strict=True):
         entered(f"an exchange with rank {message.peer}")
         with _blaming(mesh.process, message.peer):
             handle.wait()
@@ -398,12 +399,12 @@ def _gathers_natively(plan: Plan, mesh: Mesh) -> bool:
     return mesh.ranks == plan.src_ranks and all(route.src.sizes == sizes for route in gathers)
 
 
-def _start_gather(work: Work, step: Step, mesh: Mesh) -> Flight:
+def _start_gather(work: Work, step: Step, mesh: Mesh) -> PendingStep:
     """Start one all-gather of all parts of a step."""
     own = pack_message(work, step, Message(mesh.process, 0, step.gather))
     whole = torch.empty(len(step.ranks), own.numel(), dtype=own.dtype, device=own.device)
     handle = mesh.group(step.axes)._allgather_base(whole.view(-1), own.view(-1))
-    return Flight(step, [handle], [whole], sent=[], sending=[own])
+    return PendingStep(step, [handle], [whole], sent=[], sending=[own])
 
 
 def unpack_gather(work: Work, step: Step, whole: Tensor) -> None:

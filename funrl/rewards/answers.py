@@ -1,4 +1,4 @@
-"""The answer that a completion ends with, by which several completions of a prompt are compared."""
+"""The final answer of a completion, which majority votes compare."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 def final_answer(completion: str) -> str:
-    r"""The last \boxed{...}, else the last <answer>...</answer>, else the line behind the last "####", else all of it.
+    r"""The last \boxed{...}, else the last <answer>...</answer>, else the line after the last "####", else the text.
 
-    Blanks around it are left out, and of a number commas and a dollar sign.
+    Surrounding blanks are stripped; a number also loses commas and a dollar sign.
 
     >>> final_answer(r"so \boxed{\frac{1}{2}}."), final_answer("3 * 400 #### 1,200"), final_answer(" 4 ")
     ('\\frac{1}{2}', '1200', '4')
@@ -18,33 +18,35 @@ def final_answer(completion: str) -> str:
     boxed = completion.rfind(r"\boxed{")
     tagged = last_tagged(completion)
     if boxed >= 0:
-        found = _braced(completion[boxed + len(r"\boxed{") :])
+        answer = _braced(completion[boxed + len(r"\boxed{") :])
     elif tagged is not None:
-        found = tagged
+        answer = tagged
     else:
         _, mark, rest = completion.rpartition("####")
-        found = (rest.strip().splitlines() or [""])[0] if mark else completion
-    found = found.strip()
-    return re.sub(r"[$,]", "", found) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", found) else found
+        answer = (rest.strip().splitlines() or [""])[0] if mark else completion
+    answer = answer.strip()
+    return re.sub(r"[$,]", "", answer) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", answer) else answer
 
 
 def last_tagged(text: str) -> str | None:
     """Content of the last <answer>...</answer>, None where there is none; in time linear in the text's length."""
-    content, begin = None, None
+    content = None
+    begin = None
     for tag in _TAG.finditer(text):
         closes = bool(tag[1])
         if closes and begin is not None:
-            content, begin = text[begin : tag.start()], None
+            content = text[begin : tag.start()]
+            begin = None
         elif not closes and begin is None:
             begin = tag.end()
     return content
 
 
 def _braced(text: str) -> str:
-    """The text up to the brace that closes it; all of it where none does."""
+    """The text up to its closing brace; the whole text if there is none."""
     depth = 1
-    for at, letter in enumerate(text):
+    for end, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return text[:at]
+            return text[:end]
     return text

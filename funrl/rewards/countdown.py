@@ -12,8 +12,11 @@ from typing import Any
 from funrl.rewards.answers import last_tagged
 
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 LONGEST_EXPRESSION = 500  # characters of an expression
 
 
@@ -32,7 +35,8 @@ def countdown(
     Example: countdown("...", "<answer>(4 - 1) * 8 = 24</answer>", target=24, nums=[1, 4, 8]) is 1.0.
     References: the game as TinyZero trains it, https://github.com/Jiayi-Pan/TinyZero
     """
-    tagged, lines = last_tagged(completion), completion.strip().splitlines()
+    tagged = last_tagged(completion)
+    lines = completion.strip().splitlines()
     text = (lines or [""])[-1] if tagged is None else tagged
     expression = text.split("=")[0].replace("\u00d7", "*").replace("\u00f7", "/").strip()
     used: list[Fraction] = []
@@ -45,7 +49,7 @@ def countdown(
 
 
 def _value(node: ast.expr, used: list[Fraction]) -> Fraction:
-    """The value of an expression; the numbers that it names are put into `used`. Raises: ValueError."""
+    """Value of an expression; appends its numbers to `used`. Raises: ValueError."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

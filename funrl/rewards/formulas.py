@@ -37,7 +37,8 @@ def boxed_answer(prompt: str, completion: str, **fields: Any) -> float:
 
     Example: boxed_answer("Half of 1?", r"So \boxed{\tfrac12}", answer=r"... \boxed{0.5}") is 1.0.
     """
-    wanted, given = _right_formulas(str(right_answer(fields))), last_boxed(completion)
+    wanted = _right_formulas(str(right_answer(fields)))
+    given = last_boxed(completion)
     return float(given is not None and _equal(wanted, _formulas(rf"\boxed{{{given}}}")))
 
 
@@ -46,7 +47,8 @@ def last_boxed(text: str) -> str | None:
     for mark in (r"\boxed{", r"\fbox{"):
         begin = text.rfind(mark)
         while begin >= 0:
-            depth, inside = 1, begin + len(mark)
+            depth = 1
+            inside = begin + len(mark)
             for end in range(inside, len(text)):
                 depth += (text[end] == "{") - (text[end] == "}")
                 if depth == 0:
@@ -57,10 +59,12 @@ def last_boxed(text: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _right_formulas(answer: str) -> tuple[Any, ...]:
-    boxed, plain = last_boxed(answer), answer.rpartition("####")[2].strip()  # the latter as in GSM8K
+    # the latter as in GSM8K
+    boxed = last_boxed(answer)
+    plain = answer.rpartition("####")[2].strip()
     for text in (rf"\boxed{{{plain if boxed is None else boxed}}}", plain):
-        if found := _formulas(text):
-            return found
+        if formulas := _formulas(text):
+            return formulas
     raise ValueError(f"there is no formula in the right answer {answer!r}")
 
 

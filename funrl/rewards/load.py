@@ -1,4 +1,4 @@
-"""Users' reward functions and verifiers: found by name, and compared with the fields of the prompts."""
+"""Users' reward functions and verifiers: load them by name, and check them against the fields of the prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funrl.rewards.call import (
     Reward,
     RewardError,
     RewardFunction,
-    described_function,
+    describe_function,
     named_fields,
     reward_functions,
     torch_state_kept,
@@ -24,84 +24,85 @@ from funrl.rewards.sandbox import SandboxError, check_platform
 
 
 def load_rewards(text: str) -> tuple[RewardFunction, ...]:
-    """The functions that "FILE.py:f,format@0.1" names, at least one; their weights are `parse_rewards`'s.
+    """Load the functions in a text such as "FILE.py:f,format@0.1"; `parse_rewards` gives their weights.
 
     Raises:
-      LoadError: as `loading.load_function` and `parse_rewards`; or a verifier's library is not installed.
+      LoadError: as in `loading.load_function` and `parse_rewards`; or a verifier's library is not installed.
     """
     with torch_state_kept():
-        return reward_functions([_loaded(one) for one in parse_rewards(text)])
+        return reward_functions([_loaded(named) for named in parse_rewards(text)])
 
 
-def _loaded(one: NamedReward) -> RewardFunction:
-    verifier = VERIFIERS.get(one.source)
+def _loaded(named: NamedReward) -> RewardFunction:
+    verifier = VERIFIERS.get(named.source)
     if verifier is None:
-        needs = next((known.fields for known in VERIFIERS.values() if known.source == one.source), ())
-        return described_function(loading.load_function("reward", one.source), one.name, needs)
+        needs = next((known.fields for known in VERIFIERS.values() if known.source == named.source), ())
+        return describe_function(loading.load_function("reward", named.source), named.name, needs)
     check = loading.load_function("reward", verifier.check) if verifier.check else None
     if verifier.package:
         try:
             importlib.import_module(verifier.package)  # once, before ranks and workers are forked
         except ImportError as error:
             raise loading.LoadError(
-                f"--reward={one.source} needs {verifier.package.replace('_', '-')} ({error}): "
+                f"--reward={named.source} needs {verifier.package.replace('_', '-')} ({error}): "
                 f"pip install 'funrl[{verifier.extra}]'"
             ) from error
-    if one.source == "code":
+    if named.source == "code":
         try:
             check_platform()
         except SandboxError as error:
             raise loading.LoadError(f"--reward=code: {error}") from error
-    described = described_function(loading.load_function("reward", verifier.source), one.name, verifier.fields)
+    described = describe_function(loading.load_function("reward", verifier.source), named.name, verifier.fields)
     return described._replace(check=check)
 
 
 def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RewardError where a function has no place for a field that a prompt brings, or wants one that it lacks.
+    """Raise RewardError if a prompt has a field that a function does not take, or lacks one that it needs.
 
     Args:
-      text: the flag's, or the function's name.
-      fields: of every prompt, the fields of its record.
+      text: value of the flag, or name of the function, for errors.
+      reward: the function.
+      fields: for every prompt, the fields of its record.
     """
-    (one,) = reward_functions([reward])
+    (described,) = reward_functions([reward])
     for names in dict.fromkeys(tuple(sorted(f)) for f in fields):
-        missing = next((group for group in one.needs if not set(group) & set(names)), None)
+        missing = next((group for group in described.needs if not set(group) & set(names)), None)
         if missing is not None:
             wanted = f"a field {missing[0]!r}" if len(missing) == 1 else f"one of the fields {', '.join(missing)}"
             raise RewardError(
-                f"--reward={text}: {one.name} needs {wanted}, and a prompt has {', '.join(names) or 'none'}; "
+                f"--reward={text}: {described.name} needs {wanted}, and a prompt has {', '.join(names) or 'none'}; "
                 "--fields=NEW:OLD renames columns"
             )
-        if one.takes or not one.keywords:  # one written in C does not say
-            _check_call(text, one, names)
-    if one.check is None:
+        if described.takes or not described.keywords:  # one written in C does not say
+            _check_call(text, described, names)
+    if described.check is None:
         return
     for record in fields:
         try:
-            one.check(record)
+            described.check(record)
         except ValueError as error:
-            shown = {name: value for name, value in record.items() if any(name in group for group in one.needs)}
+            shown = {name: value for name, value in record.items() if any(name in group for group in described.needs)}
             raise RewardError(f"--reward={text}: {error}; it is of the prompt with {str(shown)[:300]}") from None
 
 
-def _check_call(text: str, one: RewardFunction, names: Sequence[str]) -> None:
-    """Compare a function's arguments with the fields of a prompt."""
-    clash = sorted(set(names) & set(BATCH_ARGUMENTS)) if one.batched else []
+def _check_call(text: str, reward: RewardFunction, names: Sequence[str]) -> None:
+    """Check that a function can be called with the fields of a prompt."""
+    clash = sorted(set(names) & set(BATCH_ARGUMENTS)) if reward.batched else []
     if clash:
         raise RewardError(
             f"--reward={text}: it takes lists of {', '.join(BATCH_ARGUMENTS)}, but a prompt has a field {clash[0]!r} "
             f"too; --fields=NEW:{clash[0]} renames it"
         )
-    signature = inspect.signature(one.function)
+    signature = inspect.signature(reward.function)
     try:
-        if one.batched:
+        if reward.batched:
             columns = {*BATCH_ARGUMENTS, *names}
-            signature.bind(**dict.fromkeys(columns if one.keywords else columns & one.takes))
-        elif BY_NAME in one.takes:
-            signature.bind(**named_fields(one, {BY_NAME: "", **dict.fromkeys(names)}))
+            signature.bind(**dict.fromkeys(columns if reward.keywords else columns & reward.takes))
+        elif BY_NAME in reward.takes:
+            signature.bind(**named_fields(reward, {BY_NAME: "", **dict.fromkeys(names)}))
         else:
             signature.bind("", "", **dict.fromkeys(names))
     except TypeError as error:
-        given = [f"{name}=[...]" for name in (*BATCH_ARGUMENTS, *names)] if one.batched else []
+        given = [f"{name}=[...]" for name in (*BATCH_ARGUMENTS, *names)] if reward.batched else []
         call = ", ".join(given or ("prompt", "completion", *(f"{n}=..." for n in names)))
         raise RewardError(f"--reward={text}: the prompts' fields make the call ({call}), but it has {error}") from error

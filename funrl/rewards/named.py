@@ -1,4 +1,4 @@
-"""Rewards that a command line names: functions of files and packages, and verifiers. Nothing here imports torch.
+"""Rewards named on a command line: functions in files and packages, and verifiers. Imports no torch.
 
 --reward=FILE.py:function,format@0.1     the function, and a tenth of the verifier `format`
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from funrl.loading import LoadError
 
-GOLD = ("answer", "solution", "ground_truth")  # fields that hold the right answer, the first of them that is there
-TESTS = ("tests", "test_list", "test_cases", "test", "ground_truth")  # the same of unit tests
+GOLD = ("answer", "solution", "ground_truth")  # fields for the right answer; the first present one holds it
+TESTS = ("tests", "test_list", "test_cases", "test", "ground_truth")  # likewise for unit tests
 WEIGHTED_REWARD = re.compile(r"(?P<source>.*?)(?:@(?P<weight>[^@:/]*))?")
 
 
@@ -23,10 +23,10 @@ class Verifier(NamedTuple):
 
     Attributes:
       source: "module:function".
-      fields: of each tuple, a prompt's record has at least one field.
-      package: module that it imports; "": none but Python's own.
-      extra: of funrl, which installs the package.
-      check: "module:function" of a record's fields, which raises ValueError where they cannot be used; "": none.
+      fields: tuples of fields; a prompt's record must have at least one field of each.
+      package: module that it imports; "": only Python's own.
+      extra: extra of funrl that installs the package.
+      check: "module:function" that raises ValueError if a record's fields cannot be used; "": none.
     """
 
     source: str
@@ -39,13 +39,13 @@ class Verifier(NamedTuple):
 VERIFIERS: Mapping[str, Verifier] = {
     "exact": Verifier("funrl.rewards.verifiers:exact_match", (GOLD,)),
     "gsm8k": Verifier("funrl.rewards.verifiers:gsm8k", (GOLD,)),
-    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", "math"),
-    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", "math"),
+    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", extra="math"),
+    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", extra="math"),
     "choice": Verifier("funrl.rewards.verifiers:multiple_choice", (GOLD,)),
     "regex": Verifier(
         "funrl.rewards.verifiers:matches_pattern", (("pattern",),), check="funrl.rewards.verifiers:check_pattern"
     ),
-    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", "json"),
+    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", extra="json"),
     "format": Verifier("funrl.rewards.structure:think_then_answer"),
     "length": Verifier("funrl.rewards.style:within_length", (("min_words", "max_words"),)),
     "repetition": Verifier("funrl.rewards.style:repetition"),
@@ -58,9 +58,9 @@ class NamedReward(NamedTuple):
     """One reward of a command line.
 
     Attributes:
-      name: in metrics, samples and the report; no other reward of the line has it.
+      name: in metrics, samples and the report; unique on the command line.
       source: a name of `VERIFIERS`, "FILE.py:function" or "module:function".
-      weight: of its number in a completion's score; None: none is given.
+      weight: of its score in the reward; None: not given.
     """
 
     name: str
@@ -69,20 +69,21 @@ class NamedReward(NamedTuple):
 
 
 def parse_rewards(text: str) -> tuple[NamedReward, ...]:
-    """The rewards that a text names, at least one.
+    """Parse the rewards that a text names, at least one.
 
-    >>> [tuple(one) for one in parse_rewards("own.py:score, format@0.1")]
+    >>> [tuple(reward) for reward in parse_rewards("own.py:score, format@0.1")]
     [('score', 'own.py:score', None), ('format', 'format', 0.1)]
 
     Raises:
-      LoadError: a weight is no finite number, or a name without a colon is not that of a verifier.
+      LoadError: a weight is not a finite number, or a name without a colon is not a verifier's.
     """
-    sources, weights = [], []
+    sources = []
+    weights = []
     for part in (part.strip() for part in text.split(",")):
-        found = WEIGHTED_REWARD.fullmatch(part)
-        assert found is not None
-        sources.append(found["source"].strip())
-        weights.append(None if found["weight"] is None else _weight(text, found["weight"]))
+        match = WEIGHTED_REWARD.fullmatch(part)
+        assert match is not None
+        sources.append(match["source"].strip())
+        weights.append(None if match["weight"] is None else _weight(text, match["weight"]))
         if ":" not in sources[-1] and sources[-1] not in VERIFIERS:
             raise LoadError(
                 f"--reward={text}: {sources[-1]!r} is not a verifier ({', '.join(VERIFIERS)}); of a function of your "
@@ -93,7 +94,7 @@ def parse_rewards(text: str) -> tuple[NamedReward, ...]:
 
 
 def unique_names(names: Sequence[str], places: Sequence[str] = ()) -> list[str]:
-    """The names, those that several have with where each is from, or with their numbers.
+    """Make names unique by prefixing their place, or else by numbering them.
 
     >>> unique_names(["score", "score", "format"], ["a", "b", ""])
     ['a.score', 'b.score', 'format']
@@ -113,11 +114,11 @@ def _weight(text: str, given: str) -> float:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise LoadError(f"--reward={text}: the weight {given!r} is no finite number; write such as format@0.1")
+        raise LoadError(f"--reward={text}: the weight {given!r} is not a finite number; write for example format@0.1")
     return weight
 
 
 def _place(source: str) -> str:
-    """The file or module of a function, without its folder; "" of a verifier."""
+    """File or module of a function, without its folder; "" for a verifier."""
     module = source.rpartition(":")[0]
     return Path(module).stem if module.endswith(".py") else module.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""Regular expressions that users give: they take no longer than a bound, whatever they are matched with.
+"""Users' regular expressions, with a bound on the time of a search.
 
-They are those of the library `regex`, which has the syntax of Python's `re` and can stop a search; `re` cannot, and an
-expression such as (a+)+$ makes it backtrack for ever.
+They use the library `regex`, which has the syntax of Python's `re` and supports a timeout; `re` does not, and an
+expression such as (a+)+$ can make it backtrack forever.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ _SHOWN = 200  # characters of a pattern in a message
 
 
 class PatternError(ValueError):
-    """A pattern that is not a regular expression, or whose search took too long."""
+    """A pattern is not a regular expression, or its search took too long."""
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_pattern(pattern: str, flags: int = 0) -> Any:
-    """Compile a regular expression, once.
+    """Compile a regular expression; cached.
 
     Args:
-      flags: as those of the module `re`.
+      pattern: the expression.
+      flags: flags as in `re`.
 
     Raises:
       PatternError: it is not one.
@@ -38,13 +39,13 @@ def compile_pattern(pattern: str, flags: int = 0) -> Any:
         raise PatternError(f"{pattern[:_SHOWN]!r} is not a regular expression: {error}") from None
 
 
-def found(compiled: Any, text: str) -> bool:
-    """True if a compiled pattern is found in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+def matches_anywhere(compiled: Any, text: str) -> bool:
+    """True if a compiled pattern matches anywhere in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
     return next(matches_in(compiled, text), None) is not None
 
 
 def matches_in(compiled: Any, text: str) -> Iterator[Any]:
-    """Matches of a compiled pattern in a text, in their order. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+    """Yield the matches of a compiled pattern in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
     try:
         yield from compiled.finditer(text, timeout=SEARCH_TIMEOUT_S)
     except TimeoutError:

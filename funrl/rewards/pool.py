@@ -1,13 +1,14 @@
 """Workers of a rank that run reward functions in parallel with each other and with the rank's own work.
 
-They are processes, because rewards are Python and mostly bound by the CPU, so threads would take turns; one that hangs
-can be ended, and one that crashes takes nothing with it. They are forked, because a user's function may be a closure
-that cannot be pickled. A rank later has threads of torch, gloo and CUDA, from which forking is not safe: so `open_pool`
-forks one server while there are none, and the server, which stays single-threaded, forks the workers and replaces them.
+They are processes because rewards are Python and mostly CPU-bound, so that threads would block each other; a hanging
+process can be killed, and a crash affects no other process. They are forked because a user's function may be a closure
+that cannot be pickled. A rank later has threads of torch, gloo and CUDA, after which forking is not safe. So
+`open_pool` forks one server before there are threads, and the server, which stays single-threaded, forks and replaces
+the workers.
 
-A worker is a process group, and what its functions start ends with it. Server and workers ignore the signals that ask a
-run to stop: the rank, which may finish its step first, ends the server, which ends the workers. The server does so too
-when the rank is gone without a word.
+Each worker leads a process group, so that whatever its functions start ends with it. Server and workers ignore the
+signals that ask a run to stop: the rank, which may finish its step first, ends the server, which ends the workers. The
+server also ends when the rank disappears.
 """
 
 from __future__ import annotations
@@ -38,31 +39,35 @@ from funrl.rewards.call import (
     reward_functions,
     row_text,
 )
-from funrl.rewards.pool_server import Submission, flush, fork, serve_rewards
+from funrl.rewards.pool_server import ServerOptions, Submission, flush, fork, serve_rewards
 
 
 class Pool:
-    """The workers of a rank; made by `open_pool`, or without any by `Pool(rewards)`.
+    """Reward workers of a rank, made by `open_pool`; `Pool(rewards)` has no workers.
 
     Attributes:
-      functions: of the rewards.
-      workers: how many processes run them at most; 0: this one does.
+      functions: the reward functions.
+      workers: bound on the processes that run them; 0: this process does.
     """
 
     def __init__(
         self, rewards: Sequence[Reward], workers: int = 0, connection: Connection | None = None, server: int = 0
     ):
-        self.functions, self.workers = reward_functions(rewards), workers
-        self._connection, self._server = connection, server
+        self.functions = reward_functions(rewards)
+        self.workers = workers
+        self._connection = connection
+        self._server = server
         self._waiting: dict[int, Future[list[RewardOutcome]]] = {}
-        self._lock, self._count, self._closed = threading.Lock(), 0, False
+        self._lock = threading.Lock()
+        self._count = 0
+        self._closed = False
         if connection is not None:
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
     def begin(self, function: int, rows: Sequence[Completed]) -> Future[list[RewardOutcome]]:
-        """Begin to reward rows by the function of a number; a batched one sees all of them in one call.
+        """Begin to reward rows with the function of an index. A batched function gets all of them in one call.
 
-        Returns: one outcome a row. It raises RewardError only where the pool itself has ended.
+        Returns: a future of one outcome per row, which raises RewardError only if the pool itself has ended.
         """
         if self._closed:
             raise RewardError("the pool of reward workers is closed")
@@ -87,7 +92,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """End all workers; what has not been rewarded yet fails."""
+        """End all workers. Pending rewards fail."""
         if self._closed:
             return
         self._closed = True
@@ -101,17 +106,18 @@ class Pool:
     def _receive(self, connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, found = connection.recv()
+                number, results = connection.recv()
                 with self._lock:
                     future = self._waiting.pop(number, None)
                 if future is not None:
-                    future.set_result(found)
+                    future.set_result(results)
         if not self._closed:
             self._fail("the server of the reward workers has died")
 
     def _fail(self, message: str) -> None:
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting = list(self._waiting.values())
+            self._waiting = {}
         for future in waiting:
             future.set_exception(RewardError(message))
 
@@ -120,18 +126,17 @@ class Pool:
 def open_pool(
     rewards: Sequence[Reward], workers: int, timeout_s: float = 60.0, most: int | None = None
 ) -> Iterator[Pool]:
-    """Workers for as long as the context lasts.
+    """Open a pool of workers for the duration of the context.
 
-    Open it before the process has threads: before process groups, devices and the first parallel operation of torch.
+    Enter it before the process has threads: before process groups, devices and torch's first parallel operation.
 
     Args:
-      rewards: functions of any form. Each worker has a copy, made by forking: what a function keeps, such as a cache,
-        it keeps for itself.
-      workers: how many; 0: no process is made, rows are rewarded as they are submitted, and nothing times out. Those of
-        functions that are awaited are not counted: they share one event loop.
-      timeout_s: how long a call of a function may take.
-      most: workers are added, up to this number, while rows wait and the workers wait for something else than a core.
-        None: as many as `workers`.
+      rewards: functions of any form. Each worker has a forked copy, so that a function's state, such as a cache, is
+        separate in each worker.
+      workers: number of workers; 0: rows are rewarded in this process when they are submitted, without a timeout.
+        Awaited functions are not counted: they share one worker with an event loop.
+      timeout_s: timeout of a call.
+      most: bound on the workers, which are added while rows wait and workers are mostly idle; None: `workers`.
     """
     if not workers:
         pool = Pool(rewards)
@@ -139,12 +144,11 @@ def open_pool(
         here, there = Pipe()
         flush()
         most = max(workers, most or workers)
-        program = functools.partial(
-            serve_rewards, there, here, os.getpid(), reward_functions(rewards), workers, most, timeout_s
-        )
+        options = ServerOptions(reward_functions(rewards), workers, most, timeout_s=timeout_s)
+        program = functools.partial(serve_rewards, there, here, os.getpid(), options=options)
         server = fork(program)
         there.close()
-        pool = Pool(rewards, most, here, server)
+        pool = Pool(rewards, most, here, server=server)
     try:
         yield pool
     finally:
@@ -152,73 +156,73 @@ def open_pool(
 
 
 class RowRewards(NamedTuple):
-    """Rewards of one row, under way.
+    """Pending rewards of one row.
 
     Attributes:
-      row: what is rewarded.
-      parts: of each function, the future of its numbers and the row's place among them.
+      row: the row.
+      parts: for each function, the future of its outcomes and the row's index among them.
     """
 
     row: Completed
     parts: tuple[tuple[Future[list[RewardOutcome]], int], ...]
 
     def done(self) -> bool:
-        """True where no number is waited for."""
+        """True if all outcomes are available."""
         return all(future.done() for future, _ in self.parts)
 
     def outcomes(self, timeout: float | None = None) -> list[RewardOutcome]:
-        """RewardOutcome of each function. A row to which no function applies is a failure of all of them.
+        """Wait for the outcome of each function. If no function applies to the row, all have failed.
 
         Raises:
           RewardError: the pool has ended.
         """
-        found = [future.result(timeout)[place] for future, place in self.parts]
-        if found and all(not isinstance(one, Failure) and math.isnan(one) for one in found):
-            message = f"none of the {len(found)} reward functions applies, one of them must{row_text(self.row)}"
-            return [Failure(message, self.row.prompt, self.row.completion)] * len(found)
-        return found
+        results = [future.result(timeout)[place] for future, place in self.parts]
+        if results and all(not isinstance(outcome, Failure) and math.isnan(outcome) for outcome in results):
+            message = f"none of the {len(results)} reward functions applies, one of them must{row_text(self.row)}"
+            return [Failure(message, self.row.prompt, self.row.completion)] * len(results)
+        return results
 
     def result(self, timeout: float | None = None) -> list[float]:
-        """Number of each function; NaN where one of several does not apply.
+        """Wait for the score of each function; NaN where one of several does not apply.
 
         Raises:
           RewardError: a function failed, no function applies, or the pool has ended.
         """
-        found = self.outcomes(timeout)
-        for one in found:
-            if isinstance(one, Failure):
-                raise RewardError(*one)
-        return [one for one in found if not isinstance(one, Failure)]
+        results = self.outcomes(timeout)
+        for outcome in results:
+            if isinstance(outcome, Failure):
+                raise RewardError(*outcome)
+        return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
 def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
-    """Begin to reward rows; the first submitted is the first begun. A batched function has all in one call.
+    """Begin to reward rows, in order. A batched function gets all of them in one call.
 
-    Returns: the rewards of each row, in order. `result()` waits for one number of each function of the pool; it raises
-      RewardError, which shows the row, where a function raised (with its traceback), gave no finite number, took longer
-      than the pool's timeout or ended its process; or where its row cannot be pickled.
+    Returns: pending rewards of each row. `result()` waits for the scores; it raises RewardError, which shows the row,
+      if a function raised (with its traceback), did not return a finite number, exceeded the pool's timeout or ended
+      its process, or if the row cannot be pickled.
 
-    Example: [one.result() for one in score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])] is [[1.0]] for a pool
-      of `verifiers.exact_match`.
+    Example: [pending.result() for pending in score_rows(pool, rows)] is [[1.0]] for a pool of `verifiers.exact_match`
+      and rows = [Completed("1+1=", "2", {"answer": "2"})].
     """
-    found: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
-    for number, one in enumerate(pool.functions):
-        together = one.batched or (one.awaited and not pool.workers)
+    futures: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
+    for number, reward in enumerate(pool.functions):
+        together = reward.batched or (reward.awaited and not pool.workers)
         future = pool.begin(number, rows) if together and rows else None
         for place, row in enumerate(rows):
-            found[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
-    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, found, strict=True)]
+            futures[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
+    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, futures, strict=True)]
 
 
-def _now(one: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
-    """Outcomes computed in this process."""
-    if not one.awaited:
-        return outcomes(one, rows)
-    found: list[RewardOutcome] = []
-    thread = threading.Thread(target=lambda: found.extend(asyncio.run(awaited_outcomes(one, rows))))
-    thread.start()  # in this one an event loop may run already, as in a notebook
+def _now(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
+    """Compute outcomes in this process."""
+    if not reward.awaited:
+        return outcomes(reward, rows)
+    results: list[RewardOutcome] = []
+    thread = threading.Thread(target=lambda: results.extend(asyncio.run(awaited_outcomes(reward, rows))))
+    thread.start()  # this thread may already run an event loop, as in a notebook
     thread.join()
-    return found
+    return results
 
 
 def _dumps(row: Completed) -> bytes:

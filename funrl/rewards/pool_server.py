@@ -1,11 +1,11 @@
 """The server of a rank's reward workers, and the workers.
 
-The server is single-threaded, so it can fork workers at any time. A worker runs one call after the other; functions
-that are awaited share one worker, whose event loop has many calls under way. Of a batched function a call takes the
-batches that wait, shared out among the workers. A worker that hangs or dies is replaced.
+The server is single-threaded, so it can fork workers at any time. A worker runs one call at a time; awaited functions
+share one worker, whose event loop runs many calls concurrently. A call of a batched function takes a worker's share of
+the waiting batches. A worker that hangs or dies is replaced.
 
-Where the number of workers may vary, the server starts with one for each core and adds more while calls wait and those
-that have ended were mostly idle, such as for a model behind a network.
+If the number of workers may vary, the server starts with one per core, and adds more while calls wait and finished
+calls were mostly idle, for example waiting for a model behind a network.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from funrl.rewards.call import (
     too_slow,
 )
 
-IN_FLIGHT = 256  # calls of an event loop at once
-BATCH_ROWS = 1024  # of a call of a batched function, unless its group alone has more
-AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call by itself
-_LOOK_EVERY_S = 1.0
-_MEMORY = 0.9  # of how idle earlier calls were, against the latest
+IN_FLIGHT = 256  # bound on the concurrent calls of an event loop
+BATCH_ROWS = 1024  # bound on the rows of a batched call, unless a single group has more
+AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call itself
+_POLL_EVERY_S = 1.0
+_MEMORY = 0.9  # decay of earlier calls' idleness
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,8 +51,8 @@ class Submission(NamedTuple):
     """Rows for one function.
 
     Attributes:
-      number: by which its answer is known; tasks are begun in the order of their numbers.
-      function: number of the function.
+      number: identifies the answer; tasks begin in the order of their numbers.
+      function: index of the function.
       rows: pickled `Completed`s.
     """
 
@@ -62,14 +62,14 @@ class Submission(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Tasks of one function that a worker has been given, and when it is to be ended."""
+    """Tasks of one function in a call of a worker, and the deadline of the call."""
 
     tasks: tuple[Submission, ...]
     deadline: float
 
 
 class _Worker(NamedTuple):
-    """A worker, with its calls by the number of their first task."""
+    """A worker, and its calls by the number of their first task."""
 
     pid: int
     connection: Connection
@@ -81,37 +81,51 @@ class _Worker(NamedTuple):
         return len(self.calls) < (IN_FLIGHT if self.awaits else 1)
 
 
-class Server:
-    """The life of the server: calls to free workers, results to the rank.
+class ServerOptions(NamedTuple):
+    """Functions and workers of a server.
 
-    Args:
-      parent: to the rank.
+    Attributes:
       functions: of the pool.
-      least, most: workers of functions that are not awaited.
+      least, most: bounds on the workers of functions that are not awaited.
       timeout_s: of a call.
     """
 
-    def __init__(
-        self, parent: Connection, functions: Sequence[RewardFunction], least: int, most: int, timeout_s: float
-    ):
-        self.parent, self.functions, self.least, self.most = parent, tuple(functions), least, most
-        self.timeout_s = timeout_s
-        self.queues: list[deque[Submission]] = [deque() for _ in functions]
+    functions: tuple[RewardFunction, ...]
+    least: int
+    most: int
+    timeout_s: float
+
+
+class Server:
+    """Server that passes calls to free workers, and their results to the rank.
+
+    Args:
+      parent: to the rank.
+      options: its functions and workers.
+    """
+
+    def __init__(self, parent: Connection, options: ServerOptions):
+        self.parent = parent
+        self.functions = options.functions
+        self.least = options.least
+        self.most = options.most
+        self.timeout_s = options.timeout_s
+        self.queues: list[deque[Submission]] = [deque() for _ in options.functions]
         self.workers: list[_Worker] = []
         self.cpu_s = self.wall_s = 0.0
 
     def serve(self, rank: int) -> None:
-        """Serve until the rank ends or says so."""
+        """Serve until the rank ends or closes the pool."""
         try:
-            self._start(self.least if any(not one.awaited for one in self.functions) else 0, awaits=False)
-            self._start(int(any(one.awaited for one in self.functions)), awaits=True)
+            self._start(self.least if any(not reward.awaited for reward in self.functions) else 0, awaits=False)
+            self._start(int(any(reward.awaited for reward in self.functions)), awaits=True)
             while os.getppid() == rank:
                 self._give_calls()
                 deadlines = [call.deadline for worker in self.workers for call in worker.calls.values()]
                 rest = min(deadlines, default=math.inf) - time.monotonic()
                 busy = {worker.connection: worker for worker in self.workers if worker.calls}
-                # Some process that the rank has started may keep the pipe open that would tell of the rank's end.
-                for ready in wait([self.parent, *busy], min(max(rest, 0), _LOOK_EVERY_S)):
+                # A process started by the rank may keep the pipe open after the rank's end, so poll for that too.
+                for ready in wait([self.parent, *busy], min(max(rest, 0), _POLL_EVERY_S)):
                     if ready is not self.parent:
                         self._take_answer(busy[ready])  # type: ignore[index]
                         continue
@@ -127,53 +141,57 @@ class Server:
                 _end(worker)
 
     def _give_calls(self) -> None:
-        """Give all free workers what waits, the first tasks first."""
+        """Pass waiting tasks to free workers, in order."""
         for worker in self.workers:
             while worker.free and (task := self._first(worker.awaits)) is not None:
-                queue, one = self.queues[task.function], self.functions[task.function]
+                queue = self.queues[task.function]
+                reward = self.functions[task.function]
                 tasks = [queue.popleft()]
                 share = -(-(len(queue) + 1) // sum(other.awaits == worker.awaits for other in self.workers))
                 room = BATCH_ROWS - len(task.rows)
-                while one.batched and queue and len(tasks) < share and len(queue[0].rows) <= room:
+                while reward.batched and queue and len(tasks) < share and len(queue[0].rows) <= room:
                     room -= len(queue[0].rows)
                     tasks.append(queue.popleft())
                 grace = AWAITED_GRACE_S if worker.awaits else 0.0
                 worker.calls[task.number] = _Call(tuple(tasks), time.monotonic() + self.timeout_s + grace)
                 rows = tuple(row for task in tasks for row in task.rows)
-                with contextlib.suppress(OSError):  # it has died: that is seen when it is waited for
+                with contextlib.suppress(OSError):  # it has died, which the next wait detects
                     worker.connection.send_bytes(pickle.dumps((task.number, task.function, rows)))
 
     def _first(self, awaited: bool) -> Submission | None:
-        """The first task that waits for a worker of this kind."""
-        heads = [q[0] for q, one in zip(self.queues, self.functions, strict=True) if q and one.awaited == awaited]
+        """The first task that waits for a worker of this kind; None without one."""
+        heads = [q[0] for q, reward in zip(self.queues, self.functions, strict=True) if q and reward.awaited == awaited]
         return min(heads, default=None)
 
     def _take_answer(self, worker: _Worker) -> None:
         try:
-            number, found, cpu_s, wall_s = worker.connection.recv()
+            number, results, cpu_s, wall_s = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             ended = _end(worker)
             for call in worker.calls.values():
                 self._fail(call, f"ended its process ({ended})")
             self._replace(worker)
             return
-        self._answer(worker.calls.pop(number), found)
+        self._answer(worker.calls.pop(number), results)
         if not worker.awaits:
-            self.cpu_s, self.wall_s = self.cpu_s * _MEMORY + cpu_s, self.wall_s * _MEMORY + wall_s
+            self.cpu_s = self.cpu_s * _MEMORY + cpu_s
+            self.wall_s = self.wall_s * _MEMORY + wall_s
             self._grow()
 
     def _grow(self) -> None:
-        """Add workers where calls wait and those that have ended were mostly idle."""
-        waiting = sum(len(q) for q, one in zip(self.queues, self.functions, strict=True) if not one.awaited)
+        """Add workers if calls wait and finished calls were mostly idle."""
+        waiting = sum(len(q) for q, reward in zip(self.queues, self.functions, strict=True) if not reward.awaited)
         here = [worker for worker in self.workers if not worker.awaits]
         busy = max(self.cpu_s / max(self.wall_s, 1e-6), self.least / self.most)
         wanted = min(self.most, math.ceil(self.least / busy), len(here) + waiting - sum(w.free for w in here))
         self._start(wanted - len(here), awaits=False)
 
     def _end_overdue(self) -> None:
-        """End the workers whose calls have taken too long; what was beside them in an event loop begins again."""
+        """End workers with overdue calls. Other calls in the same event loop start again."""
         now = time.monotonic()
-        for worker in [one for one in self.workers if any(call.deadline <= now for call in one.calls.values())]:
+        for worker in [
+            candidate for candidate in self.workers if any(call.deadline <= now for call in candidate.calls.values())
+        ]:
             _end(worker)
             for call in reversed(worker.calls.values()):
                 if call.deadline <= now:
@@ -182,17 +200,18 @@ class Server:
                     self.queues[call.tasks[0].function].extendleft(reversed(call.tasks))
             self._replace(worker)
 
-    def _answer(self, call: _Call, found: Sequence[RewardOutcome]) -> None:
-        """Tell the rank of each task."""
-        at = 0
+    def _answer(self, call: _Call, results: Sequence[RewardOutcome]) -> None:
+        """Send the outcomes of each task to the rank."""
+        begin = 0
         for task in call.tasks:
-            self.parent.send((task.number, list(found[at : at + len(task.rows)])))
-            at += len(task.rows)
+            self.parent.send((task.number, list(results[begin : begin + len(task.rows)])))
+            begin += len(task.rows)
 
     def _fail(self, call: _Call, what: str) -> None:
-        one, rows = self.functions[call.tasks[0].function], [row for task in call.tasks for row in task.rows]
+        reward = self.functions[call.tasks[0].function]
+        rows = [row for task in call.tasks for row in task.rows]
         among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
-        self._answer(call, [failure_of(one, pickle.loads(rows[0]), what + among)] * len(rows))
+        self._answer(call, [failure_of(reward, pickle.loads(rows[0]), what + among)] * len(rows))
 
     def _replace(self, worker: _Worker) -> None:
         self.workers.remove(worker)
@@ -205,28 +224,25 @@ class Server:
             pid = fork(functools.partial(_work, there, others, self.functions, awaits, self.timeout_s))
             _own_group(pid)
             there.close()
-            self.workers.append(_Worker(pid, here, awaits, {}))
+            self.workers.append(_Worker(pid, here, awaits, calls={}))
 
 
-def serve_rewards(
-    parent: Connection, theirs: Connection, rank: int, functions: Sequence[RewardFunction], least: int, most: int,
-    timeout_s: float,
-) -> None:  # fmt: skip
-    """The program of the server's process.
+def serve_rewards(parent: Connection, theirs: Connection, rank: int, options: ServerOptions) -> None:
+    """Main function of the server's process.
 
     Args:
+      parent: to the rank.
       theirs: the rank's end of the pipe, which the fork has too.
-      rank: number of the rank's process.
-
-    The others: as in `Server`.
+      rank: process id of the rank.
+      options: as in `Server`.
     """
     theirs.close()
     _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
-    Server(parent, functions, least, most, timeout_s).serve(rank)
+    Server(parent, options).serve(rank)
 
 
 def fork(live: Callable[[], None]) -> int:
-    """Fork a process that lives and ends, and nothing else; return its number."""
+    """Fork a process that runs `live` and exits; return its process id."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # not in between, in the rank's handlers
     pid = os.fork()
     if not pid:
@@ -244,37 +260,43 @@ def fork(live: Callable[[], None]) -> int:
 
 
 def flush() -> None:
-    """Write out what Python has buffered, which a fork would write too."""
+    """Flush Python's output buffers, which a fork would otherwise write again."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # there is none, or its reader has gone
             stream.flush()
 
 
 def _take_signals(handler: Any) -> None:
-    """Let a forked process take the signals that end programs in its own way, instead of in the rank's."""
+    """Set a forked process's own handler for the signals that end programs, instead of the rank's."""
     for sign in _ENDING:
         signal.signal(sign, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def _leave_signals_to_the_rank() -> None:
-    """Let a worker outlive the signals that systemd and Slurm send to every process of a run: it ends with its server.
+    """Ignore the signals that systemd and Slurm send to every process of a run: a worker ends with its server.
 
-    A handler is used instead of SIG_IGN, which programs that a function starts would inherit.
+    This is done by a handler, because programs started by a function would inherit SIG_IGN.
     """
     _take_signals(lambda *_: None)
     os.register_at_fork(after_in_child=functools.partial(_take_signals, signal.SIG_DFL))
 
 
 def _work(
-    connection: Connection, others: Sequence[Connection], functions: Sequence[RewardFunction], awaits: bool,
+    connection: Connection,
+    others: Sequence[Connection],
+    functions: Sequence[RewardFunction],
+    awaits: bool,
     timeout_s: float,
-) -> None:  # fmt: skip
-    """The life of a worker.
+) -> None:
+    """Main function of a worker.
 
     Args:
-      others: ends of pipes that it has by being a fork. While it had them open, nobody would see them end.
-      awaits: its functions are awaited, in one event loop.
+      connection: to the server.
+      others: ends of pipes that it inherits. It closes them, so that their other ends see the processes end.
+      functions: of the pool.
+      awaits: whether it runs the awaited functions, in one event loop.
+      timeout_s: of an awaited call.
     """
     for other in others:
         other.close()
@@ -287,19 +309,21 @@ def _work(
             asyncio.run(_answer_awaited(connection, functions, timeout_s))
         while True:
             number, function, rows = pickle.loads(connection.recv_bytes())
-            cpu_s, wall_s = _cpu_s(), time.monotonic()
-            found = outcomes(functions[function], [pickle.loads(row) for row in rows])
-            connection.send((number, [*map(picklable, found)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
+            cpu_s = _cpu_s()
+            wall_s = time.monotonic()
+            results = outcomes(functions[function], [pickle.loads(row) for row in rows])
+            connection.send((number, [*map(picklable, results)], _cpu_s() - cpu_s, time.monotonic() - wall_s))
 
 
 async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunction], timeout_s: float) -> None:
-    """Answer calls side by side until the server is gone."""
+    """Answer calls concurrently until the server is gone."""
     loop = asyncio.get_running_loop()
-    gone, tasks = loop.create_future(), set[asyncio.Task[None]]()
+    gone = loop.create_future()
+    tasks = set[asyncio.Task[None]]()
 
     async def answer(number: int, function: int, rows: Sequence[bytes]) -> None:
-        found = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
-        connection.send((number, [*map(picklable, found)], 0.0, 0.0))
+        results = await awaited_outcomes(functions[function], [pickle.loads(row) for row in rows], timeout_s)
+        connection.send((number, [*map(picklable, results)], 0.0, 0.0))
 
     def take() -> None:
         try:
@@ -316,21 +340,22 @@ async def _answer_awaited(connection: Connection, functions: Sequence[RewardFunc
 
 
 def _cpu_s() -> float:
-    """Seconds in which this process used a core or waited for one, and the programs that it has waited for used one."""
-    programs, queued = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+    """CPU-seconds of this process and of its finished child programs, and seconds that it was queued for a core."""
+    programs = resource.getrusage(resource.RUSAGE_CHILDREN)
+    queued = 0.0
     with contextlib.suppress(OSError), open("/proc/self/schedstat") as file:
         queued = int(file.read().split()[1]) / 1e9
     return time.process_time() + programs.ru_utime + programs.ru_stime + queued
 
 
 def _own_group(pid: int) -> None:
-    """Make a worker a group of its own; it and the server both do, as neither knows which comes first."""
+    """Make a worker a process group. Both worker and server call this, as either may run first."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
 
 def _end(worker: _Worker) -> str:
-    """End a worker and what it has started, and say how it ended if it had done so itself."""
+    """Kill a worker and what it has started; returns how it ended if it had ended by itself."""
     with contextlib.suppress(OSError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.connection.close()

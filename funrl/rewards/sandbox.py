@@ -1,12 +1,12 @@
-"""Programs that a policy has written, run in a process that cannot harm the machine.
+"""Run programs that a policy has written in a process that cannot harm the machine.
 
     ended = run_program("print(input() * 2)", stdin="ab")     # Ended(problem="", stdout="abab\\n", ...)
 
-A program is one process of Python: it may have threads, but start no other process or program; it has no network, can
-signal no process but itself, writes files in a directory of its own, which is removed, reads that directory, Python
-and the system's libraries, and is ended when it exceeds a limit. The kernel sees to that; `confine` says how. It needs
-Linux on x86_64 or aarch64, and one of two means of restricting files: Landlock (Linux 5.13) or bubblewrap (`bwrap`). A
-program may do the same with either.
+A program is a single Python process. It may have threads, but cannot start processes; it has no network and cannot
+signal other processes; it can write in a temporary directory of its own only, and read that directory, Python and the
+system's libraries; and it is killed when it exceeds a limit. The kernel enforces this; see `confine`. It needs Linux on
+x86_64 or aarch64, and one of two means of restricting files: Landlock (Linux 5.13) or bubblewrap (`bwrap`). A program
+has the same rights with either.
 """
 
 from __future__ import annotations
@@ -34,15 +34,30 @@ from funrl.rewards import confine
 
 MEANS = ("landlock", "bubblewrap")  # in the order in which they are tried
 _SYSTEM = (  # readable, where they exist
-    "/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache", "/etc/localtime",
-    "/etc/alternatives", "/etc/ssl", "/etc/mime.types", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
-)  # fmt: skip
-_LOOK_EVERY_S = 0.05
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+    "/etc/ssl",
+    "/etc/mime.types",
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+    "/sys/devices/system/cpu",
+)
+_POLL_EVERY_S = 0.05
 _FOLDER = "funrl-program-{}-"  # with the number of the process that has made it
 _ENVIRONMENT = {
-    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-}  # fmt: skip
+}
 
 
 class SandboxError(RuntimeError):
@@ -54,13 +69,13 @@ class Limits(NamedTuple):
 
     Attributes:
       wall_s: seconds from start to end.
-      cpu_s: seconds of a core, in whole ones.
-      memory_bytes: address space of the process, Python's own 30 MB included.
-      file_bytes: of one file, and of all files together, those included that have no name any more.
-      files: in its directory.
-      output_bytes: of what it prints, and of its errors.
-      threads: at once.
-      open_files: at once.
+      cpu_s: CPU-seconds, rounded to an integer.
+      memory_bytes: address space of the process, including Python's own 30 MB.
+      file_bytes: size of a file, and of all files together, including deleted ones that are open.
+      files: number of files in its directory.
+      output_bytes: of stdout, and of stderr.
+      threads: concurrent threads.
+      open_files: concurrently open files.
     """
 
     wall_s: float = 12.0
@@ -77,10 +92,10 @@ LIMITS = Limits()
 
 
 class Ended(NamedTuple):
-    """End of a program.
+    """Result of running a program.
 
     Attributes:
-      problem: what ended it: "" for its own end with status 0, else such as "wall time" or "signal SIGSEGV".
+      problem: what ended it, such as "wall time" or "signal SIGSEGV"; "" if it exited with status 0.
       stdout, stderr: what it printed, up to the limit.
       passed: numbers of the tests that passed.
     """
@@ -97,17 +112,17 @@ def run_program(
     """Run a Python program to its end or a limit.
 
     Args:
-      program: source text. Without tests it is run as a script, `__name__` being "__main__".
-      tests: source texts that are run after it, in turn, each with the program's names; one passes that does not raise.
-      stdin: what the program can read.
-      limits: beyond which it is ended.
-      means: one of `MEANS`, which restricts files; "": that of `check_platform`.
+      program: source text. Without tests it runs as a script, with `__name__` "__main__".
+      tests: source texts that run after it in turn, each with the program's names; a test passes if it does not raise.
+      stdin: input of the program.
+      limits: the program is killed when it exceeds them.
+      means: one of `MEANS`, which restricts files; "": the one of `check_platform`.
 
     Raises:
       SandboxError: the program cannot be confined on this machine.
 
-    Warning: tests run in the program's own process. One that is written to fool them, by an object that equals
-      everything say, can; what a program prints is compared outside.
+    Warning: tests run in the program's own process, so a program can deceive them, for example with an object that
+      equals everything. Printed output is compared outside.
     """
     means = means or check_platform()
     token = secrets.token_hex(8)
@@ -125,15 +140,20 @@ def run_program(
             command = [sys.executable, "-I", confine.__file__, str(task_file.fileno()), str(its_result)]
             process = subprocess.Popen(
                 command if means == "landlock" else [*_bubblewrap(folder), *command],
-                stdin=stdin_file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder, start_new_session=True,
-                pass_fds=(task_file.fileno(), its_result), env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
-            )  # fmt: skip
+                stdin=stdin_file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                start_new_session=True,
+                pass_fds=(task_file.fileno(), its_result),
+                env=_ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
+            )
         finally:
             os.close(its_result)
-        with process, open(result, "rb", buffering=0) as told:
+        with process, open(result, "rb", buffering=0) as results:
             try:
                 given = frozenset(_identity(os.fstat(file.fileno())) for file in (task_file, stdin_file))
-                problem, outputs = _watch(process, told, Watched(folder, limits, given))
+                problem, outputs = _watch(process, results, Watched(folder, limits, given))
             finally:
                 _kill(process)
     stdout, stderr, lines = (bytes(part).decode(errors="replace") for part in outputs)
@@ -143,12 +163,12 @@ def run_program(
     code = process.returncode
     if means == "bubblewrap" and code > 128:  # its way to say which signal ended the program
         code = 128 - code
-    return Ended(problem or _status(code), stdout, stderr, passed)
+    return Ended(problem or _status(code), stdout, stderr, passed=passed)
 
 
 @functools.cache
 def check_platform() -> str:
-    """The means on this machine, one of `MEANS`, by which a program's files are restricted.
+    """The means of restricting a program's files on this machine, one of `MEANS`.
 
     Raises:
       SandboxError: programs cannot be confined here.
@@ -170,35 +190,51 @@ def check_platform() -> str:
 
 @functools.cache
 def readable_paths() -> list[str]:
-    """Files and folders that a program may read beside its own: Python and the system's libraries."""
+    """Files and folders that a program may read besides its own: Python and the system's libraries."""
     python = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, confine.__file__}
     paths = {os.path.realpath(path) for path in python} | python
     return sorted(path for path in {*paths, *_SYSTEM} if os.path.exists(path))
 
 
 def _bubblewrap(folder: str) -> list[str]:
-    """The command that runs another where there are no files but those that a program may read, and its folder."""
+    """Command prefix that hides all files except those that a program may read, and its folder."""
     binds = [word for path in readable_paths() for word in _bind(path)]
     devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
     return [
-        "bwrap", "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--die-with-parent", *binds, *devices,
-        "--proc", "/proc", "--remount-ro", "/proc", "--bind", folder, folder, "--chdir", folder, "--",
-    ]  # fmt: skip
+        "bwrap",
+        "--unshare-user-try",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--die-with-parent",
+        *binds,
+        *devices,
+        "--proc",
+        "/proc",
+        "--remount-ro",
+        "/proc",
+        "--bind",
+        folder,
+        folder,
+        "--chdir",
+        folder,
+        "--",
+    ]
 
 
 def _bind(path: str) -> list[str]:
-    """Arguments of bubblewrap that show a path, a link as a link."""
+    """Arguments of bubblewrap that expose a path; a link is exposed as a link."""
     if path.startswith("/proc/"):  # there is a /proc of its own
         return []
     return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
 
 
 class Watched(NamedTuple):
-    """Bounds of a program, and the files that do not count.
+    """Limits of a program, and the files that they ignore.
 
     Attributes:
-      folder: in which it writes.
-      given: files without a name that it was given, by device and number.
+      folder: where it writes.
+      limits: its limits.
+      given: nameless files that it received, by device and inode.
     """
 
     folder: str
@@ -207,24 +243,25 @@ class Watched(NamedTuple):
 
 
 def _watch(
-    process: subprocess.Popen[bytes], told: IO[bytes], watched: Watched
+    process: subprocess.Popen[bytes], results: IO[bytes], watched: Watched
 ) -> tuple[str, tuple[bytearray, bytearray, bytearray]]:
-    """Take what a program prints until it ends or exceeds a limit.
+    """Collect a program's output until it ends or exceeds a limit.
 
-    Returns: the limit, "" for none; output, errors and results.
+    Returns: the exceeded limit or ""; stdout, stderr and results.
     """
     assert process.stdout is not None and process.stderr is not None
     limits = watched.limits
-    outputs, problem = (bytearray(), bytearray(), bytearray()), ""
+    outputs = (bytearray(), bytearray(), bytearray())
+    problem = ""
     deadline = time.monotonic() + limits.wall_s
     with selectors.DefaultSelector() as open_pipes:
-        for pipe, into in zip((process.stdout, process.stderr, told), outputs, strict=True):
+        for pipe, into in zip((process.stdout, process.stderr, results), outputs, strict=True):
             open_pipes.register(pipe, selectors.EVENT_READ, into)
-        looked = time.monotonic()
+        last_check = time.monotonic()
         while not problem and (open_pipes.get_map() or process.poll() is None):
             if not open_pipes.get_map():  # it has closed them and goes on
-                time.sleep(_LOOK_EVERY_S)
-            for key, _ in open_pipes.select(min(_LOOK_EVERY_S, max(deadline - time.monotonic(), 0))):
+                time.sleep(_POLL_EVERY_S)
+            for key, _ in open_pipes.select(min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0))):
                 if not (data := os.read(key.fd, 1 << 16)):
                     open_pipes.unregister(key.fileobj)
                 key.data.extend(data[: limits.output_bytes + 1 - len(key.data)])
@@ -232,18 +269,20 @@ def _watch(
                     problem = "output"
             if time.monotonic() > deadline:
                 problem = "wall time"
-            elif time.monotonic() - looked > _LOOK_EVERY_S:
-                problem, looked = problem or _exceeded(process.pid, watched), time.monotonic()
+            elif time.monotonic() - last_check > _POLL_EVERY_S:
+                problem = problem or _exceeded(process.pid, watched)
+                last_check = time.monotonic()
     return problem, outputs
 
 
 def _exceeded(pid: int, watched: Watched) -> str:
-    """A limit that no system call keeps and the program has exceeded.
+    """Name of an exceeded limit that the kernel does not enforce; "" without one.
 
     Args:
       pid: of the program, or of bubblewrap, whose last descendant it is.
     """
-    limits, pid = watched.limits, _last_descendant(pid)
+    limits = watched.limits
+    pid = _last_descendant(pid)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         threads = re.search(r"^Threads:\s*(\d+)", file.read(), re.MULTILINE)
         if threads is not None and int(threads[1]) > limits.threads:
@@ -259,7 +298,7 @@ def _exceeded(pid: int, watched: Watched) -> str:
 
 
 def _last_descendant(pid: int) -> int:
-    """The process at the end of a chain of processes each of which has one child."""
+    """Follow a chain of processes with one child each to its end."""
     with contextlib.suppress(OSError):
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = int(children[0])
@@ -267,7 +306,7 @@ def _last_descendant(pid: int) -> int:
 
 
 def _nameless_files(pid: int, watched: Watched) -> dict[tuple[int, int], int]:
-    """Bytes of the files that a process has open or mapped and that have no name, by device and number."""
+    """Bytes of the nameless files that a process has open or mapped, by device and inode."""
     sizes: dict[tuple[int, int], int] = {}
     for descriptor in Path(f"/proc/{pid}/task").glob("*/fd/*"):  # a thread may have descriptors of its own
         with contextlib.suppress(OSError):
@@ -285,12 +324,12 @@ def _nameless_files(pid: int, watched: Watched) -> dict[tuple[int, int], int]:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Device and number of a file."""
+    """Device and inode of a file."""
     return status.st_dev, status.st_ino
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a program that cannot have started others; its group is ended all the same."""
+    """Kill a program and its process group, although it cannot have started others."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -307,7 +346,7 @@ def _status(code: int) -> str:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[str]:
-    """A new directory, removed at the end."""
+    """Create a temporary directory, removed at the end."""
     _remove_orphans(tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix=_FOLDER.format(os.getpid()))
     try:
@@ -318,7 +357,7 @@ def _own_folder() -> Iterator[str]:
 
 @functools.cache
 def _remove_orphans(where: str) -> None:
-    """Remove the directories that processes have left that were killed, once in a process."""
+    """Remove the directories that killed processes have left; runs once per process."""
     for path in Path(where).glob(_FOLDER.format("*") + "*"):
         pid = path.name.split("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -327,7 +366,7 @@ def _remove_orphans(where: str) -> None:
 
 @contextlib.contextmanager
 def _text_file(text: str) -> Iterator[IO[bytes]]:
-    """A file without a name that can be read from its begin."""
+    """Create a nameless file with a text, positioned at its start."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode(errors="surrogatepass"))
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Rewards for how a completion is written: without repetition, and as long as it needs to be.
+"""Rewards for the style of a completion: repetition and length.
 
 Each makes a function `(prompt, completion, **fields) -> float`.
 """
@@ -11,16 +11,16 @@ from typing import Any
 
 
 def words(text: str) -> int:
-    """Number of words in a text, with blanks between."""
+    """Number of words in a text, separated by blanks."""
     return len(text.split())
 
 
 def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]:
-    """A reward of -penalty times the share of a completion's n-grams of words that it has said before.
+    """A reward of -penalty times the share of a completion's n-grams of words that are repetitions.
 
     Args:
       n: words of an n-gram, at least 1.
-      penalty: taken off where every n-gram but the first is a repetition; in units of reward, at least 0.
+      penalty: in units of reward, at least 0; subtracted in full if all n-grams were repetitions.
 
     Raises:
       ValueError: n is below 1 or the penalty below 0.
@@ -29,14 +29,14 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
       >>> repetition_penalty(n=2)("", "so it is so it is")  # so it, it is, is so, so it, it is: 3 of 5 are new
       -0.4
 
-    References: Yeo et al., 2025, https://arxiv.org/abs/2502.03373. Upper and lower case are the same.
+    References: Yeo et al., 2025, https://arxiv.org/abs/2502.03373. Case is ignored.
     """
     if n < 1 or penalty < 0:
         raise ValueError(f"repetition_penalty(n={n}, penalty={penalty}): n is at least 1 and the penalty at least 0")
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
-        said = completion.lower().split()
-        grams = [tuple(said[i : i + n]) for i in range(len(said) - n + 1)]
+        tokens = completion.lower().split()
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
         return -penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
 
     return reward
@@ -62,22 +62,20 @@ def within_length(
 def cosine_length(
     right: Callable[..., float],
     longest: int,
-    right_from: float = 1.0,
-    right_to: float = 0.5,
-    wrong_from: float = -1.0,
-    wrong_to: float = -0.5,
+    right_range: tuple[float, float] = (1.0, 0.5),
+    wrong_range: tuple[float, float] = (-1.0, -0.5),
     length: Callable[[str], int] = words,
 ) -> Callable[..., float]:
-    """A reward that goes with length, as a half wave of the cosine: right answers short, wrong ones longer.
+    """A reward that varies with length along half a cosine wave: right answers should be short, wrong ones longer.
 
     With t = length / longest, at most 1: to + (from - to) (1 + cos(pi t)) / 2.
 
     Args:
-      right: (prompt, completion, **fields) -> number; above one half the completion is right.
-      longest: length at which the end of the wave is reached, above 0.
-      right_from, right_to: reward of a right completion of length 0 and of the longest one.
-      wrong_from, wrong_to: the same of a wrong one.
-      length: of a completion's text; a tokenizer's count instead of words, for example.
+      right: (prompt, completion, **fields) -> number; above one half means that the completion is right.
+      longest: length at the end of the wave, above 0.
+      right_range: reward of a right completion of length 0, and of the longest one.
+      wrong_range: the same for a wrong completion.
+      length: text -> its length, for example a tokenizer's count of tokens.
 
     Raises:
       ValueError: longest is not above 0.
@@ -94,7 +92,7 @@ def cosine_length(
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         is_right = right(prompt, completion, **fields) > 0.5
-        begin, end = (right_from, right_to) if is_right else (wrong_from, wrong_to)
+        begin, end = right_range if is_right else wrong_range
         progress = min(length(completion) / longest, 1.0)
         return end + (begin - end) * (1 + math.cos(math.pi * progress)) / 2
 

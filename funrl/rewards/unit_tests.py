@@ -1,4 +1,4 @@
-"""Rewards of programs: the share of their unit tests that pass, in a sandbox."""
+"""Rewards of programs by their unit tests, which run in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class UnitTests(NamedTuple):
     """Tests of a program.
 
     Attributes:
-      sources: texts that run behind it, each a test.
-      pairs: what it reads and has to print, each a test.
+      sources: source texts that run after the program, each a test.
+      pairs: (input, expected output), each a test.
     """
 
     sources: tuple[str, ...] = ()
@@ -26,19 +26,19 @@ class UnitTests(NamedTuple):
 
 
 def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., float]:
-    """A reward of 1.0 for a program that passes all of its tests; or, with `share`, of the share of those that pass.
+    """A reward of 1.0 for a program that passes all its tests, or, with `share`, the share of tests that pass.
 
-    The program is the completion's last fenced block, where it has one, else all of it. Where a field "entry_point"
-    names a function that the program lacks, the program goes on behind the prompt.
+    The program is the completion's last fenced block if it has one, else the whole completion. If a field "entry_point"
+    names a function that the program lacks, the program continues the prompt.
 
     The tests are the first of the fields "tests", "test_list", "test_cases", "test" and "ground_truth" that the record
     has: Python text; a list of such texts, each a test, such as "assert f(2) == 4"; or {"inputs": [...], "outputs":
-    [...]}, what a script reads and has to print, blanks at ends of lines aside. Either may be JSON text. Of a "test"
-    that defines `check`, it is called with the `entry_point`, as HumanEval's. A field "test_setup_code" runs before.
+    [...]}, input and expected output of a script, compared without blanks at ends of lines. Either may be JSON text. A
+    "test" that defines `check` is called with the `entry_point`, as in HumanEval. A field "test_setup_code" runs first.
 
     Args:
-      share: of the tests, instead of all or nothing.
-      limits: of each run of the program: of all texts together, and of every input.
+      share: return the share of tests that pass, instead of all or nothing.
+      limits: of each run of the program: one run for all source texts, and one for every input.
 
     Raises:
       ValueError: the tests are in none of these forms, or are not Python.
@@ -52,7 +52,8 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         check_tests(fields)
-        tests, program = read_tests(fields), program_of(prompt, completion, fields)
+        tests = read_tests(fields)
+        program = program_of(prompt, completion, fields)
         setup = str(fields.get("test_setup_code") or "")
         passed = len(run_program(f"{setup}\n{program}", tests.sources, limits=limits).passed) if tests.sources else 0
         for stdin, wanted in tests.pairs:
@@ -71,9 +72,10 @@ code_tests = unit_tests()
 
 
 def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
-    """The program that a completion holds."""
+    """Extract the program of a completion."""
     blocks = _FENCED.findall(completion)
-    program, entry = blocks[-1] if blocks else completion, fields.get("entry_point")
+    program = blocks[-1] if blocks else completion
+    entry = fields.get("entry_point")
     lacks = entry is not None and not re.search(rf"^\s*def\s+{re.escape(str(entry))}\b", program, re.MULTILINE)
     return prompt + program if lacks else program
 
@@ -82,7 +84,7 @@ def check_tests(fields: Mapping[str, Any]) -> None:
     """Check the tests of a record before anything is computed.
 
     Raises:
-      ValueError: there are none that can be read, or one is not Python: it would fail whatever the program is.
+      ValueError: there are no readable tests, or one is not Python, so that every program would fail.
     """
     for number, source in enumerate(read_tests(fields).sources):
         try:
@@ -92,7 +94,7 @@ def check_tests(fields: Mapping[str, Any]) -> None:
 
 
 def read_tests(fields: Mapping[str, Any]) -> UnitTests:
-    """The tests of a record. Raises: ValueError, it has none that can be read."""
+    """The tests of a record. Raises: ValueError, it has no readable tests."""
     name = next((name for name in TESTS if fields.get(name)), None)
     if name is None:
         raise ValueError(f"one of the fields {', '.join(TESTS)} is needed; there are {', '.join(fields) or 'none'}")
@@ -101,16 +103,16 @@ def read_tests(fields: Mapping[str, Any]) -> UnitTests:
         try:
             given = json.loads(given)
         except json.JSONDecodeError:
-            given = fields[name]  # Python that begins so
+            given = fields[name]  # Python that begins with a bracket
     if isinstance(given, str):
         call = f"\ncheck({fields['entry_point']})" if "entry_point" in fields and "def check(" in given else ""
         return UnitTests((given + call,))
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given) and not given.get("fn_name"):
         return UnitTests(pairs=_pairs(given["inputs"], given["outputs"]))
-    if isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given):
+    if isinstance(given, Sequence) and given and all(isinstance(test, str) for test in given):
         return UnitTests(tuple(given))
-    if isinstance(given, Sequence) and given and all(isinstance(one, Mapping) and "input" in one for one in given):
-        return UnitTests(pairs=_pairs([one["input"] for one in given], [one.get("output", "") for one in given]))
+    if isinstance(given, Sequence) and given and all(isinstance(test, Mapping) and "input" in test for test in given):
+        return UnitTests(pairs=_pairs([test["input"] for test in given], [test.get("output", "") for test in given]))
     raise ValueError(
         f"the field {name!r} holds no tests: Python text, a list of such texts, or {{'inputs': [...], 'outputs': "
         f"[...]}} is needed, not {str(given)[:200]}"
@@ -124,10 +126,10 @@ def _pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[str, st
 
 
 def _joined(lines: Any) -> str:
-    """Text, or the lines of a list."""
+    """Text, or the joined lines of a list."""
     return "\n".join(map(str, lines)) if isinstance(lines, (list, tuple)) else str(lines)
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without blanks at their ends, and without empty ones at the end of the text."""
+    """Lines without trailing blanks, and without empty lines at the end of the text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

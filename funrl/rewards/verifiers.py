@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from funrl.rewards.named import GOLD
-from funrl.rewards.patterns import compile_pattern, found
+from funrl.rewards.patterns import compile_pattern, matches_anywhere
 
 _NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 
@@ -70,9 +70,9 @@ def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] = ()
     wanted = _letter_of(right_answer(fields), choices)
     # No two neighbouring parts of these patterns match the same text: they take time linear in the completion.
     boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])\)?[\s.}]", completion)
-    said = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
+    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
     first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
-    letters = boxed[-1:] or ["".join(pair) for pair in said[-1:]] or (["".join(first.groups(""))] if first else [])
+    letters = boxed[-1:] or ["".join(pair) for pair in stated[-1:]] or (["".join(first.groups(""))] if first else [])
     return float([letter.upper() for letter in letters] == [wanted])
 
 
@@ -80,11 +80,11 @@ def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any
     """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
 
     Raises:
-      PatternError: as `compile_pattern` and `found`.
+      PatternError: as `compile_pattern` and `matches_anywhere`.
 
     Example: matches_pattern("How many?", "I count 12.", pattern=r"\\b12\\b") is 1.0.
     """
-    return float(found(compile_pattern(pattern), completion))
+    return float(matches_anywhere(compile_pattern(pattern), completion))
 
 
 def check_pattern(fields: Mapping[str, Any]) -> None:
@@ -109,14 +109,14 @@ def matches(pattern: str, flags: int = 0) -> Callable[..., float]:
       flags: as those of the module `re`.
 
     Raises:
-      PatternError: as `compile_pattern`; the reward raises it as `found` does.
+      PatternError: as `compile_pattern`; the reward raises it as `matches_anywhere` does.
 
     Example: matches("<think>.*</think>", re.DOTALL)("", "<think>so</think> 4") is 1.0.
     """
     compiled = compile_pattern(pattern, flags)
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
-        return float(found(compiled, completion))
+        return float(matches_anywhere(compiled, completion))
 
     return reward
 

@@ -1,19 +1,19 @@
-"""Proof after a sync that the engine holds the trainer's weights: a sum over the bits of each weight, and a probe.
+"""Proof after a sync that the engine holds the trainer's weights: a digest of the bits of each weight, and a probe.
 
 The digest of a weight w of d dims is
 
     sum over i of  bits(w[i]) * key_1[i_1] * ... * key_d[i_d]   modulo 2^64
 
-where `bits` is the number in the engine's dtype read as a whole number, i its place in the whole weight, and a key an
-odd random number that belongs to a dim and a coordinate. The parts of a weight add up to it in any layout and order, so
-each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer and those
-of the engine. One wrong number is always found, for an odd factor has an inverse. Any other change, such as exchanged
-weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where 2^t divides the
-differences of all bits: t is 0 unless few numbers have changed, and 31 where nothing but signs of float32 has. Where
-several ranks hold the same part, all copies are compared.
+where `bits` is the number in the engine's dtype read as an integer, i its index in the whole weight, and a key an odd
+random number that belongs to a dim and a coordinate. The parts of a weight add up to its digest in any layout and
+order, so each rank sums its own part, cast as the sync casts it, and one small collective adds the parts of the trainer
+and those of the engine. A single wrong number is always found, since an odd factor has an inverse. Any other change,
+such as exchanged weights or a part that has not arrived, is missed with a probability below 64^(d-1) * 2^(t-62), where
+2^t divides the differences of all bits: t is 0 unless few numbers have changed, and 31 if only signs of float32 have.
+If several ranks hold the same part, all copies are compared.
 
-The digest speaks of the weights that the engine can show. The probe speaks of what it computes with them, and so also
-of what it has made of them (packed copies, cached prefixes): log-probabilities of greedy completions by both programs.
+The digest covers the weights that the engine can show. The probe covers what the engine computes with them, including
+what it derives from them (packed copies, cached prefixes): it compares log-probabilities of greedy completions.
 
 References:
   Carter and Wegman, 1979, https://doi.org/10.1016/0022-0000(79)90044-8
@@ -46,14 +46,16 @@ from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
-# Numbers that are digested at once, in 8 bytes each. On a CPU they stay in a core's cache; a GPU has a kernel's worth.
+# Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they fill a kernel.
 PIECE = {"cpu": 1 << 17}
 GPU_PIECE = 1 << 21
 DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and written), summed
-# By bytes of a number: the whole numbers that its bits are read as.
+# By size of a number in bytes: the integer type that its bits are read as.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-PROBE_PROMPTS, PROBE_TOKENS, PROBE_NEW_TOKENS = 2, 32, 8
-# Nats that two programs' rounding may make of the same weights; measured in benchmarks/README.md.
+PROBE_PROMPTS = 2
+PROBE_TOKENS = 32
+PROBE_NEW_TOKENS = 8
+# Largest gap in nats that rounding explains between two programs with equal weights; see benchmarks/README.md.
 PROBE_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -62,7 +64,7 @@ class SyncError(RuntimeError):
 
 
 class Share(NamedTuple):
-    """A rank's parts of a weight, in the layouts of the trainer and of the engine, and their digests."""
+    """A rank's parts of a weight in the layouts of trainer and engine, and the digests of these parts."""
 
     stored: Box
     trainer: int
@@ -73,31 +75,32 @@ class Share(NamedTuple):
 def certify(
     placed: Placed, params: trees.Tree, engine: Engine, version: int, digests: bool = True, probes: bool = False
 ) -> dict[str, float]:
-    """Compare the engine's weights with the trainer's. All ranks of the trainer's mesh call it together.
+    """Compare the engine's weights with the trainer's. Collective over the trainer's mesh.
 
     Args:
-      placed, params: the model that was synced, and this rank's shards of its weights. What the engine has of one with
-        adapters are its merged weights.
+      placed, params: the model that was synced, and this rank's shards of its weights. With adapters, the engine holds
+        the merged weights.
       engine: on the devices of `placed.mesh`.
-      version: that the engine ought to have.
+      version: version that the engine should have.
       digests, probes: which of the two to compare.
 
-    Returns: metrics. "sync/verified": 1, the digests of all weights agree; 0.5, a probe agrees and so do the digests of
-      the weights that the engine can show, which are not all or are not compared; 0, likewise without a probe.
-      "sync/probe_gap", with a probe: the largest difference of log-probabilities in nats.
+    Returns: metrics. "sync/verified": 1 if the digests of all weights agree; 0.5 if not all weights could be
+      compared, but a probe agrees; 0 if not all could be compared and there was no probe. "sync/probe_gap", with a
+      probe: the largest difference of log-probabilities in nats.
 
     Raises:
-      SyncError: they differ. Raised on every rank; the message names the weight.
+      SyncError: they differ; raised on every rank. The message names the weight.
     """
     whole = digests and compare_weights(deployed(placed, params), engine, version)
     if not probes:
         return {"sync/verified": float(whole)}
-    gap, bound = probe_gap(placed, params, engine), PROBE_BOUNDS[placed.dtype]
+    gap = probe_gap(placed, params, engine)
+    bound = PROBE_BOUNDS[placed.dtype]
     if not gap <= bound:
         shown = "Its weights are the trainer's" if whole else "Not all of its weights were compared"
         raise SyncError(
             f"after the sync of version {version} the engine's log-probabilities of a fixed text are up to {gap:.3g} "
-            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it has made of "
+            f"nats from the trainer's; rounding in {placed.dtype} explains {bound:g}. {shown}, so what it derives from "
             "them is wrong or stale, such as packed weights or cached prefixes"
         )
     return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}
@@ -107,30 +110,37 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     """Compare the digests of every weight that the engine can show, and the versions.
 
     Args:
-      source: the trainer's weights, by the names of `engine.weights.layouts`; one at a time is made.
+      source: the trainer's weights, by the names of `engine.weights.layouts`, created one at a time.
       engine: on a mesh over the same processes.
-      version: that the engine ought to have.
+      version: version that the engine should have.
 
     Returns: whether all weights could be read.
 
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    trained, placed, mesh = source.stored, dict(trees.named(engine.weights.layouts)), source.mesh
+    trained = source.stored
+    placed = dict(trees.named(engine.weights.layouts))
+    mesh = source.mesh
     digests, faults = _own_digests(source, engine)
     if engine.version != version:
         faults.insert(0, f"the version is {engine.version}")
-    # A row for each weight: the trainer's digest, that of all its copies, the engine's two, and whether it is unread.
+    # One row for each weight: digests of the trainer's first copies and of all its copies, the same two of the engine,
+    # and whether the weight is unread.
     last = torch.tensor([0, 0, 0, 0, len(faults)], device=mesh.device)
     unread = torch.tensor([0, 0, 0, 0, 1], device=mesh.device)
     own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
     *rows, (*_, faulty) = psum(own_N5, mesh, AXES).tolist()
     before = f"after the sync of version {version} the engine does not hold the trainer's weights: "
     if faulty:
-        told = [
-            f"{one} on rank {r}" for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True) for one in its
+        messages = [
+            f"{fault} on rank {r}"
+            for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True)
+            for fault in its
         ]
-        raise SyncError(f"{before}{told[0]}" + (f", and {len(told) - 1} faults more" if told[1:] else ""))
+        raise SyncError(
+            f"{before}{messages[0]}" + (f", and {len(messages) - 1} further faults" if messages[1:] else "")
+        )
     wrong = [
         name
         for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
@@ -141,22 +151,22 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     if wrong:
         name = wrong[0]
         _, trainer, _, held, _ = own_N5[list(placed).index(name)].tolist()
-        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), held)
+        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), engine=held)
         where = _where(gather_objects(share, mesh), mesh.ranks)
         raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
     return not any(missing for *_, missing in rows)
 
 
 def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
-    """The digest of a rank's part of a weight: a scalar, int64, equal on every device.
+    """Digest of a rank's part of a weight: an int64 scalar, the same on every device.
 
-    Extra memory is a few times `PIECE` numbers of 8 bytes, and as much for the coordinates of the longest dim.
+    Extra memory: a few times `PIECE` numbers of 8 bytes, and 8 bytes for each coordinate of the longest dim.
 
     Args:
       x: the part, in any floating point dtype.
       layout: of the weight; `x` has the shape of its box.
       rank: in the layout's mesh.
-      dtype: `x` is cast to it before its bits are read.
+      dtype: dtype that `x` is cast to before its bits are read.
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int64, device=x.device)
@@ -174,37 +184,41 @@ def copies(layout: Layout) -> int:
 
 
 def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
-    """Largest difference in nats between the engine's log-probabilities and the trainer's of the same tokens.
+    """Largest difference in nats between the engine's and the trainer's log-probabilities of greedy completions.
 
-    The tokens are those of the engine's greedy completions of a fixed text. Each replica of the engine completes the
-    text. The trainer scores the tokens of the first one. Where the others have another token, which rounding can
-    explain if two are about equally probable, what follows is not compared.
+    Each replica of the engine completes a fixed text. The trainer scores the tokens of the first replica. If another
+    replica has a different token, which rounding explains if two are about equally probable, the tokens after it are
+    not compared.
 
     Args: as in `certify`.
     """
-    mesh, config = placed.mesh, placed.model.config
+    mesh = placed.mesh
+    config = placed.model.config
     prompts, new_tokens = probe_prompts(config.vocab, config.max_positions)
     tokens_BS, logp_BS = _greedy(engine, prompts, new_tokens)
     here = mesh.rank == 0
     first_BS = psum(tokens_BS if here else torch.zeros_like(tokens_BS), mesh, AXES)
     tokens_BT = torch.cat([torch.tensor(prompts, device=mesh.device), first_BS], 1)
     mask_BT = torch.arange(tokens_BT.shape[1], device=mesh.device).expand(tokens_BT.shape) >= len(prompts[0])
-    plain = dataclasses.replace(placed, layer=placed.model.layer)  # a compiled one would be compiled for this shape too
+    plain = dataclasses.replace(
+        placed, layer=placed.model.layer
+    )  # a compiled layer would be compiled again for this shape
     with torch.no_grad():
         scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
     assert scores is not None
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
     differs_BS = tokens_BS != first_BS
-    after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # a place where they differ is the last one compared
+    after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # the first difference is still compared
     gap_BS = (scores[:, len(prompts[0]) :].double() - logp_BS.double()).abs().masked_fill(after_BS, 0)
     return pmax(gap_BS.nan_to_num(torch.inf).max(), mesh, AXES).item()
 
 
 def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
-    """Rows end to end and padded, where ranks share the tokens of a row; as they are where each has all."""
+    """Concatenate and pad the rows if ranks share the tokens of a row; else keep them as they are."""
     if multiple == 1:
         return Batch(tokens=tokens_BT, mask=mask_BT)
-    (B, T), device = tokens_BT.shape, tokens_BT.device
+    (B, T) = tokens_BT.shape
+    device = tokens_BT.device
     rows = tokens_BT, mask_BT, torch.arange(1, B + 1, device=device)[:, None].expand(B, T)
     tokens, mask, segments = (F.pad(x.flatten(), (0, -B * T % multiple)).unsqueeze(0) for x in rows)
     positions = F.pad(torch.arange(T, device=device).repeat(B), (0, -B * T % multiple)).unsqueeze(0)
@@ -213,32 +227,38 @@ def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
 
 
 def probe_prompts(vocab: int, positions: int) -> tuple[list[list[int]], int]:
-    """Token ids of the fixed text, random ones, and the number of tokens to add; together they fit into `positions`."""
+    """Random token ids of the fixed text, and the number of tokens to add; together they fit into `positions`."""
     length = min(PROBE_TOKENS, max(1, positions - PROBE_NEW_TOKENS))
     ids_PT = np.random.default_rng(0).integers(vocab, size=(PROBE_PROMPTS, length))
     return ids_PT.tolist(), min(PROBE_NEW_TOKENS, positions - length)
 
 
 def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Greedy completions of this rank's replica and the model's log-probabilities of their tokens, [P, S] each."""
+    """Greedy completions by this rank's replica, and the raw log-probabilities of their tokens, [P, S] each."""
     requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
     paused = engine.paused
     engine.resume()
     done = complete(engine, requests)
     if paused:
         engine.pause()
-    tokens_BS, logp_BS = (torch.stack(x) for x in zip(*((one.tokens, one.raw_logp) for one in done), strict=True))
+    tokens_BS, logp_BS = (
+        torch.stack(x) for x in zip(*((completion.tokens, completion.raw_logp) for completion in done), strict=True)
+    )
     return tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device)
 
 
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's row of each weight that can be read, as `compare_weights` adds them.
+    """This rank's row of each readable weight, as `compare_weights` adds them, and faults found before the comparison.
 
-    With them comes what is wrong before numbers are compared.
+    A fault is a missing or unknown name, or a wrong shape or dtype.
     """
-    spec, placed = engine.weights, dict(trees.named(engine.weights.layouts))
-    trained, mesh = source.stored, source.mesh
-    awaited, faults, found = {there: name for name, (there, _) in spec.names.items() if name in placed}, [], {}
+    spec = engine.weights
+    placed = dict(trees.named(engine.weights.layouts))
+    trained = source.stored
+    mesh = source.mesh
+    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
+    faults = []
+    digests = {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for there, held in engine.held_weights():
         name = awaited.pop(there, None)
@@ -246,69 +266,77 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
             faults.append(f"{there} is unknown or given twice")
         if name is None or held is None:
             continue
-        shape, dtype = placed[name].local_shape(spec.mesh.rank), weight_dtype(name, spec.dtype)
+        shape = placed[name].local_shape(spec.mesh.rank)
+        dtype = weight_dtype(name, spec.dtype)
         if held.numel() != math.prod(shape) or held.dtype != dtype:
             faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
             continue
-        held, own = held.reshape(shape), source.weight(name)
-        ours = digest(own, trained[name], mesh.rank, dtype).to(mesh.device)
+        held = held.reshape(shape)
+        own = source.weight(name)
+        ours = digest(own, trained[name], mesh.rank, dtype=dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
-        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype).to(mesh.device)
-        first, engine_first = first_copy(trained[name], mesh), first_copy(placed[name], spec.mesh)
-        found[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
-    return found, faults + [f"{name} is missing" for name in awaited.values()]
+        theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype=dtype).to(mesh.device)
+        first = first_copy(trained[name], mesh)
+        engine_first = first_copy(placed[name], spec.mesh)
+        digests[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
+    return digests, faults + [f"{name} is missing" for name in awaited.values()]
 
 
 def first_copy(layout: Layout, mesh: Mesh) -> bool:
-    """True on one of the ranks that hold the same part."""
-    at = coordinates(mesh.sizes, mesh.rank)
-    return all(at[axis] == 0 for axis in AXES if axis not in layout.axes)
+    """True on exactly one of the ranks that hold the same part."""
+    index = coordinates(mesh.sizes, mesh.rank)
+    return all(index[axis] == 0 for axis in AXES if axis not in layout.axes)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:
-    alike = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
-    return alike and x.data_ptr() == y.data_ptr()
+    comparable = x.dtype == y.dtype and x.device == y.device and x.stride() == y.stride()
+    return comparable and x.data_ptr() == y.data_ptr()
 
 
 def _where(shares: Sequence[Share], ranks: Ranks) -> str:
-    """The ranks that hold other numbers than their part has elsewhere, in words; "" if every part is on one rank only.
+    """Describe the ranks whose part differs from other copies of it; "" if every part is on one rank only.
 
     Args:
-      shares: of every rank of the mesh.
-      ranks: their numbers in the run.
+      shares: parts and digests of every rank of the mesh.
+      ranks: numbers of these ranks in the run.
     """
     stored: dict[Box, tuple[int, int]] = {}
-    for rank, one in zip(ranks, shares, strict=True):
-        first, number = stored.setdefault(one.stored, (rank, one.trainer))
-        if number != one.trainer:
+    for rank, share in zip(ranks, shares, strict=True):
+        first, number = stored.setdefault(share.stored, (rank, share.trainer))
+        if number != share.trainer:
             return f" before the sync: the trainer's ranks {first} and {rank} have the same part with other numbers"
     placed: dict[Box, tuple[int, int]] = {}
-    for rank, one in zip(ranks, shares, strict=True):
-        if one.placed in stored and stored[one.placed][1] != one.engine:
+    for rank, share in zip(ranks, shares, strict=True):
+        if share.placed in stored and stored[share.placed][1] != share.engine:
             return f" on rank {rank}"
-        first, number = placed.setdefault(one.placed, (rank, one.engine))
-        if number != one.engine:
+        first, number = placed.setdefault(share.placed, (rank, share.engine))
+        if number != share.engine:
             return f" between ranks {first} and {rank}, which ought to hold the same part"
     return ""
 
 
 @functools.lru_cache(maxsize=256)
 def _keys(dim: int, low: int, high: int, device: torch.device) -> Tensor:
-    """Odd random numbers of the coordinates from `low` to `high` of a dim, int64."""
+    """Odd random int64 numbers for the coordinates from `low` to `high` of a dim."""
     numbers = np.random.PCG64(dim).random_raw(high)[low:] | 1
     return torch.from_numpy(numbers.view(np.int64)).to(device)
 
 
 def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The digest of a part with at least one dim and one number.
+    """Digest of a part with at least one dim and one number.
 
     Args:
-      keys: for each dim those of the part's coordinates; for the last one, those of its words.
+      x: the part.
+      keys: for each dim the keys of the part's coordinates; for the last dim, of its words.
+      dtype: dtype that `x` is cast to.
     """
-    piece, row = PIECE.get(x.device.type, GPU_PIECE), x[0].numel()
+    piece = PIECE.get(x.device.type, GPU_PIECE)
+    row = x[0].numel()
     if row > piece:
-        return (torch.stack([_digest(one, keys[1:], dtype) for one in x]) * keys[0]).sum()
-    total, rows, words = keys[0].new_zeros(()), piece // row, len(keys[0]) // len(x)
+        return (torch.stack([_digest(entry, keys[1:], dtype) for entry in x]) * keys[0]).sum()
+    total = keys[0].new_zeros(())
+    rows = piece // row
+    words = len(keys[0]) // len(x)
     for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
         numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize]).to(torch.int64)
         for key in (*keys[:0:-1], first):

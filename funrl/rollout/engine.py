@@ -1,4 +1,4 @@
-"""The contract of rollout engines: servers of requests with weights that are replaced."""
+"""The contract of rollout engines: servers of requests whose weights can be replaced."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from funrl.rollout.requests import Completion, Request
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """The form in which an engine takes weights.
+    """The form in which an engine takes its weights.
 
     Attributes:
-      names: for each weight of the model, its name and shape there; some neighbouring dims may be merged.
-      layouts: of the model's weights, on the devices of `mesh`.
-      mesh: the devices.
-      dtype: of the weights, but for `weight_dtypes.WIDE`; an engine converts others.
-      streamed: whether `Engine.load` takes whole weights one by one and keeps none of them, so that they are best made
-        a bucket at a time.
+      names: for each weight of the model, its name and shape in the engine; neighbouring dims may be merged.
+      layouts: of the model's weights on the devices of `mesh`.
+      mesh: the engine's mesh.
+      dtype: of the weights, except `weight_dtypes.WIDE`; an engine converts other dtypes.
+      streamed: whether `Engine.load` copies whole weights one by one and keeps none, so that the caller should create
+        them a bucket at a time.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -36,27 +36,26 @@ class WeightSpec:
     streamed: bool = False
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
-        """Weights of the model, this rank's shards in `layouts`, as `Engine.load` takes them."""
+        """Yield this rank's shards of the model's weights, laid out as `layouts`, as `Engine.load` takes them."""
         for name, x in trees.named(params):
             there, shape = self.names[name]
             yield there, x if len(shape) == x.ndim else x.reshape(shape)
 
 
 class EngineCost(NamedTuple):
-    """Memory that an engine's keys and values take, and what it has done since it was made.
+    """Memory of an engine's keys and values, and counts of its work since construction.
 
     Attributes:
-      cache_bytes: of keys and values on a rank; it is never exceeded.
+      cache_bytes: size of the cache of keys and values on a rank; it is never exceeded.
       page_tokens: tokens of a page.
-      pages: in all, each `cache_bytes / pages`.
-      used_pages: by requests in flight; the most so far is `peak_pages`.
-      peak_pages: the most that were in use at once.
-      rows: completions that are sampled together at most.
+      pages: number of pages, of `cache_bytes / pages` bytes each.
+      used_pages: pages of requests in flight.
+      peak_pages: largest number of pages in use at once so far.
+      rows: bound on the completions that are sampled together.
       passes: forward passes.
-      prefilled, cached, decoded: prompt tokens that were computed, prompt tokens that were found in the cache, and
-        tokens that were sampled.
-      preempted: requests that were put back because there were no pages, and computed again.
-      drafted, accepted: tokens of drafts, and those of them that were sampled; see `native_engine`.
+      prefilled, cached, decoded: prompt tokens computed, prompt tokens found in the cache, and tokens sampled.
+      preempted: requests whose pages were taken away, and which are recomputed.
+      drafted, accepted: drafted tokens, and the number of them that were accepted; see `NativeOptions`.
     """
 
     cache_bytes: int
@@ -77,11 +76,11 @@ class EngineCost(NamedTuple):
 class Engine(Protocol):
     """A server of requests: a model with weights that completes prompts.
 
-    Where its mesh splits a model over several ranks ("tensor"), all of them make the same calls in the same order.
+    If its mesh splits a model over several ranks ("tensor"), all of them make the same calls in the same order.
 
     Attributes:
       weights: the form in which it takes weights.
-      version: of the weights that it has; None: it has none yet.
+      version: version of its weights; None: it has no weights yet.
       paused: whether `step` does nothing.
     """
 
@@ -95,38 +94,38 @@ class Engine(Protocol):
     def paused(self) -> bool: ...
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Replace the weights. The old ones are let go before the first new one is asked for.
+        """Replace the weights. The old ones are released before the first new one is requested.
 
-        Requests in flight go on with the new weights: what they have written stays, and is computed again.
+        Requests in flight continue with the new weights: their tokens stay, and their keys and values are recomputed.
 
         Args:
           named_weights: every weight exactly once, in the form `weights`.
-          version: number of the weights, such as that of the trainer's update.
+          version: number of these weights, such as the trainer's number of updates.
         """
         ...
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that the engine computes with, each once and in the form in which `load` takes them.
+        """Weights that the engine computes with, each once, in the form in which `load` takes them.
 
-        A weight that cannot be read back is None, on all ranks.
+        None stands for a weight that cannot be read back, on the same weights on all ranks.
         """
         ...
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise what `submit` would raise, and take nothing."""
+        """Raise what `submit` would raise, without taking the requests."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests. Those of one prompt that stand together share its prefill.
+        """Take requests. Consecutive requests of one prompt share its prefill.
 
         Raises:
           ValueError: a prompt is empty, too long for the model or the cache, or has ids that are not in the vocabulary;
-            a number is in flight already. Then none is taken.
+            a number is in flight already. Then no request is taken.
         """
         ...
 
     def step(self) -> list[Completion]:
-        """Do some work, such as one token of each request in flight; the completions that it finished.
+        """Do some work, such as one token of each request in flight; returns the completions that ended.
 
         Raises:
           RuntimeError: no weights have been loaded.
@@ -139,20 +138,20 @@ class Engine(Protocol):
         ...
 
     def room(self) -> int:
-        """Number of further requests that it would begin at once, as far as it can tell; 0 while some wait."""
+        """Estimated number of further requests that would begin at once; 0 while requests wait."""
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; what they have written so far, finish "cancelled" where they had not ended yet.
+        """Cancel requests; returns their completions so far, with finish "cancelled" for those that had not ended.
 
-        Numbers that are not in flight are left alone.
+        Numbers that are not in flight are ignored.
         """
         ...
 
     def pause(self) -> None:
-        """Let `step` do nothing until `resume`, and give back the memory of keys and values.
+        """Make `step` do nothing until `resume`, and free the memory of keys and values.
 
-        Requests stay, and are still taken; what they have written is computed again.
+        Requests stay in flight, and further ones are accepted; keys and values are recomputed.
         """
         ...
 
@@ -167,7 +166,7 @@ class Engine(Protocol):
 
 @contextlib.contextmanager
 def awake(engine: Engine) -> Iterator[None]:
-    """The engine at work for as long as the context lasts, or a function that it decorates; paused behind it."""
+    """Resume the engine for the duration of the context or the decorated function, then pause it."""
     engine.resume()
     try:
         yield
@@ -176,10 +175,10 @@ def awake(engine: Engine) -> Iterator[None]:
 
 
 def awake_step(engine: Engine) -> list[Completion]:
-    """A step of an engine that others wait for.
+    """Step an engine whose completions are waited for.
 
     Raises:
-      RuntimeError: it is paused, and would never be done.
+      RuntimeError: it is paused, so it would never finish.
     """
     if engine.paused:
         raise RuntimeError("the engine is paused: call resume first")
@@ -190,24 +189,25 @@ def awake_step(engine: Engine) -> list[Completion]:
 def complete(
     engine: Engine, requests: Sequence[Request], finished: Callable[[Completion], None] | None = None
 ) -> list[Completion]:
-    """Complete requests, in their order.
+    """Complete requests; returns completions in the order of the requests.
 
     Args:
-      engine: one with weights, and nothing else in flight.
-      finished: told each completion as soon as it is there.
+      engine: an engine with weights and nothing else in flight.
+      requests: what to complete.
+      finished: called with each completion as soon as it ends.
 
     Raises:
-      ValueError, RuntimeError, FloatingPointError: as `Engine.submit` and `Engine.step`. The engine then has none of
-        these requests in flight.
+      ValueError, RuntimeError, FloatingPointError: as in `Engine.submit` and `Engine.step`. The engine then has none
+        of these requests in flight.
     """
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     engine.submit(requests)
     try:
         while engine.in_flight():
             for done in awake_step(engine):
-                found[done.number] = done
+                completions[done.number] = done
                 if finished is not None:
                     finished(done)
     finally:
         engine.cancel(request.number for request in requests)
-    return [found[request.number] for request in requests]
+    return [completions[request.number] for request in requests]

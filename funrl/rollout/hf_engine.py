@@ -1,7 +1,7 @@
-"""The engine that is transformers' own `generate`: a peer to compare with, slow and plain.
+"""An engine over transformers' own `generate`: a plain and slow peer to compare with.
 
-Its samples are not those of the native engine: transformers draws from a generator with a state, so they depend on how
-prompts are split into calls. Its log-probabilities are computed again from the scores that `generate` returns.
+Its samples differ from the native engine's: transformers samples with a stateful generator, so they depend on how
+prompts are split into calls. Log-probabilities are recomputed from the scores that `generate` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
-MOST_ROWS = 512  # requests that are completed together at most where replicas share them
+MOST_ROWS = 512  # bound on the requests completed together where replicas share them
 
 
 class HFEngine:
@@ -36,14 +36,16 @@ class HFEngine:
 
     def __init__(self, config: ModelConfig, weights: WeightSpec):
         self.weights = weights
-        self.version, self.paused = None, False
-        self._config, self._stored = config, stored_in(config.source.family, weights.names)
+        self.version = None
+        self.paused = False
+        self._config = config
+        self._stored = stored_in(config.source.family, weights.names)
         self._waiting: list[Request] = []
         self._passes = self._decoded = 0
 
     @functools.cached_property
     def model(self) -> Any:
-        """The transformers model; it takes its memory when it is first asked for."""
+        """The transformers model, created on first use."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         raw = config_to_hf(self._config)
@@ -62,27 +64,30 @@ class HFEngine:
         expected = {name: torch.empty(shape, device="meta") for name, shape in self.weights.names.values()}
         state = trees.from_named(expected, named_weights)
         tensors = dict(fused(self._config.source.family, self.weights.names, state.items()))
-        found = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded as the embedding
-        lacking = set(found.missing_keys) - set(self.model.all_tied_weights_keys)
-        if lacking or found.unexpected_keys:
-            raise KeyError(f"transformers' model lacks {found.unexpected_keys} and misses {sorted(lacking)}")
+        result = self.model.load_state_dict(tensors, strict=False)  # a tied unembedding is loaded with the embedding
+        lacking = set(result.missing_keys) - set(self.model.all_tied_weights_keys)
+        if lacking or result.unexpected_keys:
+            raise KeyError(f"unexpected weights: {result.unexpected_keys}; missing weights: {sorted(lacking)}")
         self.version = version
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights of the transformers model; see `Engine`."""
-        held, names = self.model.state_dict(), self.weights.names
-        return ((there, held[one.name][slice(*one.rows)]) for (there, _), one in zip(
-            names.values(), (self._stored[name] for name in names), strict=True))  # fmt: skip
+        held = self.model.state_dict()
+        names = self.weights.names
+        return (
+            (there, held[stored.name][slice(*stored.rows)])
+            for (there, _), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
+        )
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine can complete."""
+        """Raise ValueError if this engine cannot complete one of the requests."""
         check_requests(self._config, requests, {request.number for request in self._waiting})
         for request in requests:
             if request.begun is not None or request.most is not None:
                 raise ValueError(f"request {request.number}: the hf engine completes whole requests only")
         for sampling in {request.sampling for request in requests}:
-            some = [request for request in [*self._waiting, *requests] if request.sampling == sampling]
-            _check_options([request.prompt for request in some], sampling)
+            together = [request for request in [*self._waiting, *requests] if request.sampling == sampling]
+            _check_options([request.prompt for request in together], sampling)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
@@ -90,35 +95,38 @@ class HFEngine:
         self._waiting += requests
 
     def step(self) -> list[Completion]:
-        """Complete all requests that sample as the first one does, in one batch that is padded on the left."""
+        """Complete all requests with the sampling parameters of the first, in one left-padded batch."""
         if self.paused or not self._waiting:
             return []
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         sampling = self._waiting[0].sampling
-        some = [request for request in self._waiting if request.sampling == sampling]
+        together = [request for request in self._waiting if request.sampling == sampling]
         self._waiting = [request for request in self._waiting if request.sampling != sampling]
         self._passes += 1
-        return self._complete(some, sampling)
+        return self._complete(together, sampling)
 
     def in_flight(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     def room(self) -> int:
-        """Number of further requests that go into the next batch."""
+        """Number of further requests that fit into the next batch."""
         return max(0, MOST_ROWS - len(self._waiting))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         wanted = set(numbers)
         gone = [request for request in self._waiting if request.number in wanted]
         self._waiting = [request for request in self._waiting if request.number not in wanted]
         none = torch.zeros(0, dtype=torch.promote_types(self.weights.dtype, torch.float32))
-        return [Completion(r.number, none.long(), none, none, none.long(), "cancelled") for r in gone]
+        return [
+            Completion(r.number, none.long(), none, raw_logp=none, versions=none.long(), finish="cancelled")
+            for r in gone
+        ]
 
     def pause(self) -> None:
-        """Let `step` do nothing until `resume`."""
+        """Make `step` do nothing until `resume`."""
         self.paused = True
 
     def resume(self) -> None:
@@ -126,18 +134,32 @@ class HFEngine:
         self.paused = False
 
     def cost(self) -> EngineCost:
-        """Counts of its work; transformers makes a cache of its own for each batch."""
-        return EngineCost(0, 0, 0, 0, 0, len(self._waiting), self._passes, 0, 0, self._decoded, 0)
+        """Counts of its work. transformers creates a new cache for each batch."""
+        return EngineCost(
+            0,
+            0,
+            0,
+            used_pages=0,
+            peak_pages=0,
+            rows=len(self._waiting),
+            passes=self._passes,
+            prefilled=0,
+            cached=0,
+            decoded=self._decoded,
+            preempted=0,
+        )
 
     @torch.no_grad()
     def _complete(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         from transformers import GenerationConfig
 
-        pad, width = self._config.special_tokens.pad or 0, max(len(request.prompt) for request in requests)
-        device, prompts = self.model.device, [list(request.prompt) for request in requests]
+        pad = self._config.special_tokens.pad or 0
+        width = max(len(request.prompt) for request in requests)
+        device = self.model.device
+        prompts = [list(request.prompt) for request in requests]
         tokens_BT = torch.tensor([[*[pad] * (width - len(p)), *p] for p in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        options = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         self.model.generation_config = GenerationConfig(
             do_sample=not sampling.greedy,
             max_new_tokens=sampling.max_new_tokens,
@@ -147,7 +169,7 @@ class HFEngine:
             output_logits=True,
             output_scores=True,
             return_dict_in_generate=True,
-            **({} if sampling.greedy else how),
+            **({} if sampling.greedy else options),
         )
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -168,15 +190,19 @@ class HFEngine:
         sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
         done = []
         for row, request in enumerate(requests):
-            stops = [at for at, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
+            stops = [place for place, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
             count = stops[0] + 1 if stops else tokens_RT.shape[1]
             self._decoded += count
             done.append(
                 Completion(
-                    request.number, tokens_RT[row, :count].cpu(), sampling_RT[row, :count], raw_RT[row, :count],
-                    torch.full((count,), self.version or 0), "stop" if stops else "length",
+                    request.number,
+                    tokens_RT[row, :count].cpu(),
+                    sampling_RT[row, :count],
+                    raw_logp=raw_RT[row, :count],
+                    versions=torch.full((count,), self.version or 0),
+                    finish="stop" if stops else "length",
                 )
-            )  # fmt: skip
+            )
         return done
 
 
@@ -191,7 +217,7 @@ def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None
 
 
 def no_engine(model: Model) -> str | None:
-    """Reason why no engine generates with a model that gives probabilities to tokens; None: one does."""
+    """Reason why no engine can generate with a language model; None: an engine can."""
     if model.pages or model.abilities.code or model.abilities.routers is None:
         return None
     return (
@@ -205,11 +231,11 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
 
     Args:
       model: a decoder, or transformers' own code.
-      mesh: "tensor" has size 1; the weights are whole on every rank.
+      mesh: with "tensor" of size 1; every rank holds the whole weights.
       dtype: of the weights.
     """
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
-    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    weights = WeightSpec(names_of(model), placed, mesh, dtype)
+    placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+    weights = WeightSpec(names_of(model), placed, mesh, dtype=dtype)
     return HFEngine(model.config, weights)

@@ -16,15 +16,15 @@ class Request(NamedTuple):
     """A prompt to complete once.
 
     Attributes:
-      number: tells requests apart; the completion has it too. No two requests in flight may share it.
+      number: identifies the request and its completion; unique among the requests in flight.
       prompt: token ids, at least one.
-      sampling: parameters of the draws; `samples` plays no part, one request is one completion.
-      seed: start of the request's own stream of noise, a signed number of 64 bits. A completion depends on prompt,
-        sampling, seed and weights only: not on what else is in flight, nor on when or where it is sampled.
-      begun: what has been written already, in an earlier step or by an engine that was stopped; the completion goes on
-        behind it and `max_new_tokens` counts it.
-      most: limit of the tokens sampled now; None: as many as `max_new_tokens` allows. A completion that ends by it has
-        the finish "paused".
+      sampling: sampling parameters; `samples` is ignored, as a request is one completion.
+      seed: of the request's own random stream, a signed 64-bit number. A completion depends on prompt, sampling, seed
+        and weights only: not on other requests in flight, nor on when or where it is sampled.
+      begun: what has been written already, in an earlier step or by an engine that was stopped; the completion
+        continues it, and `max_new_tokens` includes it.
+      most: bound on the tokens sampled now; None: as many as `max_new_tokens` allows. A completion that reaches it
+        has the finish "paused".
     """
 
     number: int
@@ -39,18 +39,18 @@ Finish = Literal["stop", "string", "length", "paused", "cancelled"]
 
 
 class Completion(NamedTuple):
-    """Tokens that an engine has sampled behind a prompt, on the host.
+    """Tokens that an engine has sampled after a prompt, on the host.
 
     Attributes:
       number: of the request.
       tokens: [T] int64; a stop token that was sampled is part of it.
-      sampling_logp: [T] nats, of the distribution that was sampled from (tempered, truncated); greedy: the raw one.
-      raw_logp: [T] nats, of the model's own distribution (temperature 1, nothing truncated).
-      versions: [T] int64, of the weights that each token was sampled with.
+      sampling_logp: [T] nats, under the distribution that was sampled from (tempered, truncated); raw for greedy.
+      raw_logp: [T] nats, under the model's own distribution (temperature 1, not truncated).
+      versions: [T] int64, version of the weights that sampled each token.
       finish: "stop", by a stop token; "string", by a stop string; "length", by `max_new_tokens`; "paused", by
         `Request.most`; "cancelled".
-      routes: [P + T - 1, choices] int16, the experts that the tokens of prompt and completion went to but the last,
-        which went nowhere; -1: not known. None: they are not recorded.
+      routes: [P + T - 1, choices] int16, experts of the tokens of prompt and completion except the last, which was
+        never fed back; -1: unknown. None: they are not recorded.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Completion(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """True if the model ended it, and not a limit."""
+        """True if the model ended it, not a limit."""
         return self.finish in ("stop", "string")
 
     @property
@@ -82,22 +82,23 @@ def requests_of(
       prompts: token ids.
       seed: fixes the noise of a step.
       first_prompt: number of `prompts[0]` among all prompts of the step. Noise belongs to the number of the prompt, so
-        ranks that share the prompts of a step draw what one rank would draw.
+        ranks that share the prompts of a step sample what one rank would.
     """
-    samples, first = sampling.samples, first_prompt * sampling.samples
+    samples = sampling.samples
+    first = first_prompt * sampling.samples
     numbers = range(first, first + len(prompts) * samples)
-    return [Request(n, prompts[(n - first) // samples], sampling, request_seed(seed, n)) for n in numbers]
+    return [Request(n, prompts[(n - first) // samples], sampling, seed=request_seed(seed, n)) for n in numbers]
 
 
 class RequestGroups(Sequence[list[Request]]):
-    """The requests of each prompt, made when they are asked for: a replica makes only those that it completes.
+    """The requests of each prompt, created on access: a replica creates only those that it completes.
 
     Args:
       prompts: token ids of each.
       sampling: of the completions.
       seed: of their noise.
       first: number of the first request.
-      most: tokens that each of them may draw; None: to its end.
+      most: bound on the tokens that each of them samples; None: to its end.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class RequestGroups(Sequence[list[Request]]):
         numbers = range(index * sampling.samples, (index + 1) * sampling.samples)
         seeds = [request_seed(self.seed, n) for n in numbers]
         rows = zip(numbers, seeds, strict=True)
-        return [Request(self.first + n, prompt, sampling, seed, None, self.most) for n, seed in rows]
+        return [Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most) for n, seed in rows]
 
 
 def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Container[int] = ()) -> None:
@@ -162,7 +163,7 @@ def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Cont
         if wrong:
             raise ValueError(f"stop has token {wrong[0]}; the vocabulary has {config.vocab}")
         if most is not None and most < 1:
-            raise ValueError(f"request {number} may draw most={most} tokens, it must be at least 1")
+            raise ValueError(f"request {number} has most={most}, it must be at least 1")
         if begun is not None and len(written) >= sampling.max_new_tokens:
             raise ValueError(
                 f"request {number} has {len(written)} tokens already, max_new_tokens={sampling.max_new_tokens}"

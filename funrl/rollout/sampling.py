@@ -1,7 +1,7 @@
-"""Drawing one token per row: counter-based noise, inversion of the cumulative distribution, log-probabilities.
+"""Sample one token per row: counter-based noise, inversion of the cumulative distribution, log-probabilities.
 
-The noise is a function of (seed, row, step) in integer arithmetic. No generator has a state, so what a row draws does
-not depend on the rows beside it, on when they finish, or on the device.
+The noise is a function of (seed, row, step) in integer arithmetic. There is no stateful generator, so the tokens of a
+row do not depend on other rows, on when they finish, or on the device.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from funrl.rollout.truncation import ONE, kept_mass, shortlist
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
-ROWS_NUMBERS = 1 << 16  # probabilities of the rows that are truncated together; more are not quicker on a CPU
-VOCAB_BLOCK = 256  # tokens whose weights are added before the token is looked for among them
+ROWS_NUMBERS = 1 << 16  # probabilities of the rows that are truncated together; more are not faster on a CPU
+VOCAB_BLOCK = 256  # tokens of a block, whose weights are summed before the token is searched within it
 
 
 def request_seed(seed: int, row: int) -> int:
-    """The start of the SplitMix64 stream of one row, a hash of (seed, row), as a signed 64-bit number.
+    """Start of the SplitMix64 stream of one row: a hash of (seed, row), as a signed 64-bit number.
 
     Args:
-      seed: any integer; it counts modulo 2^64.
-      row: any integer, likewise.
+      seed: any integer, taken modulo 2^64.
+      row: any integer, taken modulo 2^64.
     """
     return _signed(_hash_integer(_hash_integer(seed) + row * _GAMMA))
 
 
 def stream_noise(seeds_R: Tensor, steps_R: Tensor) -> Tensor:
-    """Noise in (0, 1), equal for equal (seed, step) wherever it is computed.
+    """Noise in (0, 1), a function of (seed, step) on every device.
 
     Args:
       seeds_R: int64, each a `request_seed`.
-      steps_R: int64, which number of its stream each row takes; the two are broadcast.
+      steps_R: int64, index in the stream of each row; broadcast with `seeds_R`.
 
-    Returns: [R] float64, (i + 1/2) / 2^52 for a whole number i.
+    Returns: [R] float64, (i + 1/2) / 2^52 for an integer i.
     Reference: Steele, Lea and Flood, 2014, https://doi.org/10.1145/2660193.2660195
     """
     bits_R = _hash(seeds_R + (steps_R + 1) * _GAMMA)
@@ -54,22 +54,22 @@ def sample_tokens(
     seen_RV: Tensor | None = None,
     static: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token per row: the first, by token id, whose cumulative probability exceeds the noise.
+    """Sample one token per row: the first, by token id, whose cumulative probability exceeds the noise.
 
-    The distribution is that of `Sampling`. A row's results have the same bits whatever the rows beside it: on the CPU
-    a row takes the short way or the long one by its own numbers alone, and sums are taken in an order that does not
-    depend on the number of rows.
+    The distribution is that of `Sampling`. The bits of a row's results do not depend on other rows: on the CPU a row's
+    own numbers decide between the short list and the full vocabulary, and the order of sums does not depend on the
+    number of rows.
 
     Args:
       logits_RV: float32 or float64.
       noise_R: float64 in (0, 1); not used by greedy sampling.
-      sampling: parameters of the draws.
+      sampling: sampling parameters.
       seen_RV: bool, the tokens of each row's prompt and completion so far; needed with a repetition penalty.
-      static: let no shape depend on numbers, so that the host need not know them, as it is on every device but a CPU.
+      static: let no shape depend on data, so that the host need not wait; always so on other devices than a CPU.
 
-    Returns: token [R] int64; its log-probability in the distribution that was sampled from (greedy: the model's own),
-      and in the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where the
-      logits are not finite, whatever the token.
+    Returns: token [R] int64; its log-probability under the distribution that was sampled from (greedy: the model's
+      own), and under the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where
+      the logits are not finite.
 
     Raises:
       ValueError: there is a repetition penalty and no `seen_RV`.
@@ -83,7 +83,7 @@ def sample_tokens(
     shaped_RV = penalized_RV if sampling.temperature == 1 else penalized_RV / sampling.temperature
     prob_RV = shaped_RV.softmax(-1)
     if sampling.truncated:
-        token_R1, kept_R1 = _draw_truncated(prob_RV, noise_R, sampling, static)
+        token_R1, kept_R1 = _sample_truncated(prob_RV, noise_R, sampling, static=static)
     else:
         token_R1, kept_R1 = invert(prob_RV, noise_R)
     prob_R1 = prob_RV.gather(1, token_R1).double()
@@ -98,9 +98,9 @@ def sample_tokens(
 
 
 def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative weight exceeds the noise times the total; one of weight 0 is never it.
+    """First index whose cumulative weight exceeds the noise times the total; never an index of weight 0.
 
-    First the block that holds it is found by the sums of all blocks, then the index in the block.
+    The sums of all blocks determine the block that holds it; then the index is searched within the block.
 
     Args:
       weight_RV: at least 0. Sums of int64 are exact; those of floating-point numbers are taken block by block in that
@@ -128,13 +128,13 @@ def invert(weight_RV: Tensor, noise_R: Tensor) -> tuple[Tensor, Tensor]:
     return ids_RB.gather(1, torch.minimum(found_R1, last_R1)), total_R1
 
 
-def _draw_truncated(
+def _sample_truncated(
     prob_RV: Tensor, noise_R: Tensor, sampling: Sampling, static: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The token [R, 1], and the probability [R, 1] of all tokens that could have been sampled.
+    """Sample a token [R, 1]; also returns the total probability [R, 1] of the tokens that are kept.
 
-    On the CPU most rows are sampled from a short list of their most probable tokens; the rows that it does not settle
-    take the way that all rows take on other devices, where asking which ones these are would make the host wait.
+    On the CPU most rows are sampled from a short list of their most probable tokens. Rows that the list does not settle
+    use the whole vocabulary, as all rows do on other devices, where finding these rows would make the host wait.
     """
     short = None if static else shortlist(prob_RV, sampling)
     if short is None:
@@ -150,7 +150,7 @@ def _draw_truncated(
 
 
 def _penalized(logits_RV: Tensor, penalty: float, seen_RV: Tensor | None) -> Tensor:
-    """Logits of the tokens seen divided by the penalty where they are positive, multiplied where negative."""
+    """Divide positive logits of the seen tokens by the penalty, and multiply negative ones."""
     if penalty == 1:
         return logits_RV
     if seen_RV is None:
@@ -160,7 +160,7 @@ def _penalized(logits_RV: Tensor, penalty: float, seen_RV: Tensor | None) -> Ten
 
 
 def _token_logp(logits_RV: Tensor, token_R1: Tensor) -> Tensor:
-    """Log-probability of tokens in the softmax of the logits, [R, 1], also where the probability underflows."""
+    """Log-probability of tokens under the softmax of the logits, [R, 1], even where the probability underflows."""
     prob_RV = logits_RV.softmax(-1)
     most_R1 = prob_RV.amax(1, keepdim=True).double() / _total(prob_RV)
     below_R1 = logits_RV.gather(1, token_R1).double() - logits_RV.amax(1, keepdim=True).double()
@@ -168,26 +168,26 @@ def _token_logp(logits_RV: Tensor, token_R1: Tensor) -> Tensor:
 
 
 def _total(prob_RV: Tensor) -> Tensor:
-    """Sum of probabilities [R, 1] float64: 1 but for the rounding of the softmax, which is divided out by it."""
+    """Sum of probabilities [R, 1] float64: 1 except for the softmax's rounding, which it normalises away."""
     return _by_block(prob_RV, lambda x_RNB: x_RNB.sum(-1)).sum(1, keepdim=True, dtype=torch.float64)
 
 
 def _argmax(x_RV: Tensor) -> Tensor:
-    """The first index of the largest number, [R, 1], by the maxima of blocks."""
+    """First index of the maximum, [R, 1], computed by blocks."""
     block_R1 = _by_block(x_RV, lambda x_RNB: x_RNB.amax(-1)).argmax(1, keepdim=True)
     ids_RB, inside_RB = _block(x_RV, block_R1)
     return ids_RB.gather(1, inside_RB.argmax(1, keepdim=True))
 
 
 def _by_block(x_RV: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """`reduce` ([R, N, B] -> [R, N]) of each block of numbers; the last block may be shorter."""
+    """Apply `reduce` ([R, N, B] -> [R, N]) to each block; the last block may be shorter."""
     count, rest = divmod(x_RV.shape[1], VOCAB_BLOCK)
     whole_RN = reduce(x_RV[:, : count * VOCAB_BLOCK].unflatten(1, (count, VOCAB_BLOCK)))
     return torch.cat([whole_RN, reduce(x_RV[:, None, count * VOCAB_BLOCK :])], 1) if rest else whole_RN
 
 
 def _block(x_RV: Tensor, block_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and numbers of one block of each row, [R, VOCAB_BLOCK]; beyond the last index it is repeated."""
+    """Indices and values of one block of each row, [R, VOCAB_BLOCK]; the last index is repeated beyond the end."""
     ids_RB = (block_R1 * VOCAB_BLOCK + torch.arange(VOCAB_BLOCK, device=x_RV.device)).clamp_max_(x_RV.shape[1] - 1)
     return ids_RB, x_RV.gather(1, ids_RB)
 

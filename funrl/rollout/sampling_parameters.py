@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -70,6 +71,11 @@ class Sampling:
         for name in ("max_new_tokens", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+
+    @property
+    def per_token(self) -> Sampling:
+        """The parameters that the next token depends on, with defaults for the others."""
+        return dataclasses.replace(self, max_new_tokens=1, stop=(), stop_strings=(), samples=1)
 
     @property
     def truncated(self) -> bool:

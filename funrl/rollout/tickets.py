@@ -1,7 +1,7 @@
-"""Groups of requests shared out to replicas as they have room, so that none idles while another has prompts waiting.
+"""Distribution of groups of requests to replicas as they have room, so that none idles while another has a backlog.
 
-A replica takes the next groups from a counter. At first it takes many, later few, so that all end at about one time.
-Which replica completes a group changes nothing else: a completion depends on its request and the weights.
+A replica takes the next groups from a shared counter: many at first, few later, so that all replicas end at about the
+same time. Which replica completes a group does not change its completions: they depend on request and weights only.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ def complete_shared(
     finished: Callable[[Completion], None] | None = None,
     own: Sequence[Request] = (),
 ) -> list[Completion]:
-    """Complete the groups that this replica gets.
+    """Complete the groups that this replica takes.
 
     Args:
-      engine: of this replica, with nothing in flight.
-      groups: of all replicas; requests of a group stay together.
-      take: a counter that the replicas share, see `mesh.counter.shared_counter`.
-      mesh: of the engines: their replicas are its row axes.
-      finished: told each completion as soon as it is there.
-      own: requests of this replica alone, such as those that it has begun; they come first.
+      engine: this replica's engine, with nothing in flight.
+      groups: groups of all replicas; the requests of a group stay together.
+      take: a counter that the replicas share; see `mesh.counter.shared_counter`.
+      mesh: of the engines; its row axes are the replicas.
+      finished: called with each completion as soon as it ends.
+      own: requests of this replica alone, such as begun ones; they come first.
 
     Returns: completions by their numbers.
 
     Raises:
-      ValueError, RuntimeError, FloatingPointError: as the engine.
+      ValueError, RuntimeError, FloatingPointError: as the engine raises them.
     """
-    replicas, first, at = mesh.size(mesh.row_axes), mesh.index("tensor") == 0, 0
-    found: list[Completion] = []
+    replicas = mesh.size(mesh.row_axes)
+    first = mesh.index("tensor") == 0
+    next_group = 0
+    completions: list[Completion] = []
     begun = [own]
     engine.submit(own)
     try:
-        while at < len(groups) or engine.in_flight():
-            if at < len(groups) and engine.room():
-                most = -(-(len(groups) - at) // (1 if replicas == 1 else 2 * replicas))
-                at, count = _take(engine, groups, most, take, mesh, first)
-                taken = groups[at : at + count]
+        while next_group < len(groups) or engine.in_flight():
+            if next_group < len(groups) and engine.room():
+                most = -(-(len(groups) - next_group) // (1 if replicas == 1 else 2 * replicas))
+                next_group, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)
+                taken = groups[next_group : next_group + count]
                 begun += taken
                 engine.submit([request for group in taken for request in group])
-                at += count
+                next_group += count
             for done in awake_step(engine):
-                found.append(done)
+                completions.append(done)
                 if finished is not None:
                     finished(done)
     finally:
         engine.cancel(request.number for group in begun for request in group)
-    return sorted(found, key=lambda done: done.number)
+    return sorted(completions, key=lambda done: done.number)
 
 
 def _take(
     engine: Engine, groups: Sequence[Sequence[Request]], most: int, take: Callable[[int], int], mesh: Mesh, first: bool
 ) -> tuple[int, int]:
-    """The next groups of this replica: the first one's number, above which all groups are still there, and how many."""
+    """Take the next groups of this replica: the number of the first one, and how many."""
     count = max(1, min(most, -(-engine.room() // max(1, len(groups[0])))))
-    begin = take(count) if first else 0  # one rank of the replica asks, and tells the others
+    begin = take(count) if first else 0  # one rank of the replica takes for all
     return int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor")), count

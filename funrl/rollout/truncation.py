@@ -1,8 +1,8 @@
-"""The tokens that top-k, top-p and min-p leave, found by a threshold; the vocabulary is not sorted.
+"""Truncation by top-k, top-p and min-p with a threshold on the probability, without sorting the vocabulary.
 
-Tokens are ordered by probability, ties by token id, and each of the three keeps the first n of them, so together they
-keep the first min(n). Probabilities are counted as `mass`, whole multiples of 2^-60: sums of these are exact, so which
-tokens are kept depends neither on the order of a sum, nor on how many candidates were looked at, nor on the device.
+Tokens are ordered by probability, ties by token id. Each of the three keeps the first n tokens, so together they keep
+the first min(n). Probabilities are converted to `mass`, integer multiples of 2^-60, whose sums are exact: which tokens
+are kept depends neither on the order of a sum, nor on the number of candidates, nor on the device.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from funrl.rollout.sampling_parameters import Sampling
 
 ONE = 1 << 60  # mass of probability 1
-SHORT_TOKENS = 64  # most probable tokens looked at first where only top-p or min-p is given
-LONGEST = 8192  # top-k below this is found by a list of so many tokens, beyond by digits
-GROUP_TOKENS = 64  # neighbouring tokens of which the largest says whether they are looked at
-DIGIT_BITS = 10  # bits of a probability by which it is narrowed down at a time
+SHORT_TOKENS = 64  # most probable tokens examined first if only top-p or min-p is given
+LONGEST = 8192  # a smaller top-k uses a list of that many tokens, a larger one digits
+GROUP_TOKENS = 64  # neighbouring tokens whose maximum decides whether they are examined
+DIGIT_BITS = 10  # bits of a probability that are determined at a time
 
 
 class Shortlist(NamedTuple):
-    """The most probable tokens of each row, by token id.
+    """The most probable tokens of each row, ordered by token id.
 
     Attributes:
       ids_RC: int64.
-      mass_RC: int64, 0 for those that are not kept.
-      open_R: bool, the list does not settle which tokens the row keeps: it is too short, or a tie goes beyond it.
+      mass_RC: int64, 0 for tokens that are not kept.
+      open_R: bool, the list does not determine which tokens the row keeps: it is too short, or ends within a tie.
     """
 
     ids_RC: Tensor
@@ -36,10 +36,10 @@ class Shortlist(NamedTuple):
 
 
 def shortlist(prob_RV: Tensor, sampling: Sampling) -> Shortlist | None:
-    """A list that holds, for most rows, all tokens that are kept.
+    """Lists that hold, for most rows, all tokens that are kept.
 
-    None where it would not pay: with a long top-k, and on devices where the host would have to wait to know which rows
-    are open. A tensor that has no numbers, such as a cost estimate's, is treated as one on such a device.
+    None where lists would not pay: with a large top-k, and on devices where the host would have to wait to find the
+    open rows. A tensor without data, such as a cost estimate's, is treated as one on such a device.
     """
     k = _top_k(prob_RV, sampling)
     count = 1 + (k or SHORT_TOKENS)
@@ -64,7 +64,7 @@ def shortlist(prob_RV: Tensor, sampling: Sampling) -> Shortlist | None:
 
 
 def kept_mass(prob_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Mass of every token, 0 for those that are not kept. Shapes are static, and the host does not wait.
+    """Mass of every token, 0 for tokens that are not kept. Shapes are static, and the host does not wait.
 
     Args:
       prob_RV: probabilities, float32 or float64.
@@ -72,12 +72,13 @@ def kept_mass(prob_RV: Tensor, sampling: Sampling) -> Tensor:
 
     Returns: [R, V] int64.
     """
-    mass_RV, k = mass_of(prob_RV), _top_k(prob_RV, sampling)
+    mass_RV = mass_of(prob_RV)
+    k = _top_k(prob_RV, sampling)
     if 0 < k < LONGEST:  # then top-p and min-p are settled among these
         value_RC = prob_RV.topk(k).values
         n_R1 = _kept_count(value_RC, k, sampling)
         last_R1 = value_RC.gather(1, n_R1 - 1)
-        return _first(prob_RV, mass_RV, last_R1, n_R1 - (value_RC > last_R1).sum(1, keepdim=True))
+        return _first(prob_RV, mass_RV, last_R1, ties_R1=n_R1 - (value_RC > last_R1).sum(1, keepdim=True))
     if k:
         wanted_R1 = torch.full_like(mass_RV[:, :1], k)
         mass_RV = _first(prob_RV, mass_RV, *threshold(prob_RV, torch.ones_like(mass_RV), wanted_R1))
@@ -85,30 +86,32 @@ def kept_mass(prob_RV: Tensor, sampling: Sampling) -> Tensor:
         total_R1 = mass_RV.sum(1, keepdim=True) if k else torch.full_like(mass_RV[:, :1], ONE)
         last_R1, wanting_R1 = threshold(prob_RV, mass_RV, _share(sampling.top_p, total_R1))
         each_R1 = mass_of(last_R1).clamp_min_(1)
-        mass_RV = _first(prob_RV, mass_RV, last_R1, (wanting_R1 + each_R1 - 1) // each_R1)
+        mass_RV = _first(prob_RV, mass_RV, last_R1, ties_R1=(wanting_R1 + each_R1 - 1) // each_R1)
     if sampling.min_p > 0:
         mass_RV = mass_RV.masked_fill(prob_RV < sampling.min_p * prob_RV.amax(1, keepdim=True), 0)
     return mass_RV
 
 
 def threshold(prob_RV: Tensor, weight_RV: Tensor, wanted_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """The least probable of the fewest most probable tokens whose weights add up to what is wanted.
+    """Probability of the last token needed for the most probable tokens' weights to add up to `wanted_R1`.
 
-    The bits of a probability are narrowed down digit by digit, from sums of the weights for each value of the digit.
+    The bits of that probability are determined digit by digit, from sums of the weights for each value of a digit.
 
     Args:
       prob_RV: from 0 to 1, float32 or float64.
       weight_RV: int64, at least 0.
       wanted_R1: int64, at least 1.
 
-    Returns: its probability [R, 1], 0 where all together weigh less; what the more probable ones leave wanting [R, 1].
+    Returns: the probability [R, 1], 0 where all weights together are less than wanted; `wanted_R1` minus the weights of
+      the more probable tokens [R, 1].
     """
     integer, bits = {torch.float32: (torch.int32, 30), torch.float64: (torch.int64, 62)}[prob_RV.dtype]
     key_RV = prob_RV.view(integer)  # ordered as the probabilities, which are not negative
     prefix_R1 = torch.zeros_like(key_RV[:, :1])
     wanting_R1 = wanted_R1
     for shift in range(bits - DIGIT_BITS, -DIGIT_BITS, -DIGIT_BITS):
-        values, shift = 1 << min(DIGIT_BITS, DIGIT_BITS + shift), max(shift, 0)
+        values = 1 << min(DIGIT_BITS, DIGIT_BITS + shift)
+        shift = max(shift, 0)
         prefix_R1 = prefix_R1 * values
         digit_RV = (key_RV >> shift).sub_(prefix_R1).clamp_(-1, values)  # beyond the digits: what is known to differ
         sums_RD = wanted_R1.new_zeros(len(key_RV), values + 2)
@@ -121,7 +124,7 @@ def threshold(prob_RV: Tensor, weight_RV: Tensor, wanted_R1: Tensor) -> tuple[Te
 
 
 def mass_of(prob: Tensor) -> Tensor:
-    """Probabilities in whole multiples of 2^-60, int64."""
+    """Probabilities in integer multiples of 2^-60, int64."""
     return (prob * float(ONE)).to(torch.int64)
 
 
@@ -144,19 +147,19 @@ def _kept_count(value_RC: Tensor, k: int, sampling: Sampling) -> Tensor:
 
 
 def _share(top_p: float, total_R1: Tensor) -> Tensor:
-    """The least mass that is at least this part of a total."""
+    """Smallest mass that is at least this share of a total."""
     return (total_R1.double() * top_p).ceil().to(torch.int64).clamp_min_(1)
 
 
 def _first(prob_RV: Tensor, mass_RV: Tensor, last_R1: Tensor, ties_R1: Tensor) -> Tensor:
-    """Mass of the tokens above a probability, and of the first few that have it; 0 elsewhere."""
+    """Mass of the tokens above a probability, and of the first few tokens that have it; 0 elsewhere."""
     tie_RV = (prob_RV == last_R1) & (mass_RV > 0)
     kept_RV = (prob_RV > last_R1) | (tie_RV & (tie_RV.cumsum(1, dtype=torch.int32) <= ties_R1))
     return mass_RV.masked_fill(~kept_RV, 0)
 
 
 def _largest(prob_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest probabilities of each row, descending, and their token ids.
+    """Largest probabilities of each row, descending, and their token ids.
 
     They are in the groups of tokens with the largest maxima: a group with one of them has a maximum at least as large.
     """

@@ -48,18 +48,19 @@ def problems(seed: int, count: int, digits: int = DIGITS, split: Split = "train"
     if not 1 <= digits <= 9:
         raise ValueError(f"digits={digits}: summands have 1 to 9 digits")
     rng = np.random.default_rng(seed)
-    found = np.empty((0, 2), dtype=np.int64)
-    while len(found) < count:
+    chosen = np.empty((0, 2), dtype=np.int64)
+    while len(chosen) < count:
         high = 10 ** rng.integers(1, digits + 1, size=(2 * HELD_OUT * count, 2))
         low = np.where(high == 10, 0, high // 10)
         pairs = rng.integers(low, high)
-        found = np.concatenate([found, pairs[is_held_out(pairs) == (split == "heldout")]])
-    return found[:count]
+        chosen = np.concatenate([chosen, pairs[is_held_out(pairs) == (split == "heldout")]])
+    return chosen[:count]
 
 
 def is_held_out(pairs: np.ndarray) -> np.ndarray:
     """Mask of the pairs [N, 2] that are never trained on, by a hash of the two summands in either order."""
-    low, high = pairs.min(1).astype(np.uint64), pairs.max(1).astype(np.uint64)
+    low = pairs.min(1).astype(np.uint64)
+    high = pairs.max(1).astype(np.uint64)
     # Two rounds of the finaliser of splitmix64; uint64 wraps.
     x = low * np.uint64(0x9E3779B97F4A7C15) + high
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -107,7 +108,7 @@ def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "tra
 
     Args: as in `problems`.
     """
-    pairs = problems(seed, 8 * count, digits, split)
+    pairs = problems(seed, 8 * count, digits, split=split)
     differ = pairs[pairs.sum(1) != sum_without_carries(pairs)][:count]
     wrong = sum_without_carries(differ)
     return [
@@ -121,7 +122,7 @@ def triples(seed: int, count: int, digits: int = DIGITS, split: Split = "train")
 
     Args: as in `problems`.
     """
-    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split)]
+    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split=split)]
 
 
 def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
@@ -129,8 +130,10 @@ def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train")
 
     Args: as in `problems`.
     """
-    pairs = preferences(seed, (count + 1) // 2, digits, split)
-    return [one for prompt, right, wrong in pairs for one in ((prompt, right, True), (prompt, wrong, False))][:count]
+    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
+    return [rating for prompt, right, wrong in pairs for rating in ((prompt, right, True), (prompt, wrong, False))][
+        :count
+    ]
 
 
 def steps(
@@ -140,7 +143,7 @@ def steps(
 
     Args: as in `problems`.
     """
-    pairs = preferences(seed, (count + 1) // 2, digits, split)
+    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
     both = [(prompt, answer, right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
     return [
         (prompt, list(answer), [answer[:n] == right[:n] for n in range(1, len(answer) + 1)])
@@ -173,12 +176,12 @@ def in_usual_order(text: str) -> str:
 
 def training_prompts(seed: int, count: int = TRAINING_PROMPTS, digits: int = DIGITS) -> list[Prompt]:
     """Problems to train on, with the field "answer"."""
-    return _prompts(problems(seed, count, digits, "train"))
+    return _prompts(problems(seed, count, digits, split="train"))
 
 
 def heldout_prompts(count: int, digits: int = DIGITS) -> list[Prompt]:
     """At most `count` different problems that no training split contains; the same ones for every seed."""
-    pairs = problems(0, 4 * count, digits, "heldout")
+    pairs = problems(0, 4 * count, digits, split="heldout")
     _, first = np.unique(pairs, axis=0, return_index=True)
     return _prompts(pairs[np.sort(first)][:count])
 
@@ -210,9 +213,18 @@ def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     from funrl.models.flat import with_fields
 
     dense = decoder_config(
-        vocab=len(ALPHABET) + 2, embed=64, layers=2, heads=8, kv_heads=64 // head, head=head, mlp=128,
-        rope_theta=100.0, max_positions=64, eos=(1,), pad=0,
-    )  # fmt: skip
+        vocab=len(ALPHABET) + 2,
+        embed=64,
+        layers=2,
+        heads=8,
+        kv_heads=64 // head,
+        head=head,
+        mlp=128,
+        rope_theta=100.0,
+        max_positions=64,
+        eos=(1,),
+        pad=0,
+    )
     if model == "arithmetic":
         return dense
     return with_fields(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))

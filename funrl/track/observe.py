@@ -122,7 +122,7 @@ class RunObserver:
             if not self.times_shown:
                 self.progress.note(f"samples: {ORDER}")
         samples = [
-            Sample(step, e.text, text, score, tuple(part.items()))
+            Sample(step, e.text, text, reward=score, rewards=tuple(part.items()))
             for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
         ]
         with _writing(self.run):
@@ -215,7 +215,7 @@ class RunObserver:
         if self.run is not None:
             base = Path(self.job.settings.models.model or self.run.base).absolute()
             with _writing(self.run):
-                write_peft(self.run.adapter, model, whole, base, self.job.tokenizer)
+                write_peft(self.run.adapter, model, whole, base=base, tokenizer=self.job.tokenizer)
 
 
 @contextlib.contextmanager

@@ -43,20 +43,20 @@ class Column:
 
 
 COLUMNS = (  # the order on screen
-    Column("reward/mean", "reward", 7, ".3f"),
-    Column("train/loss", "loss", 7, ".4f"),
-    Column("eval/loss", "held out", 8, ".4f"),
-    Column("eval/accuracy", "accuracy", 8, ".3f"),
-    Column("preference/margin", "margin", 7, ".3f"),
-    Column("actor/ppo_kl", "KL", 8, ".1e"),
-    Column("actor/kl_loss", "KL ref", 8, ".1e"),
-    Column("actor/reward_kl_penalty", "KL ref", 8, ".1e"),
-    Column("actor/entropy", "entropy", 7, ".3f"),
-    Column("actor/pg_clipfrac", "clip", 6, ".3f"),
-    Column("response_length/mean", "length", 6, ".1f"),
-    Column("rollout/logprob_gap_max", "gap", 7, ".0e"),
-    Column("perf/tokens_per_s", "tok/s", 6, ".0f"),
-    Column("time_s/step", "s/step", 6, ".2f"),
+    Column("reward/mean", "reward", 7, number_format=".3f"),
+    Column("train/loss", "loss", 7, number_format=".4f"),
+    Column("eval/loss", "held out", 8, number_format=".4f"),
+    Column("eval/accuracy", "accuracy", 8, number_format=".3f"),
+    Column("preference/margin", "margin", 7, number_format=".3f"),
+    Column("actor/ppo_kl", "KL", 8, number_format=".1e"),
+    Column("actor/kl_loss", "KL ref", 8, number_format=".1e"),
+    Column("actor/reward_kl_penalty", "KL ref", 8, number_format=".1e"),
+    Column("actor/entropy", "entropy", 7, number_format=".3f"),
+    Column("actor/pg_clipfrac", "clip", 6, number_format=".3f"),
+    Column("response_length/mean", "length", 6, number_format=".1f"),
+    Column("rollout/logprob_gap_max", "gap", 7, number_format=".0e"),
+    Column("perf/tokens_per_s", "tok/s", 6, number_format=".0f"),
+    Column("time_s/step", "s/step", 6, number_format=".2f"),
 )
 CURVES = {"reward/mean": "reward", "train/loss": "loss"}  # the first one reported is drawn above the live table
 DROPPED_FIRST = (

@@ -37,7 +37,8 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.curriculum import CurriculumError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.sources.sources import SKIPPED, FilterError, Source
+from funrl.trainer.sources.prompts import FilterError
+from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn
@@ -280,7 +281,7 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
 
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
-    rows, source, metrics = trainer.source.draw(state.source, state.step + 1)
+    rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
     rows = rows.declaring(trainer.job.algorithm.fields)
     return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
 

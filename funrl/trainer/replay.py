@@ -30,7 +30,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.loop import MakeSource, Trainer, begin_run, draw_batch, learn_batch, score_batch, skipped_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
-from funrl.trainer.sources.sources import SKIPPED, Source
+from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
@@ -53,11 +53,11 @@ def replay_source(folder: str | Path) -> MakeSource:
     """
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Any) -> Source:
-        def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
             saved = open_rows(folder, step, job.algorithm.fields)
             return read_rows(saved, parts.mesh), state, saved.record["metrics"]["drawn"]
 
-        return Source(lambda: (), draw, lambda states, step: {})
+        return Source(lambda: (), next_rows, lambda states, step: {})
 
     return make
 

@@ -36,16 +36,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
 
 @pytest.mark.parametrize("broken, said", [(0, "before the first step"), (1, "after step 1; a lower --lr may prevent")])
 def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path, capsys, monkeypatch):
-    from funrl.trainer.sources import sources
+    from funrl.trainer.sources import texts
 
-    calls, loss_value = [], sources.loss_value
+    calls, loss_value = [], texts.loss_value
 
-    def evaluated(*arguments):
+    def evaluated(*arguments, **options):
         calls.append(1)
-        metrics, value = loss_value(*arguments)
+        metrics, value = loss_value(*arguments, **options)
         return metrics, value * (math.nan if len(calls) == broken + 1 else 1)
 
-    monkeypatch.setattr(sources, "loss_value", evaluated)
+    monkeypatch.setattr(texts, "loss_value", evaluated)
     assert run("sft", "--steps=1", f"--run_dir={tmp_path}") == 1
     assert f"the held-out loss is nan {said}" in capsys.readouterr().err
 

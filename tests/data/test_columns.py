@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from funrl.data.columns import parsed_fields, prompt_columns, renamed, text_columns
+from funrl.data.columns import parse_fields, prompt_columns, rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.supervised import text_example
 from funrl.data.tokenizer import character_tokenizer
@@ -14,21 +14,21 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "hi"), ("assi
 
 def test_fields_name_columns_and_entries_of_columns():
     record = {"question": "q", "solution": "s", "extra": {"answer": 3, "level": 1}, "id": 7}
-    fields = parsed_fields("prompt:question, answer:extra.answer")
-    assert renamed(record, fields) == {k: v for k, v in record.items() if k != "question"} | {
+    fields = parse_fields("prompt:question, answer:extra.answer")
+    assert rename_columns(record, fields) == {k: v for k, v in record.items() if k != "question"} | {
         "prompt": "q",
         "answer": 3,
     }
-    assert renamed({"a": 1, "b": 2}, parsed_fields("a:b,b:a")) == {"a": 2, "b": 1}
-    assert renamed({"a.b": 1}, parsed_fields("c:a.b")) == {"c": 1}
+    assert rename_columns({"a": 1, "b": 2}, parse_fields("a:b,b:a")) == {"a": 2, "b": 1}
+    assert rename_columns({"a.b": 1}, parse_fields("c:a.b")) == {"c": 1}
     with pytest.raises(DataError, match=r"no field 'extra\.no', which --fields=answer:extra\.no names; the fields are"):
-        renamed(record, parsed_fields("answer:extra.no"))
+        rename_columns(record, parse_fields("answer:extra.no"))
 
 
 @pytest.mark.parametrize("text", ["", "prompt", "prompt:", ":question", "a:b,a:c"])
 def test_fields_that_name_nothing_are_refused(text):
     with pytest.raises(DataError, match=f"--fields={text}: write NAME:COLUMN"):
-        parsed_fields(text)
+        parse_fields(text)
 
 
 def test_verl_s_and_gsm8k_s_columns_are_taken():

@@ -9,7 +9,7 @@ from funrl.data.prompt_format import (
     PromptFormat,
     Shot,
     encoded,
-    formatted,
+    format_prompt,
     read_shots,
     read_tools,
     template_arguments,
@@ -67,7 +67,7 @@ def test_a_records_own_tools_come_first(tokenizer):
 
 def test_examples_of_messages_need_a_chat():
     with pytest.raises(DataError, match="this prompt is text; give --chat_template=own"):
-        formatted("q", PromptFormat(shots=(Shot(USER, "A"),)))
+        format_prompt("q", PromptFormat(shots=(Shot(USER, "A"),)))
 
 
 def test_solved_examples_are_the_first_records_of_a_file(tmp_path):

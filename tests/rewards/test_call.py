@@ -15,7 +15,7 @@ from funrl.rewards.call import (
     RewardError,
     awaited_outcomes,
     columns_of,
-    described_function,
+    describe_function,
     outcomes,
     picklable,
     reward_functions,
@@ -124,7 +124,7 @@ ROWS = [Completed("p", "aa", {"answer": 1, "level": "x"}, [5, 6]), Completed("q"
 
 
 def described(function):
-    return described_function(function, "f")
+    return describe_function(function, "f")
 
 
 async def patient(prompt, completion, **fields):

@@ -11,7 +11,7 @@ from funrl.rewards import patterns
 from funrl.rewards.answers import final_answer, last_tagged
 from funrl.rewards.call import RewardError
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.rewards.patterns import PatternError, compile_pattern, found, matches_in
+from funrl.rewards.patterns import PatternError, compile_pattern, matches_anywhere, matches_in
 from funrl.rewards.verifiers import matches_pattern
 
 BACKTRACKS = r"(a|aa)+$"
@@ -26,8 +26,9 @@ def test_a_search_that_takes_too_long_is_an_error_that_names_the_pattern(monkeyp
 
 
 def test_patterns_are_those_of_re():
-    assert found(compile_pattern("b.d", re.DOTALL), "ab\nd") and not found(compile_pattern("b.d"), "ab\nd")
-    assert found(compile_pattern("ABC", re.IGNORECASE), "xabcx")
+    assert matches_anywhere(compile_pattern("b.d", re.DOTALL), "ab\nd")
+    assert not matches_anywhere(compile_pattern("b.d"), "ab\nd")
+    assert matches_anywhere(compile_pattern("ABC", re.IGNORECASE), "xabcx")
     matches = list(matches_in(compile_pattern(r"\[\[(-?[\d.]+)\]\]"), "[[1]] and [[2.5]]"))
     assert [match[1] for match in matches] == ["1", "2.5"]
 

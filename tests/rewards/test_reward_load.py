@@ -8,7 +8,7 @@ import pytest
 
 from funrl.loading import LoadError
 from funrl.rewards import load
-from funrl.rewards.call import RewardError, described_function
+from funrl.rewards.call import RewardError, describe_function
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rewards.sandbox import SandboxError
@@ -41,7 +41,7 @@ def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
         ):
             parse_rewards(text)
     for text in ("math@", "math@x", "math@inf"):
-        with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is no finite number"):
+        with pytest.raises(LoadError, match=rf"--reward={text}: the weight '.*' is not a finite number"):
             parse_rewards(text)
 
 
@@ -75,7 +75,7 @@ def check_nothing():
 
 def says(function, fields, needs=()):
     with pytest.raises(RewardError) as caught:
-        check_fields("r.py:f", described_function(function, "f", needs), fields)
+        check_fields("r.py:f", describe_function(function, "f", needs), fields)
     return str(caught.value)
 
 

@@ -30,7 +30,7 @@ def test_repetition(text, n, want):
 
 def test_length_goes_along_a_cosine_and_stops_at_the_longest():
     right = lambda prompt, completion, answer: float(answer in completion)  # noqa: E731
-    reward = cosine_length(right, 10, 2.0, 1.0, -10.0, 0.0)
+    reward = cosine_length(right, 10, (2.0, 1.0), (-10.0, 0.0))
     for count in (0, 3, 10, 25):
         wave = (1 + math.cos(math.pi * min(count / 10, 1))) / 2
         text = " ".join(["w"] * count)

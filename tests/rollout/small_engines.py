@@ -18,11 +18,11 @@ from funrl.mesh.mesh import SINGLE
 from funrl.models import Config, Inputs, decoder_config, decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.core import start_vllm
-from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
+from funrl.rollout.vllm.engine import VLLMEngine, VLLMOptions, vllm_weights
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
 
 def _native(packed, speculate=0, static=False):
     how = {"decode": decode, "packed": packed, "speculate": speculate, "static": static}
-    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, **how)
+    return lambda model, mesh, dtype: native_engine(model, mesh, dtype, NativeOptions(**how))
 
 
 _vllm_cores = {}
@@ -117,7 +117,7 @@ def _server():
 
 def _vllm_server(model, mesh, dtype):
     """An engine of its own over the server that the tests of a process share."""
-    return vllm_client(_server().url, model, mesh, dtype, 64, 1 << 24, decode=decode, timeout_s=120)
+    return vllm_client(_server().url, model, mesh, dtype, VLLMOptions(64, 1 << 24, decode=decode), timeout_s=120)
 
 
 KINDS = {
@@ -142,7 +142,8 @@ def load(engine, params, version=7):
 
 def engine_of(config, dtype=torch.float32, seed=0, **how):
     """A native engine with weights."""
-    return load(native_engine(decoder_model(config), dtype=dtype, decode=decode, **how), weights(config, dtype, seed))
+    engine = native_engine(decoder_model(config), dtype=dtype, options=NativeOptions(decode=decode, **how))
+    return load(engine, weights(config, dtype, seed))
 
 
 def completed(engine, prompts, sampling, seed=0, first_prompt=0):

@@ -16,7 +16,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
 CONFIG = decoder_config(**SMALL)
@@ -229,7 +229,7 @@ def all_hidden(named):
         (without, f"{WRONG} is missing on rank 0$"),
         (twice, f"{WRONG} is unknown or given twice on rank 0$"),
         (with_another, "bias is unknown or given twice on rank 0$"),
-        (in_half, r"is torch.float16 .* instead of torch.float32 .*, and \d+ faults more"),
+        (in_half, r"is torch.float16 .* instead of torch.float32 .*, and \d+ further faults"),
         (cut, WRONG + r" is torch.float32 \[47, 32\] instead of torch.float32 \[48, 32\]"),
     ],
 )
@@ -247,9 +247,11 @@ def test_an_engine_of_another_version_is_found():
 
 def test_memory_that_is_the_trainers_is_read_once(monkeypatch):
     params, read = weights(), []
-    engine = native_engine(decoder_model(CONFIG), packed=False)
+    engine = native_engine(decoder_model(CONFIG), options=NativeOptions(packed=False))
     engine.load(engine.weights.named(params), 3)
-    monkeypatch.setattr(certificate, "digest", lambda x, *args: read.append(x) or digest(x, *args))
+    monkeypatch.setattr(
+        certificate, "digest", lambda x, *args, **options: read.append(x) or digest(x, *args, **options)
+    )
     assert check(engine, params) == {"sync/verified": 1.0} and len(read) == len(trees.leaves(params))
     read.clear()
     assert check(synced(params), params) == {"sync/verified": 1.0} and len(read) == 2 * len(trees.leaves(params))
@@ -315,14 +317,16 @@ def test_an_engine_that_computes_with_earlier_weights_is_found_by_the_probe_alon
     params = trees.from_named(weights(), params.items())
     engine.load(engine.weights.named(params), 2)
     assert check(engine, params, version=2) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match="Its weights are the trainer's, so what it has made of them is wrong or stale"):
+    with pytest.raises(
+        SyncError, match="Its weights are the trainer's, so what it derives from them is wrong or stale"
+    ):
         check(engine, params, version=2, probes=True)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "torch"])
 def test_a_prefix_that_stays_in_the_cache_after_a_load_is_found_by_the_probe_alone(packed, monkeypatch):
     """The real cache: pages of the probe's own prompts, whose keys and values are of the weights before."""
-    engine = native_engine(decoder_model(CONFIG), packed=packed)
+    engine = native_engine(decoder_model(CONFIG), options=NativeOptions(packed=packed))
     engine.load(engine.weights.named(weights()), 1)
     assert check(engine, weights(), version=1, probes=True)["sync/verified"] == 1
     params, before = weights(seed=1), engine.cost().cached
@@ -330,7 +334,7 @@ def test_a_prefix_that_stays_in_the_cache_after_a_load_is_found_by_the_probe_alo
         patch.setattr(engine, "_drop_cache", lambda: None)
         engine.load(engine.weights.named(params), 2)
     assert check(engine, params, version=2) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match=r"what it has made of them is wrong or stale, such as .* cached prefixes"):
+    with pytest.raises(SyncError, match=r"what it derives from them is wrong or stale, such as .* cached prefixes"):
         check(engine, params, version=2, probes=True)
     assert engine.cost().cached > before
     engine.load(engine.weights.named(params), 2)

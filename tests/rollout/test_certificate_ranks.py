@@ -17,7 +17,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.models.deployed import deployed
 from funrl.rollout import certificate
 from funrl.rollout.certificate import SyncError, certify, compare_weights, digest, probe_gap
-from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 
 pytestmark = pytest.mark.gloo
 
@@ -26,7 +26,7 @@ def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, ma
     """The model, this rank's weights, and an engine on a view of the mesh that has been given them by a reshard."""
     placed = place(decoder_model(config), mesh, stored, dtype=dtype, splits=splits)
     params = rules.shard(weights(config, master), placed.stored, mesh)
-    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype, packed=False)
+    engine = native_engine(placed.model, view(mesh, parse(sizes)), dtype, options=NativeOptions(packed=False))
     to_engine = plan(placed.stored, engine.weights.layouts, dtype)
     engine.load(engine.weights.named(reshard(params, to_engine, mesh)), 3)
     return placed, params, engine

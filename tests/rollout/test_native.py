@@ -32,7 +32,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native import engine as native
 from funrl.rollout.native.backends import PackedBackend, TorchBackend, packed_problem
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -63,7 +63,7 @@ def test_a_pretrained_model_tells_the_story_that_transformers_tells(packed):
     tokenizer, peer = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompts = [tokenizer("Once upon a time").input_ids, tokenizer("Tom and Lily saw a big").input_ids]
     how = Sampling(greedy=True, max_new_tokens=60, stop=model.config.special_tokens.eos)
-    ours = rows(completed(load(native_engine(model, packed=packed), params), prompts, how))
+    ours = rows(completed(load(native_engine(model, options=NativeOptions(packed=packed)), params), prompts, how))
     for prompt, row in zip(prompts, ours, strict=True):
         theirs = peer.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=60)[0, len(prompt) :].tolist()
         assert row == theirs
@@ -256,7 +256,7 @@ def test_log_probs_can_enter_a_loss():
 
 @BOTH
 def test_old_weights_are_gone_when_new_ones_are_asked_for(packed):
-    engine = native_engine(decoder_model(CONFIGS["llama"]), packed=packed)
+    engine = native_engine(decoder_model(CONFIGS["llama"]), options=NativeOptions(packed=packed))
     old = weights(CONFIGS["llama"])
     engine.load(trees.named(old))
     watched = weakref.ref(old["embed"])
@@ -273,7 +273,10 @@ def test_old_weights_are_gone_when_new_ones_are_asked_for(packed):
 @BOTH
 def test_weights_are_checked(packed):
     config = CONFIGS["llama"]
-    engine, named = native_engine(decoder_model(config), packed=packed), trees.named(weights(config))
+    engine, named = (
+        native_engine(decoder_model(config), options=NativeOptions(packed=packed)),
+        trees.named(weights(config)),
+    )
     with pytest.raises(KeyError, match="layers/1/attn/q"):
         engine.load([x for x in named if x[0] != "layers/1/attn/q"])
     with pytest.raises(KeyError, match="norm2"):
@@ -299,7 +302,7 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
             "not for this model": native_engine(dataclasses.replace(model, abilities=other), note=notes.append),
             "not torch.float64": native_engine(model, dtype=torch.float64, note=notes.append),
             "the layer is replaced": native_engine(model, layer=lambda *args: model.layer(*args), note=notes.append),
-            "not asked for": native_engine(model, packed=False, note=notes.append),
+            "not asked for": native_engine(model, options=NativeOptions(packed=False), note=notes.append),
             "one tensor rank": native_engine(model, Mesh(parse("tp2")), note=notes.append),
         }
     assert all(type(engine._backend) is TorchBackend for engine in made.values())
@@ -320,7 +323,9 @@ def test_tensor_parallel_ranks_draw_what_one_device_draws(name, static):
     requests = requests_of(PROMPTS, Sampling(max_new_tokens=12, stop=(3, 17), samples=2), 0)
 
     def program(mesh):
-        engine = native_engine(decoder_model(config), mesh, torch.float64, max_rows=5, decode=decode, static=static)
+        engine = native_engine(
+            decoder_model(config), mesh, torch.float64, options=NativeOptions(max_rows=5, decode=decode, static=static)
+        )
         return complete(load(engine, weights(config, torch.float64)), requests)
 
     assert_same(launch(program, parse("tp2"), "cpu"), complete(engine_of(config, torch.float64), requests), 1e-10)

@@ -18,7 +18,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import complete
 from funrl.rollout.native import engine as native
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -277,7 +277,10 @@ def test_there_are_never_two_caches():
             most[0] = max(most[0], sum(nbytes for storage, nbytes in alive if storage() is not None))
         return cache
 
-    engine = load(native_engine(dataclasses.replace(model, init_cache=init_cache), packed=False), weights(CONFIG))
+    engine = load(
+        native_engine(dataclasses.replace(model, init_cache=init_cache), options=NativeOptions(packed=False)),
+        weights(CONFIG),
+    )
     for count in (2, 20, 60):
         completed(engine, PROMPTS, Sampling(max_new_tokens=count))
         assert most[0] == engine.cost().cache_bytes

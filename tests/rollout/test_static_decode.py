@@ -17,7 +17,7 @@ from funrl.rollout.native import static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
 from funrl.rollout.native.decode_state import STOP, DecodeForm, decode_pass, empty_state
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.host_copy import HostCopy
 from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.requests import requests_of
@@ -110,7 +110,7 @@ HOWS = [
 
 def test_recorded_passes_draw_the_same(monkeypatch):
     """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
-    monkeypatch.setattr(CapturedFunctions, "_captured_now", recorded)
+    monkeypatch.setattr(CapturedFunctions, "_try_capture", recorded)
     monkeypatch.setattr(static_decode, "HostCopy", ClonedCopy)
     config = decoder_config(**SMALL | {"layers": 1}, windows=(6,))
     how = {"packed": False, "max_rows": 6, "dtype": torch.float64}
@@ -171,10 +171,12 @@ def test_what_a_pass_of_static_shape_cannot_draw_goes_the_other_way(monkeypatch)
 
 def test_where_there_are_none_the_reason_is_told(caplog):
     with caplog.at_level("INFO", "funrl.rollout.native.engine"):
-        engine = native_engine(decoder_model(CONFIGS["llama"]), packed=False, static=True, speculate=2)
+        engine = native_engine(
+            decoder_model(CONFIGS["llama"]), options=NativeOptions(packed=False, static=True, speculate=2)
+        )
     assert engine._static is None
     assert [x for x in caplog.messages if "static shape: drafts are made on the host" in x] == caplog.messages[-1:]
-    assert native_engine(decoder_model(CONFIGS["llama"]), packed=False)._static is None
+    assert native_engine(decoder_model(CONFIGS["llama"]), options=NativeOptions(packed=False))._static is None
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -247,7 +249,7 @@ def test_graphs_on_a_gpu_draw_what_passes_without_them_draw(dtype, close):
     config, mesh = decoder_config(**SMALL | {"head": 16, "vocab": 300}), Mesh(parse("dp1"), 0, torch.device("cuda"))
     how, made = Sampling(max_new_tokens=40, stop=(3, 17), samples=4, top_p=0.95), []
     for static in (None, False):
-        engine = native_engine(decoder_model(config), mesh, dtype, static=static)
+        engine = native_engine(decoder_model(config), mesh, dtype, options=NativeOptions(static=static))
         engine.load(engine.weights.named(trees.map(torch.Tensor.cuda, weights(config, dtype))))
         made.append((engine, completed(engine, PROMPTS, how)))
     (engine, by_graphs), (_, eager) = made

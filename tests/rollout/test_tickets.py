@@ -12,7 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.models import decoder_model
 from funrl.rollout.engine import complete
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared
@@ -33,7 +33,7 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
     groups = groups_of((PROMPTS * 3)[:count])
 
     def program(mesh):
-        engine, told = native_engine(decoder_model(CONFIG), mesh, torch.float64, max_rows=4), []
+        engine, told = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4)), []
         load(engine, weights(CONFIG, torch.float64))
         done = complete_shared(engine, groups, shared_counter(mesh), mesh, told.append)
         assert sorted(one.number for one in told) == [one.number for one in done] and engine.in_flight() == 0

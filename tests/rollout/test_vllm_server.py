@@ -19,7 +19,8 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm import server as vllm_server
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
-from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.engine import VLLMOptions
 from funrl.rollout.vllm.server import CoreHandler, CoreServer, plain_requests, request_of
 
 MODEL = decoder_model(WIDE)
@@ -29,7 +30,7 @@ needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
 @needs_vllm
 def test_a_killed_server_rejoins_with_the_current_weights():
     server, how = ServerProcess(), Sampling(max_new_tokens=24, samples=2)
-    engine = vllm_client(server.url, MODEL, max_rows=64, cache_bytes=1 << 24, timeout_s=120)
+    engine = vllm_client(server.url, MODEL, options=VLLMOptions(max_rows=64, cache_bytes=1 << 24), timeout_s=120)
     load(engine, weights(WIDE, seed=3), 1)
     load(engine, weights(WIDE, seed=0), 2)
     requests = requests_of(PROMPTS, how, 0)
@@ -58,7 +59,7 @@ def test_a_killed_server_rejoins_with_the_current_weights():
 def test_another_model_is_refused_by_a_server_that_has_one():
     engine = KINDS["vllm server"].engine(WIDE)
     with pytest.raises(EngineServerError, match=f"{engine.core.url} answers to open: .* has another model"):
-        vllm_client(engine.core.url, MODEL, max_rows=8)
+        vllm_client(engine.core.url, MODEL, options=VLLMOptions(max_rows=8))
 
 
 class CountingCore:

@@ -105,7 +105,7 @@ def test_a_curriculum_that_fails_says_why(function, said):
 
 def test_what_cannot_work_is_refused():
     with pytest.raises(
-        SettingsError, match="takes 'model'; what it may take is prompts, metrics, step, pass_rates, state"
+        SettingsError, match="takes 'model'; its arguments may be prompts, metrics, step, pass_rates, state"
     ):
         names_taken(lambda prompts, model: 0)
     with pytest.raises(SettingsError, match="need a --reward of positive weight"):
@@ -174,7 +174,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(more, tmp_path)
     crash(tmp_path / "run", **settings)
     _, resumed, notes, ends = run(tmp_path / "run", resume=True, run_dir="x", **settings)
     assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
-    assert all(map(torch.equal, ends, weights)) and not any("another order" in note for note in notes)
+    assert all(map(torch.equal, ends, weights)) and not any("different order" in note for note in notes)
 
 
 def test_a_resumed_run_with_other_prompts_is_told(tmp_path):
@@ -187,7 +187,7 @@ def test_a_resumed_run_with_other_prompts_is_told(tmp_path):
     crash(tmp_path / "run", **settings)
     prompts.write_text('{"prompt": "1+1="}\n' * 30)
     _, _, notes, _ = run(tmp_path / "run", resume=True, run_dir="x", **settings)
-    assert any("it goes on at the same place of another order" in note for note in notes)
+    assert any("the run continues at the same position of a different order" in note for note in notes)
 
 
 @pytest.mark.gloo

@@ -126,4 +126,4 @@ def test_what_cannot_be_imitated_is_refused(prompts, tmp_path):
     long.write_text("".join(json.dumps({"prompt": "1+1=", "demonstration": "2" * 99}) + "\n" for _ in range(20)))
     run, state = begin(small_job(spin, prompts=str(long), reward=None), single())
     with pytest.raises(DataError, match=r"long.jsonl, line \d+: the text has 104 tokens, but the model has \d+ pos"):
-        run.source.draw(state.source, 1)
+        run.source.next_rows(state.source, 1)

@@ -40,7 +40,7 @@ def reads_of_a_step(mesh):
     examples = Counted(job.task.examples)
     run, state = begin(job._replace(task=job.task._replace(examples=examples)), mesh)
     examples.reads.clear()
-    rows, _, _ = run.source.draw(state.source, 1)
+    rows, _, _ = run.source.next_rows(state.source, 1)
     return gather_objects((examples.reads, rows.lengths[rows.own].tolist()), mesh)
 
 
@@ -60,7 +60,7 @@ def test_a_text_that_turns_out_too_long_when_it_is_drawn_is_named():
     long = TextExample((Text([2] * (positions + 1), [False] + [True] * positions),), source="texts.jsonl, line 7")
     run, state = begin(job._replace(task=job.task._replace(examples=[*job.task.examples[:3], long])), single())
     with pytest.raises(DataError, match=f"texts.jsonl, line 7: the text has {positions + 1} tokens, but the model has"):
-        run.source.draw(state.source, 1)
+        run.source.next_rows(state.source, 1)
 
 
 def test_accuracy_is_of_verdicts_alone_and_not_of_chance_ones_later():

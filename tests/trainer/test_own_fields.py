@@ -94,14 +94,14 @@ def from_a_source(job, parts, frozen, clock, show):
     """The source of a run, whose rows own as many numbers as the row's number says."""
     inner = make_source(job, parts, frozen, clock, show)
 
-    def draw(state, step):
-        rows, state, metrics = inner.draw(state, step)
+    def next_rows(state, step):
+        rows, state, metrics = inner.next_rows(state, step)
         counts = torch.from_numpy(rows.own % 3)
         values = torch.from_numpy(np.repeat(rows.own, rows.own % 3))
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         return rows.declaring(job.algorithm.fields).with_fields(marks=Ragged(values, offsets)), state, metrics
 
-    return inner._replace(draw=draw)
+    return inner._replace(next_rows=next_rows)
 
 
 @pytest.mark.gloo

@@ -60,7 +60,7 @@ def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
     job = small_job(kto, reward=None, lr=0.03)
     run, state = begin(job, single())
     state, _ = one_step(run, state)  # the policy has moved
-    drawn, _, _ = run.source.draw(state.source, 2)
+    drawn, _, _ = run.source.next_rows(state.source, 2)
     batch = drawn.batch
     assert batch.mismatched.tolist() == [False] * 4 + [True] * 4
     texts = [arithmetic.tokenizer().decode(t[: int(n)]) for t, n in zip(batch.tokens, batch.length, strict=True)]

@@ -31,7 +31,7 @@ def whole_numbers(batch):
 def test_ids_take_four_bytes_wherever_a_rank_holds_rows():
     for given in ({}, {"compose": dpo, "reward": None}):
         run, state = begin(small_job(**given), single())
-        drawn, _, _ = run.source.draw(state.source, 1)
+        drawn, _, _ = run.source.next_rows(state.source, 1)
         rows, _, _ = scored_batch(run, state)
         for batch in (drawn.batch, rows.batch, *(piece.batch for piece in own_micro_batches(rows, 64))):
             assert set(whole_numbers(batch).values()) == {TOKEN_INT}, given

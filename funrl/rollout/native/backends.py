@@ -1,7 +1,7 @@
-"""The two ways in which a forward pass over the new tokens of many sequences is computed.
+"""Two backends that compute a forward pass over the new tokens of many sequences.
 
 `TorchBackend` runs the training model itself on any device and mesh; `PackedBackend` makes one call into compiled code
-on a CPU. The scheduler in `native` knows neither.
+on a CPU. The scheduler knows neither.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from funrl.models.model import Inputs, Layer, Model
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
-ROUTE = torch.int16  # of the numbers of experts that are recorded
-LOGITS = 1 << 26  # numbers in the logits of one draw
-Draw = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
+ROUTE = torch.int16  # dtype of recorded ids of experts
+LOGITS = 1 << 26  # logits computed at a time at most
+SampledRows = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
 
 class PassWork(NamedTuple):
     """New tokens of some sequences.
 
     Attributes:
-      tokens_N: int64 ids on the device, those of each sequence together.
+      tokens_N: int64 ids on the device, sequence by sequence.
       counts: new tokens of each sequence.
-      ends: tokens of each sequence, the new ones included.
+      ends: length of each sequence, including its new tokens.
       table_SP: int32 pages of each sequence in order, on the CPU.
-      sampled_positions: numbers of the tokens behind which something is sampled.
+      sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
     """
 
     tokens_N: Tensor
@@ -52,8 +52,8 @@ class Backend(Protocol):
 
     Attributes:
       page_tokens: tokens of a page.
-      page_bytes: of one page of all layers, on a rank.
-      vocab: tokens of the vocabulary.
+      page_bytes: bytes of a page, all layers together, on a rank.
+      vocab: size of the vocabulary.
     """
 
     page_tokens: int
@@ -61,19 +61,19 @@ class Backend(Protocol):
     vocab: int
 
     def load(self, params: trees.Tree) -> None:
-        """Take this rank's weights."""
+        """Replace this rank's weights."""
         ...
 
     def drop(self) -> None:
-        """Let the weights go."""
+        """Release the weights."""
         ...
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that it really computes with, by name, in the model's own form."""
+        """The weights that it computes with, by name, in the model's own form."""
         ...
 
     def resize(self, pages: int) -> None:
-        """Have a cache of so many pages, with nothing in it; none for 0."""
+        """Replace the cache by `pages` empty pages; 0 frees it."""
         ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -81,19 +81,19 @@ class Backend(Protocol):
         ...
 
     def forward(self, work: PassWork) -> Tensor:
-        """Input of `draw` for each draw of the work, [M, ...]."""
+        """Input of `sample` for each of the work's sampled positions, [M, ...]."""
         ...
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
-        """One token per draw.
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
+        """Sample one token per row of `source_R`.
 
         Args:
-          found_M: by `forward`.
-          source_R: the row of it of each draw.
+          output_M: of `forward`.
+          source_R: row of `output_M` for each sampled token.
           noise_R: float64 in (0, 1); None: greedy.
-          how: temperature, truncation, penalty.
+          sampling: temperature, truncation, penalty.
           seen_RV: bool, tokens that the sequence has; None: there is no penalty.
         """
         ...
@@ -103,7 +103,7 @@ class TorchBackend:
     """The training model itself.
 
     Attributes:
-      spare_pages: behind those of `resize`, which nobody uses.
+      spare_pages: unused pages after those of `resize`.
     """
 
     def __init__(
@@ -115,13 +115,18 @@ class TorchBackend:
         page_tokens: int,
         record_routes: bool = False,
     ):
-        self.page_tokens, self.vocab, self.model, self.mesh = page_tokens, model.config.vocab, model, mesh
+        self.page_tokens = page_tokens
+        self.vocab = model.config.vocab
+        self.model = model
+        self.mesh = mesh
         assert model.init_cache is not None
         self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
         self._choices = model.abilities.choices if record_routes else 0
         self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
-        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # of the tokens of each page
-        self._dtype, self._layer, self._cache = dtype, layer, None
+        self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # experts of the tokens of each page
+        self._dtype = dtype
+        self._layer = layer
+        self._cache = None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
         self.spare_pages = 0
@@ -131,7 +136,8 @@ class TorchBackend:
         unembed_VD = self.model.unembed(params)
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
-        self._params, self._unembed_VD = params, unembed_VD
+        self._params = params
+        self._unembed_VD = unembed_VD
 
     def drop(self) -> None:
         self._params = self._unembed_VD = None
@@ -149,12 +155,12 @@ class TorchBackend:
             self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
 
     def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
-        """Experts that the first tokens of a sequence went to, on the CPU: [tokens, choices], layer by layer.
+        """Experts of the first tokens of a sequence, on the CPU: [tokens, choices], layer by layer.
 
-        They stand in its pages, as its keys and values do. -1: the token is in no page.
+        They are stored by page, like keys and values. -1: the token is in no page.
         """
-        found = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
-        return torch.nn.functional.pad(found, (0, 0, 0, tokens - len(found)), value=-1)
+        ids_TC = self._routes[list(pages)].flatten(0, 1)[:tokens].cpu()
+        return torch.nn.functional.pad(ids_TC, (0, 0, 0, tokens - len(ids_TC)), value=-1)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for x in [*trees.leaves(self._cache), self._routes]:
@@ -163,7 +169,7 @@ class TorchBackend:
     def forward(self, work: PassWork) -> Tensor:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
-        paging = paging_of(work.counts, work.ends, work.table_SP, self.page_tokens, device)
+        paging = paging_of(work.counts, work.ends, work.table_SP, page_tokens=self.page_tokens, device=device)
         return self.hidden(work.tokens_N, paging)[
             torch.tensor(work.sampled_positions, dtype=torch.int64, device=device)
         ]
@@ -180,37 +186,39 @@ class TorchBackend:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        return all_gather(logits_RV, self.mesh, "tensor", 1).contiguous()
+        return all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
 
     @property
     def by_kernel(self) -> bool:
-        """True if attention stops at the end of each sequence by itself, however many pages it is given."""
+        """True if the attention kernel stops at the end of each sequence, for any number of pages."""
         heads = self.model.abilities.paged_kernel
         device = self.mesh.device.type
-        return heads is not None and takes_kernel(device, self._dtype, heads.head, self.page_tokens, heads.cap)
+        return heads is not None and takes_kernel(
+            device, self._dtype, heads.head, page_tokens=self.page_tokens, cap=heads.cap
+        )
 
     @property
     def rows_at_once(self) -> int:
-        """Rows whose logits are made together at most."""
+        """Bound on the rows whose logits are computed together."""
         return max(1, LOGITS // self.model.config.vocab)
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         parts = []
         for low in range(0, len(source_R), self.rows_at_once):
-            some = slice(low, low + self.rows_at_once)
-            logits_RV = self.logits(found_M[source_R[some]])
-            noise_here, seen_here = (None if x is None else x[some] for x in (noise_R, seen_RV))
-            parts.append(sample_tokens(logits_RV, noise_here, how, seen_here))
+            rows = slice(low, low + self.rows_at_once)
+            logits_RV = self.logits(output_M[source_R[rows]])
+            noise_here, seen_here = (None if x is None else x[rows] for x in (noise_R, seen_RV))
+            parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
 
 
 class PackedBackend:
-    """One call into compiled code a pass: a dense decoder on one tensor rank, on a CPU.
+    """A dense decoder on one tensor rank of a CPU, with one call into compiled code per pass.
 
-    A completion's bits depend on nothing else that is in flight.
+    A completion's bits do not depend on other requests in flight.
     """
 
     page_tokens = decode_step.PAGE
@@ -218,11 +226,13 @@ class PackedBackend:
     def __init__(self, model: Model, dtype: torch.dtype):
         sizes = model.abilities.compiled_step
         assert not isinstance(sizes, str), sizes
-        self.vocab, self._sizes, self._dtype = model.config.vocab, sizes, dtype
+        self.vocab = model.config.vocab
+        self._sizes = sizes
+        self._dtype = dtype
         self.page_bytes = decode_step.page_bytes(sizes, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
-        self._logits = torch.empty(0, self.vocab)  # of a pass; the next one's take their place
+        self._logits = torch.empty(0, self.vocab)  # of the last pass; overwritten by the next
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -231,14 +241,15 @@ class PackedBackend:
             self._decoder.load(params)
 
     def drop(self) -> None:
-        """The memory of the packed weights stays: the next ones go there."""
+        """Keep the memory of the packed weights, which the next ones reuse."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None
         yield from self._decoder.weights()
 
     def resize(self, pages: int) -> None:
-        self._cache, self._logits = None, torch.empty(0, self.vocab)
+        self._cache = None
+        self._logits = torch.empty(0, self.vocab)
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -248,32 +259,33 @@ class PackedBackend:
         self._decoder.copy_pages(self._cache, sources, targets)
 
     def forward(self, work: PassWork) -> Tensor:
-        """Logits [M, V], until the next pass."""
+        """Logits [M, V], valid until the next pass."""
         assert self._decoder is not None and self._cache is not None
-        counts_S, ends_S = np.asarray(work.counts), np.asarray(work.ends)
+        counts_S = np.asarray(work.counts)
+        ends_S = np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
-        behind_S = ends_S - np.cumsum(counts_S)  # position of a token less its number in the pass
-        positions_N = np.arange(len(sequence_N)) + behind_S[sequence_N]
-        positions, sequence, draws_M = (
+        offset_S = ends_S - np.cumsum(counts_S)  # position of a token minus its index in the pass
+        positions_N = np.arange(len(sequence_N)) + offset_S[sequence_N]
+        positions, sequence, sampled_M = (
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
         )
-        if len(self._logits) < len(draws_M):
-            self._logits = torch.empty(len(draws_M), self.vocab)
-        logits_MV = self._logits[: len(draws_M)]
-        given = work.tokens_N, positions, sequence, work.table_SP, draws_M
+        if len(self._logits) < len(sampled_M):
+            self._logits = torch.empty(len(sampled_M), self.vocab)
+        logits_MV = self._logits[: len(sampled_M)]
+        given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
         return self._decoder.forward(self._cache, *given, logits_MV)
 
     def sample(
-        self, found_M: Tensor, source_R: Tensor, noise_R: Tensor | None, how: Sampling, seen_RV: Tensor | None
-    ) -> Draw:
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
         assert self._decoder is not None
-        if how.truncated or seen_RV is not None:
-            return sample_tokens(found_M[source_R], noise_R, how, seen_RV)
-        return self._decoder.sample(found_M, source_R, noise_R, how.temperature)
+        if sampling.truncated or seen_RV is not None:
+            return sample_tokens(output_M[source_R], noise_R, sampling, seen_RV=seen_RV)
+        return self._decoder.sample(output_M, source_R, noise_R, sampling.temperature)
 
 
 def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
-    """The reason why `PackedBackend` cannot run a model; None: it can."""
+    """Reason why `PackedBackend` cannot run a model; None: it can."""
     if mesh.device.type != "cpu":
         return f"the C++ decoding step is for a CPU, not for {mesh.device.type}"
     if mesh.size("tensor") > 1:

@@ -1,4 +1,4 @@
-"""Functions of static shapes, each captured as a CUDA graph when it is met again."""
+"""Functions of static shapes, each captured as a CUDA graph when it is called a second time."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ Compute = Callable[[], tuple[Tensor, ...]]
 
 
 class CapturedFunctions:
-    """CUDA graphs by key, which share their memory; they run one after another.
+    """CUDA graphs by key, which share their memory and run one after another.
 
-    What a function reads and writes besides its results has to stay where it is until `drop`. Its results stay until
-    another one runs. The first run of a key is eager: kernels are loaded and chosen by it. Where a function cannot be
-    captured it stays eager, and the log says why.
+    What a function reads and writes, apart from its results, must keep its address until `drop`. Results are valid
+    until the next run of any function. The first run of a key is eager, which loads and chooses kernels. If a function
+    cannot be captured, all stay eager, and the log says why.
     """
 
     def __init__(self, device: torch.device, problem: str | None = None):
         """Begin without a captured function.
 
         Args:
-          problem: a reason why nothing is captured; None: on CUDA all is.
+          device: of the functions; only those on CUDA are captured.
+          problem: reason not to capture anything; None: there is none.
         """
         self._capture = device.type == "cuda" and problem is None
-        self._met: set[Hashable] = set()
+        self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool: Any = None
 
     @property
     def captured(self) -> int:
-        """Graphs that there are now."""
+        """Number of graphs."""
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Forget all graphs, and give their memory back."""
+        """Forget all graphs and free their memory."""
         self._graphs.clear()
         self._pool = None
 
     def run(self, key: Hashable, compute: Compute) -> tuple[Tensor, ...]:
-        """The results of a function, which is always the same for a key."""
-        if not self._capture or key not in self._met:
-            self._met.add(key)
+        """Run a function, which must always be the same for a key."""
+        if not self._capture or key not in self._seen:
+            self._seen.add(key)
             return compute()
-        if key not in self._graphs and not self._captured_now(key, compute):
+        if key not in self._graphs and not self._try_capture(key, compute):
             return compute()
-        graph, found = self._graphs[key]
+        graph, results = self._graphs[key]
         graph.replay()
-        return found
+        return results
 
-    def _captured_now(self, key: Hashable, compute: Compute) -> bool:
+    def _try_capture(self, key: Hashable, compute: Compute) -> bool:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may use the device meanwhile, such as one that writes a checkpoint.
+            # Other threads may use the device during the capture, such as one that writes a checkpoint.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found = compute()
+                results = compute()
         except RuntimeError as error:
             log.warning("passes are not captured as CUDA graphs: %s", error)
             self._capture = False
             return False
-        self._graphs[key] = graph, found
+        self._graphs[key] = graph, results
         return True

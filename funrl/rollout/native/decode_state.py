@@ -1,7 +1,7 @@
-"""One token of each of many sequences, by a function of static shapes over buffers on the device.
+"""Sample one token of each of many sequences, by a function of static shapes over buffers on the device.
 
-What a pass has to know (last tokens, lengths, pages, seeds, limits, stop tokens) stands in the buffers, and the pass
-updates it: the host need not look at one pass before it begins the next, and a CUDA graph can hold it whole.
+The buffers hold what a pass needs (last tokens, lengths, pages, seeds, limits, stop tokens), and the pass updates them.
+So the host can begin a pass without waiting for the one before, and a CUDA graph can capture a whole pass.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from funrl.compiled_kernels.paged_attention import Paging, decode_paging
 from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
-# Rows of `DecodeState.numbers_CS`; behind them stand the stop tokens, -1 where there are no more.
-LENGTH, PROMPT, LIMIT, SEED, KIND, ENDED, STOP = range(7)
+# Rows of `DecodeState.numbers_CS`. Stop tokens follow, padded with -1.
+LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, STOP = range(7)
 
 
 class DecodeState(NamedTuple):
-    """Sequences by slot; the last slot is of nobody, and has ended.
+    """State of the sequences by slot. The last slot is spare: no sequence holds it, and it has ended.
 
     Attributes:
-      tokens_S: int64, the last token of each, whose keys and values are not computed yet.
-      numbers_CS: int64: tokens of the sequence, those of its prompt, those at which it ends, its seed, the number of
-        the way in which it is sampled, whether it has ended, its stop tokens.
+      tokens_S: int64, the last token of each sequence, whose keys and values are not computed yet.
+      numbers_CS: int64, for each sequence its length, the length of its prompt, the length at which it ends, its seed,
+        the number of its sampling group, whether it has ended, and its stop tokens.
       table_SP: int32, its pages in order.
     """
 
@@ -35,17 +35,17 @@ class DecodeState(NamedTuple):
 
 
 class DecodeForm(NamedTuple):
-    """Constants of a pass: passes of one form are one CUDA graph.
+    """Constants of a pass. Passes of equal form share a CUDA graph.
 
     Attributes:
-      rows: sequences; more than there are, the rest being the slot of nobody.
-      pages: that attention may read of each sequence.
-      kinds: ways in which sequences are sampled, and their numbers; without a repetition penalty.
+      rows: number of rows, padded with the spare slot.
+      pages: bound on the pages of a sequence that attention reads.
+      sampling_groups: (number, parameters) pairs of the ways in which sequences are sampled; no repetition penalty.
     """
 
     rows: int
     pages: int
-    kinds: tuple[tuple[int, Sampling], ...]
+    sampling_groups: tuple[tuple[int, Sampling], ...]
 
 
 class Decoder(Protocol):
@@ -62,11 +62,11 @@ class Decoder(Protocol):
 
 
 def empty_state(tokens_S: Tensor, stops: int, pages: int) -> DecodeState:
-    """A state in which all sequences have ended.
+    """A state whose sequences have all ended.
 
     Args:
-      tokens_S: the last tokens, which are kept as they are.
-      stops, pages: columns for stop tokens and pages of each.
+      tokens_S: the last tokens; the state shares their memory.
+      stops, pages: room for stop tokens and pages of each sequence.
     """
     numbers_CS = tokens_S.new_zeros(STOP + stops, len(tokens_S))
     numbers_CS[LENGTH:LIMIT] = numbers_CS[ENDED] = 1
@@ -76,26 +76,33 @@ def empty_state(tokens_S: Tensor, stops: int, pages: int) -> DecodeState:
 def decode_pass(
     decoder: Decoder, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare_page: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the last token of some sequences and draw the next one, in the state and in the pages of the cache.
+    """Compute the last token of some sequences and sample the next one, updating the state and the cache.
 
-    A sequence that has ended stays as it is, and what is found of it means nothing. No shape depends on a number, and
-    the host is told none.
+    A sequence that has ended stays unchanged, and its results are meaningless. No shape depends on data, and the host
+    never waits.
 
     Args:
-      rows_B: int64 slots, each once but that of nobody.
-      spare_page: of the cache, where those write that have ended.
+      decoder: the model and its cache.
+      state: updated in place.
+      rows_B: int64 slots without repetition, except the spare one.
+      form: constants of the pass.
+      spare_page: page of the cache that ended sequences write to.
 
-    Returns: token [B] int64, and its log-probabilities, sampling and raw, [B] nats each; as `sample_tokens`.
+    Returns: token [B] int64, and its sampling and raw log-probabilities, [B] nats each, as `sample_tokens` does.
     """
     numbers_CB = state.numbers_CS.index_select(1, rows_B)
-    length_B, prompt_B, limit_B, seed_B, kind_B, ended_B = numbers_CB[:STOP]
-    token_B, running_B, page = state.tokens_S.index_select(0, rows_B), ended_B == 0, decoder.page_tokens
+    length_B, prompt_B, limit_B, seed_B, group_B, ended_B = numbers_CB[:STOP]
+    token_B = state.tokens_S.index_select(0, rows_B)
+    running_B = ended_B == 0
+    page = decoder.page_tokens
     position_B = torch.where(running_B, length_B - 1, 0)
     table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
     place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
-    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B))
-    sampled_B, *logps = _sample(decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), kind_B, form.kinds)
+    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B=running_B))
+    sampled_B, *logps = _sample(
+        decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=form.sampling_groups
+    )
     last_B = length_B + running_B.long()
     stopped_B = (numbers_CB[STOP:] == sampled_B).any(0) | (last_B >= limit_B)
     state.tokens_S.index_copy_(0, rows_B, torch.where(running_B, sampled_B, token_B))
@@ -105,16 +112,17 @@ def decode_pass(
 
 
 def _sample(
-    decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, kind_B: Tensor, kinds: tuple[tuple[int, Sampling], ...]
+    decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, group_B: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, ...]:
-    """Sample one token per row. Rows of several sampling groups are sampled in each, and each row takes its own."""
+    """Sample one token per row: every row in each sampling group, of which it keeps its own."""
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
-        some = slice(low, low + decoder.rows_at_once)
-        logits_RV, found = decoder.logits(hidden_BD[some]), None
-        for number, how in kinds:
-            this = sample_tokens(logits_RV, noise_B[some], how, static=True)
-            mine_R = kind_B[some] == number
-            found = this if found is None else tuple(map(torch.where, (mine_R,) * 3, this, found))
-        parts.append(found)
+        rows = slice(low, low + decoder.rows_at_once)
+        logits_RV = decoder.logits(hidden_BD[rows])
+        sampled = None
+        for number, sampling in groups:
+            tokens = sample_tokens(logits_RV, noise_B[rows], sampling, static=True)
+            in_group_R = group_B[rows] == number
+            sampled = tokens if sampled is None else tuple(map(torch.where, (in_group_R,) * 3, tokens, sampled))
+        parts.append(sampled)
     return tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -1,9 +1,9 @@
 """The engine that computes with the training model: continuous batching over pages of keys and values.
 
-A pass computes one token of every request that is being decoded, and beside them the next tokens of prompts. A request
-that ends makes room for the next at once. Requests of one prompt share its prefill and its whole pages; a prefix that
-is still in the cache is not computed again. When pages run out, the request that came last is put back and computed
-again later; what has been sampled stays.
+A pass computes one token of every decoding request, together with chunks of prompts. When a request ends, the next one
+takes its place at once. Requests of one prompt share its prefill and its whole pages; a prefix that is still in the
+cache is not computed again. When pages run out, the latest request is preempted: it keeps its sampled tokens, and its
+keys and values are recomputed later.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,19 +32,19 @@ from funrl.rollout.native.sequences import RunningSequences
 from funrl.rollout.native.static_decode import StaticDecode, graph_problem, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
-POLL_EVERY = {"cpu": 1}  # passes between looks at what was sampled; asking a GPU (8) makes the host wait for it
-DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU takes 128 in about the time of one
-FREE_SHARE = 0.5  # of the free memory that the cache may take where its size is not given
+POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
+DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
+FREE_SHARE = 0.5  # of the free memory, for a cache whose size is not given
 log = logging.getLogger(__name__)
 
 
 def page_tokens(device: str) -> int:
-    """Tokens of a page; kernels on a GPU take 256 of them."""
+    """Tokens of a page. Kernels on a GPU need 256."""
     return 16 if device == "cpu" else 256
 
 
 def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
-    """Memory of a page of keys and values on a rank, as an engine made by `native_engine` has it."""
+    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
     if packed and packed_problem(model, mesh, dtype) is None:
         return PackedBackend(model, dtype).page_bytes
     assert model.init_cache is not None
@@ -51,8 +52,36 @@ def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = T
 
 
 def pass_tokens(device: str) -> int:
-    """New tokens of a pass at most, so that decoding does not wait long for prompts."""
+    """Bound on the new tokens of a pass, so that decoding does not wait long for prompts."""
     return 1024 if device == "cpu" else 8192
+
+
+class NativeOptions(NamedTuple):
+    """Options of an engine.
+
+    Attributes:
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: half of the free memory.
+      decode: token ids -> text, for stop strings.
+      packed: use the compiled decoding step where there is one.
+      speculate: bound on the drafted tokens of a request, which continue an earlier occurrence of its last tokens
+        (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding) and are sampled in one pass where few rows
+        are decoded; 0: no drafts. A draft changes no completion.
+      record_routes: let completions have the experts that their tokens went to.
+      static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
+        CPU it is for tests, and samples the same tokens.
+    """
+
+    max_rows: int = 512
+    cache_bytes: int = 0
+    decode: Callable[[list[int]], str] | None = None
+    packed: bool = True
+    speculate: int = 0
+    record_routes: bool = False
+    static: bool | None = None
+
+
+NATIVE_DEFAULTS = NativeOptions()
 
 
 class NativeEngine:
@@ -60,7 +89,7 @@ class NativeEngine:
 
     Attributes:
       weights, version, paused: as in `Engine`.
-      model: that it computes with.
+      model: the model that it runs.
     """
 
     def __init__(
@@ -68,47 +97,60 @@ class NativeEngine:
         model: Model,
         weights: WeightSpec,
         backend: Backend,
-        max_rows: int,
-        cache_bytes: int,
-        decode: Callable[[list[int]], str] | None,
-        speculate: int = 0,
+        options: NativeOptions = NATIVE_DEFAULTS,
         static: bool = False,
     ):
         """Make an engine without weights; `native_engine` describes the other arguments.
 
         Args:
+          model: as in `native_engine`.
+          weights: the form in which it takes weights.
+          backend: computes the passes.
+          options: of the engine; those that choose the backend are not read.
           static: decode by passes of static shape; see `static_decode`.
         """
+        speculate = options.speculate
+        max_rows = options.max_rows
         device = weights.mesh.device
-        self.weights, self.version, self.paused = weights, None, False
-        self.model, self._backend, self._cache_bytes = model, backend, cache_bytes
-        self._sequences = RunningSequences(device, weights.dtype, decode, max_rows + 1 if static else 0)
+        self.weights = weights
+        self.version = None
+        self.paused = False
+        self.model = model
+        self._backend = backend
+        self._cache_bytes = options.cache_bytes
+        self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
-            self._sequences, max_rows, backend.page_tokens, pass_tokens(device.type), speculate, few_rows
+            self._sequences,
+            max_rows,
+            backend.page_tokens,
+            pass_tokens=pass_tokens(device.type),
+            speculate=speculate,
+            few_rows=few_rows,
         )
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
             backend.spare_pages = 1
-            self._static = StaticDecode(backend, self._sequences, self._scheduler, graph_problem(weights.mesh))
+            self._static = StaticDecode(backend, self._sequences, self._scheduler, problem=graph_problem(weights.mesh))
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
-        self._limit: int | None = None  # pages that the cache may have, once it is known
+        self._limit: int | None = None  # bound on the pages of the cache, once it is known
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Take this rank's shards of all weights; see `Engine`.
+        """Replace this rank's shards of all weights; see `Engine`.
 
-        Tensors that have the engine's dtype and device already are kept, not copied.
+        Tensors that already have the engine's dtype and device are not copied.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()  # where weights were damaged there may be NaN in it, which no mask hides
+        self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
         self._backend.drop()
         self.version = None
-        mesh, dtype = self.weights.mesh, self.weights.dtype
+        mesh = self.weights.mesh
+        dtype = self.weights.dtype
         params = trees.from_named(self.weights.layouts, named_weights)
         for (name, x), layout in zip(trees.named(params), trees.leaves(self.weights.layouts), strict=True):
             if tuple(x.shape) != layout.local_shape(mesh.rank):
@@ -135,9 +177,10 @@ class NativeEngine:
         return self._backend.held()
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine could ever complete."""
+        """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number)
-        size, limit = self._backend.page_tokens, self._most_pages()
+        size = self._backend.page_tokens
+        limit = self._most_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:
@@ -156,13 +199,13 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One pass: see `Engine`. All ranks of "tensor" call it together."""
+        """Run one pass; see `Engine`. Collective over "tensor"."""
         if self.paused or not self._sequences.count:
             return self._sequences.take_ended()
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         self._make_room()
-        if self._scheduler.short_of_pages:  # which rows to put back is decided by what has been sampled
+        if self._scheduler.short_of_pages:  # the choice of rows to preempt depends on what has been sampled
             self._poll()
         if self._decoded_by_static_pass():
             return self._sequences.take_ended()
@@ -170,11 +213,11 @@ class NativeEngine:
         if plan is None:
             self._poll()
             return self._sequences.take_ended()
-        found = self._backend.forward(plan.work)
+        output = self._backend.forward(plan.work)
         if plan.copies:
             self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
         self._passes += 1
-        self._sequences.sample(self._backend, found, plan.sampling_slots, plan.sources, plan.ahead)
+        self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
         self._scheduler.settle()
         if self._sequences.needs_sync or (self._static is None and self._time_to_poll()):
             self._poll()
@@ -183,27 +226,28 @@ class NativeEngine:
         return self._sequences.take_ended()
 
     def in_flight(self) -> int:
-        """Number of requests that are not finished, or not told yet."""
+        """Number of requests that are unfinished, or whose completion has not been returned yet."""
         return self._sequences.count
 
     def room(self) -> int:
-        """Number of further requests that it would begin at once: places, as long as none waits for one."""
+        """Number of further requests that would begin at once: free rows, or 0 while requests wait."""
         return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         wanted = set(numbers)
         try:
             self._poll()
-        finally:  # whatever was sampled, they are gone
+        finally:  # they are cancelled even if polling fails
             done = [self._sequences.finish(x, "cancelled") for x in self._sequences.all() if x.request.number in wanted]
             self._scheduler.release(self._sequences.take_released())
         return self._sequences.take_ended_of(wanted) + done
 
     def pause(self) -> None:
-        """Let `step` do nothing, and give back the memory of keys and values: they are computed again after it."""
+        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
         self._drop_cache()
-        self._limit, self.paused = None, True
+        self._limit = None
+        self.paused = True
 
     def resume(self) -> None:
         """Let `step` work again."""
@@ -211,27 +255,38 @@ class NativeEngine:
 
     def cost(self) -> EngineCost:
         """Memory of its cache, and counts of its work."""
-        s, backend, spare = self._scheduler, self._backend, self._pages > 0 and self._static is not None
+        s = self._scheduler
+        backend = self._backend
+        spare = self._pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=(self._pages + spare) * backend.page_bytes, page_tokens=backend.page_tokens, pages=self._pages,
-            used_pages=s.pool.used, peak_pages=s.peak_pages, rows=s.max_rows, passes=self._passes,
-            prefilled=s.prefilled, cached=s.cached, decoded=self._sequences.decoded, preempted=s.preempted,
-            drafted=self._sequences.drafted, accepted=self._sequences.accepted,
-        )  # fmt: skip
+            cache_bytes=(self._pages + spare) * backend.page_bytes,
+            page_tokens=backend.page_tokens,
+            pages=self._pages,
+            used_pages=s.pool.used,
+            peak_pages=s.peak_pages,
+            rows=s.max_rows,
+            passes=self._passes,
+            prefilled=s.prefilled,
+            cached=s.cached,
+            decoded=self._sequences.decoded,
+            preempted=s.preempted,
+            drafted=self._sequences.drafted,
+            accepted=self._sequences.accepted,
+        )
 
     def _decoded_by_static_pass(self) -> bool:
-        """Do the pass if it only decodes and a pass of static shape can: then the host waits for the one before."""
+        """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""
         slots = None if self._static is None else self._scheduler.only_decoding()
         if self._static is None or slots is None:
             return False
         if not len(slots):
             self._poll()
             return True
-        kinds = self._static.kinds(slots)
-        if kinds is None:
+        groups = self._static.sampling_groups(slots)
+        if groups is None:
             return False
-        found = self._static.run(slots, kinds, self._pages)
-        self._sequences.append(slots, found)
+        sampled = self._static.run(slots, groups, self._pages)
+        self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
         self._passes += 1
         self._poll(1)
@@ -241,22 +296,23 @@ class NativeEngine:
         return self._passes % self._poll_every == 0 or self._sequences.any_at_limit
 
     def _poll(self, *keep: int) -> None:
-        """Read what was sampled but the last passes; requests that ended by it give their pages and places back."""
+        """Poll all but the last `keep` passes, and release the pages and rows of ended requests."""
         self._sequences.poll(*keep)
         self._scheduler.release(self._sequences.take_released())
 
     def _most_pages(self) -> int:
-        """Pages that the cache may have. Where its size is not given it is looked up when it is first needed."""
+        """Bound on the pages of the cache. If no size is given, free memory is measured when it is first needed."""
         if self._limit is None:
-            mesh, given = self.weights.mesh, self._cache_bytes
+            mesh = self.weights.mesh
+            given = self._cache_bytes
             if not given:
                 free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
-                given = -int(pmax(-free, mesh, "tensor").item())  # all ranks of a replica decide alike
+                given = -int(pmax(-free, mesh, "tensor").item())  # the same on all ranks of a replica
             self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
         return self._limit
 
     def _make_room(self) -> None:
-        """Grow the cache to the pages that the requests in flight can use; what was computed is then computed again."""
+        """Grow the cache to the pages that the requests in flight can use, which recomputes what it held."""
         wanted = self._scheduler.wanted_pages()
         if wanted <= self._pages:
             return
@@ -269,7 +325,7 @@ class NativeEngine:
         self._scheduler.resize(pages)
 
     def _drop_cache(self) -> None:
-        """Put all requests back and give the memory of keys and values back."""
+        """Preempt all requests and free the memory of keys and values."""
         self._poll()
         self._scheduler.restart()
         self._pages = 0
@@ -283,15 +339,9 @@ def native_engine(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
+    options: NativeOptions = NATIVE_DEFAULTS,
     layer: Layer | None = None,
-    decode: Callable[[list[int]], str] | None = None,
-    packed: bool = True,
-    speculate: int = 0,
     note: Callable[[str], None] = log.info,
-    record_routes: bool = False,
-    static: bool | None = None,
 ) -> NativeEngine:
     """An engine without weights yet.
 
@@ -299,18 +349,9 @@ def native_engine(
       model: a model with an unembedding.
       mesh: weights, heads and logits are split over "tensor"; its other axes are the caller's.
       dtype: of weights and cache.
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: half of the memory that is free.
+      options: bounds and choices of the engine.
       layer: a replacement of `model.layer`, such as a compiled one.
-      decode: token ids -> text, for stop strings.
-      packed: use the compiled decoding step where there is one.
-      speculate: tokens of a request that are drafted at most, by what followed in its text when its last tokens were
-        there before (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding), and sampled in one pass
-        where few rows are decoded; 0: none. A completion stays the same: its tokens are sampled as without a draft.
-      note: told why there is none.
-      record_routes: let completions have the experts that their tokens went to.
-      static: decode by passes of static shape, which are CUDA graphs on a GPU, where that is possible; None: on a GPU.
-        On a CPU it is for tests: its tokens are those of the other way.
+      note: receives the reason why the compiled decoding step is not used.
 
     Raises:
       ModelError: the model has a value head instead of an unembedding.
@@ -321,31 +362,38 @@ def native_engine(
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
-    placed = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"
     if problem is None:
         backend = PackedBackend(model, dtype)
     else:
-        # Only a compiler or processor that is lacking is worth a word to everyone: the rest is as it is meant to be.
-        (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+        # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
+        (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
             f"generation runs in torch: {problem}"
         )
-        backend = TorchBackend(model, mesh, dtype, layer, page_tokens(mesh.device.type), record_routes)
-    by_static = mesh.device.type == "cuda" if static is None else static
-    problem = static_problem(model, backend, speculate) if by_static else None
+        backend = TorchBackend(
+            model,
+            mesh,
+            dtype,
+            layer=layer,
+            page_tokens=page_tokens(mesh.device.type),
+            record_routes=options.record_routes,
+        )
+    by_static = mesh.device.type == "cuda" if options.static is None else options.static
+    problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
-    spec, by_static = WeightSpec(names, placed, mesh, dtype), by_static and problem is None
-    engine = NativeEngine(model, spec, backend, max_rows, cache_bytes, decode, speculate, by_static)
-    if record_routes and isinstance(backend, TorchBackend):
+    spec = WeightSpec(names, placed, mesh, dtype=dtype)
+    engine = NativeEngine(model, spec, backend, options=options, static=by_static and problem is None)
+    if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine
 
 
 def free_bytes(mesh: Mesh) -> int:
-    """Memory that is free for this rank; the ranks of a machine that have no device of their own share it evenly."""
+    """Free memory of this rank's device; ranks on a CPU share the machine's evenly."""
     if mesh.device.type == "cuda":
         return torch.cuda.mem_get_info(mesh.device)[0]
     try:

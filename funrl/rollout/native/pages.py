@@ -1,7 +1,7 @@
-"""Pages of a key-value cache: who uses which, and which tokens they hold.
+"""Pages of a key-value cache: their users and the tokens that they hold.
 
-A page holds the keys and values of a fixed number of neighbouring tokens. Sequences that begin alike share pages. A
-page that nobody uses keeps its content until its memory is needed, so that a prefix that comes again is found.
+A page holds the keys and values of a fixed number of consecutive tokens. Sequences with a common prefix share pages. A
+page without users keeps its content until its memory is needed, so that a repeated prefix is found in the cache.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ class PagePool:
     """Pages by number, from 0.
 
     Attributes:
-      pages: how many there are.
+      pages: number of pages.
       page_tokens: tokens of a page.
-      peak: the most that were in use at once.
+      peak: largest number of pages in use at once so far.
     """
 
     def __init__(self, pages: int, page_tokens: int):
-        self.pages, self.page_tokens, self.peak = pages, page_tokens, 0
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.peak = 0
         self._users = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known and not in use, the longest unused first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # registered and unused, least recently used first
         self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (content before, tokens) -> page
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._content: dict[int, int] = {}  # of a known page: a number that no other content ever has
+        self._content: dict[int, int] = {}  # of a registered page: number of its content, never used twice
         self._contents = ROOT
 
     @property
     def available(self) -> int:
-        """Pages that could be taken now."""
+        """Number of pages that could be taken now."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Pages in use."""
+        """Number of pages in use."""
         return self.pages - self.available
 
     def take(self, count: int) -> list[int]:
-        """Pages for new content; the oldest unused content is forgotten for it. Ask `available` first."""
+        """Take pages for new content, evicting the least recently used content. At most `available` pages."""
         taken = []
         for _ in range(count):
             if self._free:
@@ -56,15 +58,15 @@ class PagePool:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """Count one more user of each page."""
+        """Add a user to each page."""
         for page in pages:
             self._users[page] += 1
             self._idle.pop(page, None)
         self.peak = max(self.peak, self.used)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Count one user less of each page of a sequence, given in the order of its tokens."""
-        for page in reversed(pages):  # so that the end of a sequence is forgotten before what it stands on
+        """Remove a user from each page of a sequence, whose pages are given in the order of its tokens."""
+        for page in reversed(pages):  # so that the end of a sequence is evicted before its prefix
             self._users[page] -= 1
             if self._users[page]:
                 continue
@@ -74,28 +76,33 @@ class PagePool:
                 self._free.append(page)
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Pages that hold the longest known beginning of a text, in whole pages; see `share`."""
-        found, before, size = [], ROOT, self.page_tokens
+        """Find the pages of the longest known prefix of a text, in whole pages. They need `share` before use."""
+        shared = []
+        before = ROOT
+        size = self.page_tokens
         for low in range(0, len(tokens) - size + 1, size):
             page = self._known.get((before, tuple(tokens[low : low + size])))
             if page is None:
                 break
-            found.append(page)
+            shared.append(page)
             before = self._content[page]
-        return found
+        return shared
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Let `find` find the whole pages of a text whose keys and values are computed, or will be in this pass."""
-        before, size = ROOT, self.page_tokens
+        """Register the whole pages of a text whose keys and values are computed, or will be in this pass."""
+        before = ROOT
+        size = self.page_tokens
         for i in range(min(len(tokens) // size, len(pages))):
             key = (before, tuple(tokens[i * size : (i + 1) * size]))
             page = self._known.get(key)
             if page is None:
                 page = pages[i]
                 if page in self._key:
-                    return  # it is known as other content: that of a text that went another way
+                    return  # it is registered with other content, of a text that diverged
                 self._contents += 1
-                self._known[key], self._key[page], self._content[page] = page, key, self._contents
+                self._known[key] = page
+                self._key[page] = key
+                self._content[page] = self._contents
             before = self._content[page]
 
     def _forget(self, page: int) -> None:

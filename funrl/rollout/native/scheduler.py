@@ -1,6 +1,6 @@
-"""The next pass: decoding, chunks of prompts, who gets pages and who waits.
+"""Scheduling of passes: which sequences decode, which chunks of prompts are computed, and who gets pages.
 
-It depends on the requests and on what was sampled, not on time, so that all ranks of a replica decide alike.
+It depends on the requests and the sampled tokens, not on time, so that all ranks of a replica make the same decisions.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from funrl.rollout.native.sequences import RunningSequences
 
 
 class PassPlan(NamedTuple):
-    """One pass.
+    """A planned pass.
 
     Attributes:
-      work: for the backend.
-      sampling_slots: slots that draw a token.
-      sources: the row of what the backend finds of each of them.
-      ahead: tokens of the slot's draft before each of them; None: there are no drafts.
-      copies: (from, to) pages to copy behind the pass.
+      work: work of the backend.
+      sampling_slots: slots that sample a token, once for each token.
+      sources: row of the backend's output for each of them.
+      ahead: drafted tokens of the slot before each of them; None without drafts.
+      copies: (from, to) pages to copy after the pass.
     """
 
     work: PassWork
@@ -42,7 +42,7 @@ class Scheduler:
     """Waiting and running requests, and the pages.
 
     Attributes:
-      max_rows: requests that run at once at most.
+      max_rows: bound on the requests that run at once.
       pool: the pages.
       prefilled, cached, preempted: as in `EngineCost`.
     """
@@ -59,40 +59,49 @@ class Scheduler:
         """Make a scheduler without requests or pages.
 
         Args:
-          speculate: tokens of a draft at most.
+          sequences: the running sequences.
+          max_rows: bound on the requests that run at once.
+          page_tokens: tokens of a page.
+          pass_tokens: bound on the new tokens of a pass.
+          speculate: bound on the tokens of a draft.
           few_rows: tokens of a pass, drafts included, up to which there are drafts.
         """
-        self.max_rows, self.pool = max_rows, PagePool(0, page_tokens)
-        self._speculate, self._few_rows = speculate, few_rows
+        self.max_rows = max_rows
+        self.pool = PagePool(0, page_tokens)
+        self._speculate = speculate
+        self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = 0
-        self._peak, self._wanted = 0, 0
-        self._sequences, self._page, self._pass_tokens = sequences, page_tokens, pass_tokens
+        self._peak = 0
+        self._wanted = 0
+        self._sequences = sequences
+        self._page = page_tokens
+        self._pass_tokens = pass_tokens
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # in the order of their admission
-        self._running_slots: np.ndarray | None = None  # of these; None: somebody came or went
-        self._lacking = 0  # pages that the first one that waits lacked when it was last tried; 0: it was not
-        self._known = np.zeros(0, dtype=np.int64)  # of each slot: tokens whose keys and values are computed
-        self._owned = np.zeros(0, dtype=np.int64)  # of each slot: pages
-        self._most = np.zeros(0, dtype=np.int64)  # of each slot: pages that it can come to own
+        self._running_slots: np.ndarray | None = None  # their slots; None: they have changed
+        self._lacking = 0  # pages that the first waiting request lacked when last tried; 0: not tried
+        self._known = np.zeros(0, dtype=np.int64)  # by slot: tokens whose keys and values are computed
+        self._owned = np.zeros(0, dtype=np.int64)  # by slot: number of pages
+        self._most = np.zeros(0, dtype=np.int64)  # by slot: pages that it may need in the end
         self._table = np.zeros((0, 1), dtype=np.int32)
 
     @property
     def peak_pages(self) -> int:
-        """The most pages that were in use at once."""
+        """Largest number of pages in use at once so far."""
         return max(self._peak, self.pool.peak)
 
     @property
     def short_of_pages(self) -> bool:
-        """True if some request has to be put back before the next pass."""
+        """True if a request has to be preempted before the next pass."""
         return len(self._without_page(self._slots())) > self.pool.available
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     def take(self, sequences: Sequence[RunningSequence]) -> None:
-        """Let requests wait."""
+        """Enqueue requests."""
         self._waiting.extend(sequences)
         self._lacking = 0
         each = (-(-sequence.limit // self._page) for sequence in self._sequences.by_number.values())
@@ -103,16 +112,17 @@ class Scheduler:
         return self._wanted
 
     def resize(self, pages: int) -> None:
-        """Have so many pages, with nothing in them; nothing runs."""
-        self._peak, self.pool = self.peak_pages, PagePool(pages, self._page)
+        """Replace the cache by `pages` empty pages. No request may be running."""
+        self._peak = self.peak_pages
+        self.pool = PagePool(pages, self._page)
 
     def restart(self) -> None:
-        """Put all running requests back. All draws have been looked at."""
+        """Preempt all running requests. All sampled tokens have been polled."""
         while self._running:
             self._put_back(self._running[-1])
 
     def release(self, gone: Iterable[RunningSequence]) -> None:
-        """Take back the pages and places of requests that ended."""
+        """Release the pages and rows of ended requests."""
         for sequence in gone:
             self._lacking = 0
             if sequence.computed:
@@ -120,10 +130,10 @@ class Scheduler:
             self._leave(sequence)
 
     def only_decoding(self) -> np.ndarray | None:
-        """Slots of the next pass, each with a page for its token, where it only decodes; see `decoded`.
+        """Slots of the next pass, each with a page for its token, if it only decodes; see `decoded`.
 
-        None: it computes prompts too, or begins a request, or has to put one back. None may be left that decode: those
-        that run have all sampled their last token, which was not looked at.
+        None: it also computes prompts, begins a request or has to preempt one. The result is empty if all running
+        requests have sampled their last token, which has not been polled yet.
         """
         slots = self._slots()
         if not len(slots) or (self._sequences.lengths[slots] - self._known[slots] > 1).any() or self._may_admit(slots):
@@ -138,7 +148,7 @@ class Scheduler:
         return slots[~self._sequences.full(slots)]
 
     def decoded(self, slots: np.ndarray) -> None:
-        """Note that a pass has computed one token of each of some slots."""
+        """Record that a pass has computed one token of each of some slots."""
         self._known[slots] += 1
 
     def pages_of(self, slots: np.ndarray) -> np.ndarray:
@@ -146,19 +156,19 @@ class Scheduler:
         return self._owned[slots]
 
     def most_pages_of(self, slots: np.ndarray) -> int:
-        """The most pages that one of some slots can come to have."""
+        """Largest number of pages that one of some slots may need in the end."""
         return int(self._most[slots].max(initial=1))
 
     def table_of(self, slots: np.ndarray, pages: int) -> np.ndarray:
-        """The first pages of each of some slots, [slots, pages] int32; those behind its last one are any."""
+        """First pages of some slots, [slots, pages] int32. Entries after a slot's last page are arbitrary."""
         table = self._table[slots, :pages]
         return np.pad(table, ((0, 0), (0, pages - table.shape[1])))
 
     def plan(self) -> PassPlan | None:
-        """The next pass; None: nothing waits or runs, or those that run have all sampled their last token.
+        """Plan the next pass; None: no request needs one, as all running ones have sampled their last token.
 
         Raises:
-          RuntimeError: a request waits that the cache can never take.
+          RuntimeError: the cache can never hold a waiting request.
         """
         decoding = self._with_room()
         chunks = self._chunks(self._pass_tokens - len(decoding))
@@ -166,7 +176,7 @@ class Scheduler:
             if self._waiting and not self._running:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
-        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # those of about one length together
+        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # so that neighbours have similar lengths
         drafts = self._drafts(decoding)
         slots = np.concatenate([decoding, np.array([sequence.slot for sequence, _ in chunks], dtype=np.int64)])
         counts = np.concatenate([drafts + 1, np.array([count for _, count in chunks], dtype=np.int64)])
@@ -174,21 +184,23 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : self._read(int(ends.max()))])
         self._known[slots] = ends
-        draws, sampling_slots, ahead = _sampled_positions(
-            slots, counts, self._sequences.lengths[slots] - ends, len(decoding)
+        positions, sampling_slots, ahead = _sampled_positions(
+            slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
-        sources, copies = np.arange(len(draws)), []
+        sources = np.arange(len(positions))
+        copies = []
         forks = self._forks(sampling_slots, copies)
         if forks:
             forked, begun = np.array(forks).T
-            sampling_slots, sources = np.concatenate([sampling_slots, forked]), np.concatenate([sources, begun])
+            sampling_slots = np.concatenate([sampling_slots, forked])
+            sources = np.concatenate([sources, begun])
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
-        work = PassWork(tokens, counts, ends, table_SP, draws)
-        return PassPlan(work, sampling_slots, sources, ahead if drafts.any() else None, copies)
+        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions)
+        return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Slots of the siblings of those that draw now, and the draw of which each begins."""
+        """Fork the siblings of sampling requests; returns (slot of a sibling, index of its first sample) pairs."""
         leaders = {sequence.slot: sequence for sequence in self._running if sequence.siblings}
         if not leaders:
             return []
@@ -200,21 +212,22 @@ class Scheduler:
         ]
 
     def settle(self) -> None:
-        """Forget the keys and values of drafts that were not sampled."""
+        """Discard the keys and values of rejected drafts."""
         if self._speculate:
             slots = self._slots()
             self._known[slots] = np.minimum(self._known[slots], self._sequences.lengths[slots] - 1)
 
     def _drafts(self, decoding: np.ndarray) -> np.ndarray:
-        """Number of drafted tokens of each decoding slot, which has pages for them.
+        """Draft tokens for each decoding slot and give it pages for them; returns the number of tokens of each.
 
-        It is 0 where many rows are decoded together, as a pass takes longer with each token.
+        There are no drafts where many rows decode together: the time of a pass is then proportional to its tokens.
         """
         drafts = np.zeros(len(decoding), dtype=np.int64)
         left = self._few_rows - len(decoding) if self._speculate else 0
         running = {sequence.slot: sequence for sequence in self._running} if left > 0 else {}
         for i, slot in enumerate(decoding.tolist() if left > 0 else ()):
-            sequence, needed = running[slot], int(self._known[slot]) + 1
+            sequence = running[slot]
+            needed = int(self._known[slot]) + 1
             room = int(self._owned[slot]) * self._page - needed
             spare = self.pool.available > len(running)
             most = min(self._speculate, left, room + self._page * spare)
@@ -227,12 +240,12 @@ class Scheduler:
     def _tokens_of(
         self, decoding: np.ndarray, drafts: np.ndarray, chunks: Sequence[tuple[RunningSequence, int]]
     ) -> torch.Tensor:
-        """The new tokens of a pass."""
+        """New tokens of a pass."""
         last = self._sequences.last_tokens(decoding)
         if drafts.any():
             pairs = zip(decoding.tolist(), drafts.tolist(), strict=True)
-            some = [self._sequences.tokens_at(slot, int(self._known[slot]), count + 1) for slot, count in pairs]
-            tokens = [torch.from_numpy(np.concatenate(some)).to(last.device)]
+            texts = [self._sequences.tokens_at(slot, int(self._known[slot]), count + 1) for slot, count in pairs]
+            tokens = [torch.from_numpy(np.concatenate(texts)).to(last.device)]
         else:
             tokens = [last]
         for sequence, count in chunks:
@@ -250,22 +263,22 @@ class Scheduler:
         return self._running_slots
 
     def _without_page(self, slots: np.ndarray) -> np.ndarray:
-        """Those of some slots that have no page for their next token, and have not sampled their last one."""
+        """Select slots that have no page for their next token and have not sampled their last one."""
         return slots[(self._owned[slots] * self._page <= self._known[slots]) & ~self._sequences.full(slots)]
 
     def _may_admit(self, slots: np.ndarray) -> bool:
-        """True if one that waits may begin with the next pass, as far as is known without a look at its text."""
+        """True if a waiting request may begin with the next pass, decided without searching the cache for its text."""
         if not self._waiting or len(slots) >= self.max_rows:
             return False
         return not self._lacking or self.pool.available >= self._lacking + self._growing()
 
     def _growing(self) -> int:
-        """Running requests that will need a page before long."""
+        """Number of running requests that may need another page."""
         slots = self._slots()
         return int((self._owned[slots] < self._most[slots]).sum())
 
     def _with_room(self) -> np.ndarray:
-        """Slots that decode, each with a page for its token; the requests that came last are put back for it."""
+        """Slots that decode, each with a page for its token; the latest requests are preempted to get these pages."""
         for slot in self._without_page(self._slots()).tolist():
             sequence = self._sequences.holder(slot)
             while sequence is not None and sequence.slot >= 0 and not self.pool.available:
@@ -278,10 +291,12 @@ class Scheduler:
         return slots[(self._known[slots] == lengths - 1) & ~self._sequences.full(slots)]
 
     def _chunks(self, budget: int) -> list[tuple[RunningSequence, int]]:
-        """The next tokens of texts that are not computed yet: those that run first, then those that wait."""
-        chunks, budget, slots = [], max(budget, 1), self._slots()
+        """Chunks of texts that are not computed yet: first of running requests, then of waiting ones."""
+        chunks = []
+        budget = max(budget, 1)
+        slots = self._slots()
         left_S = self._sequences.lengths[slots] - self._known[slots]
-        for i in np.flatnonzero(left_S > 1).tolist():  # where one is left it is computed with those that decode
+        for i in np.flatnonzero(left_S > 1).tolist():  # a text with one token left decodes
             if budget:
                 budget -= self._chunk(chunks, self._running[i], min(int(left_S[i]), budget))
         while budget and (sequence := self._admit()) is not None:
@@ -290,37 +305,37 @@ class Scheduler:
         return chunks
 
     def _chunk(self, chunks: list[tuple[RunningSequence, int]], sequence: RunningSequence, count: int) -> int:
-        """Compute the next tokens of a text in this pass. Who is admitted to it already finds them in the pages."""
+        """Add the next tokens of a text to this pass; requests admitted after it already find them in the pages."""
         chunks.append((sequence, count))
         text = self._sequences.text_of(sequence, int(self._known[sequence.slot]) + count)
         self.pool.remember(text, sequence.pages)
         return count
 
     def _admit(self) -> RunningSequence | None:
-        """The request that waits longest, with a slot and pages for its text; None: it has to wait on."""
+        """Admit the first waiting request: give it a slot and pages for its text; None: it must keep waiting."""
         if not self._waiting or len(self._running) >= self.max_rows:
             return None
         if len(self._running) + sum(len(sequence.siblings) for sequence in self._running) >= self.max_rows:
             return None
         sequence = self._waiting[0]
         text = sequence.text.tolist()
-        found = self.pool.find(text[:-1])
-        self.pool.share(found)
-        lacking = -(-len(text) // self._page) - len(found)
+        shared = self.pool.find(text[:-1])
+        self.pool.share(shared)
+        lacking = -(-len(text) // self._page) - len(shared)
         if self.pool.available < lacking + self._growing():
-            self.pool.give_back(found)
+            self.pool.give_back(shared)
             self._lacking = lacking
             return None
         self._lacking = 0
         self._waiting.popleft()
-        self._assign_slot(sequence, found + self.pool.take(lacking), len(found) * self._page)
-        self.cached += len(found) * self._page
+        self._assign_slot(sequence, shared + self.pool.take(lacking), len(shared) * self._page)
+        self.cached += len(shared) * self._page
         while sequence.untouched and self._waiting and _siblings(sequence, self._waiting[0]):
             sequence.siblings.append(self._waiting.popleft())
         return sequence
 
     def _fork(self, leader: RunningSequence, copies: list[tuple[int, int]]) -> list[RunningSequence]:
-        """The siblings of a request whose prompt is computed: they share its whole pages and copy the last one."""
+        """Admit the siblings of a request whose prompt is computed: share its whole pages and copy the last one."""
         whole, rest = divmod(len(leader.text), self._page)
         forked: list[RunningSequence] = []
         for sequence in leader.siblings:
@@ -347,7 +362,9 @@ class Scheduler:
                 np.pad(x, (0, more)) for x in (self._known, self._owned, self._most)
             )
             self._table = np.pad(self._table, ((0, more), (0, 0)))
-        self._known[sequence.slot], self._owned[sequence.slot], sequence.pages = known, 0, []
+        self._known[sequence.slot] = known
+        self._owned[sequence.slot] = 0
+        sequence.pages = []
         self._most[sequence.slot] = -(-sequence.limit // self._page)
         self._table[sequence.slot] = 0
         self._give(sequence, pages)
@@ -365,14 +382,14 @@ class Scheduler:
         self._owned[sequence.slot] = len(sequence.pages)
 
     def _put_back(self, sequence: RunningSequence) -> None:
-        """Let a running request wait again, before all others."""
+        """Preempt a running request: it waits again, before all others."""
         siblings, sequence.siblings = sequence.siblings, []
         self._leave(sequence)
         self._sequences.release_slot(sequence)
         self._waiting.extendleft(reversed([sequence, *siblings]))
 
     def _leave(self, sequence: RunningSequence) -> None:
-        """Take a request out of all lists, and its pages back."""
+        """Remove a request from all lists and release its pages."""
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         if sequence in self._running:
@@ -388,20 +405,20 @@ class Scheduler:
                     other.siblings.remove(sequence)
 
 
-def _siblings(one: RunningSequence, other: RunningSequence) -> bool:
-    """True if two requests begin with the same prompt and nothing behind it."""
-    return other.untouched and len(one.text) == len(other.text) and bool((one.text == other.text).all())
+def _siblings(first: RunningSequence, other: RunningSequence) -> bool:
+    """True if two requests have the same prompt and `other` has sampled nothing yet."""
+    return other.untouched and len(first.text) == len(other.text) and bool((first.text == other.text).all())
 
 
 def _sampled_positions(
     slots: np.ndarray, counts: np.ndarray, lacking: np.ndarray, decoding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of a pass after which one is sampled: their positions, their slots, and the draft's tokens before each.
+    """Tokens of a pass after which one is sampled: their indices, their slots, and the drafted tokens before each.
 
     Args:
-      slots, counts: of each sequence, its new tokens.
-      lacking: tokens of each sequence that are not computed by this pass.
-      decoding: the first so many sequences draw behind each of their tokens.
+      slots, counts: slot and number of new tokens of each sequence.
+      lacking: tokens of each sequence that this pass does not compute.
+      decoding: number of sequences, the first ones, that sample after each of their tokens.
     """
     if len(slots) == decoding == counts.sum():  # nearly always: no prompts, no drafts
         return np.arange(decoding), slots, np.zeros_like(slots)

@@ -1,4 +1,4 @@
-"""A request in flight, whether it has a slot or waits for one."""
+"""A request in flight, with or without a slot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class RunningSequence:
 
     Attributes:
       request: as it was submitted.
-      text: tokens of prompt and completion, as far as they were known when it last had no slot.
-      logps: [2, T] log-probabilities of the completion's tokens so far, sampling and raw, likewise.
+      text: tokens of prompt and completion, as of when it last had no slot.
+      logps: [2, T] sampling and raw log-probabilities of the completion's tokens in `text`.
       versions: (first token of the completion, version of the weights) pairs, ascending.
-      slot: its row of the arrays; -1: it waits for one.
-      pages: that hold its keys and values, in order.
-      siblings: requests of the same prompt that begin when its prompt is computed.
-      computed: whether its pages hold all its tokens but the last, which nothing was sampled behind.
-      lookup: its text, where drafts are made of it.
+      slot: its row of the arrays; -1: it has no slot.
+      pages: pages that hold its keys and values, in order.
+      siblings: requests of the same prompt that begin once its prompt is computed.
+      computed: whether its pages cover every token except the last, which was never fed back.
+      lookup: index of its text for drafts; None without drafts.
     """
 
     request: Request
@@ -38,13 +38,15 @@ class RunningSequence:
 
     @property
     def untouched(self) -> bool:
-        """True if nothing has been written behind its prompt."""
+        """True if no token of the completion has been sampled yet."""
         return len(self.text) == len(self.request.prompt)
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and completion at which it ends."""
-        sampling, begun, most = self.request.sampling, self.request.begun, self.request.most
+        """Length of prompt and completion at which it ends."""
+        sampling = self.request.sampling
+        begun = self.request.begun
+        most = self.request.most
         count = sampling.max_new_tokens
         if most is not None:
             count = min(count, most + (0 if begun is None else len(begun.tokens)))

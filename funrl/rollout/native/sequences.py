@@ -6,7 +6,6 @@ before.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
@@ -67,7 +66,9 @@ class RunningSequences:
         """
         self.by_number: dict[int, RunningSequence] = {}
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
-        self.decode, self.decoded, self._device = decode, 0, device
+        self.decode = decode
+        self.decoded = 0
+        self._device = device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
         self._by_slot: list[RunningSequence | None] = []
@@ -84,7 +85,8 @@ class RunningSequences:
         self._logps = np.zeros((2, 0, 0), dtype=np.float64 if dtype == torch.float64 else np.float32)
         self._last = torch.zeros(0, dtype=torch.int64, device=device)
         self._noise = SlotNoise(device)
-        self.serials, self._assignments = self.lengths.copy(), 0
+        self.serials = self.lengths.copy()
+        self._assignments = 0
         self.needs_sync = self.any_at_limit = False
         if slots:
             self._add_slots(slots)
@@ -96,7 +98,8 @@ class RunningSequences:
 
     def begin(self, request: Request, version: int | None) -> RunningSequence:
         """Register a request, which waits for a slot."""
-        begun, prompt = request.begun, np.asarray(request.prompt, dtype=np.int64)
+        begun = request.begun
+        prompt = np.asarray(request.prompt, dtype=np.int64)
         if not self.by_number:
             self._sampling_groups.clear()
         if begun is None:
@@ -126,28 +129,33 @@ class RunningSequences:
         if not self._free:
             self._add_slots()
         slot = sequence.slot = self._free.pop()
-        request, length = sequence.request, len(sequence.text)
+        request = sequence.request
+        length = len(sequence.text)
         self._widen(sequence.limit, sequence.limit - len(request.prompt))
         self._assignments += 1
-        self._by_slot[slot], self.serials[slot] = sequence, self._assignments
+        self._by_slot[slot] = sequence
+        self.serials[slot] = self._assignments
         self._tokens[slot, :length] = sequence.text
         self._logps[:, slot, : sequence.logps.shape[1]] = sequence.logps
-        self.lengths[slot], self._prompts[slot], self._limits[slot] = length, len(request.prompt), sequence.limit
+        self.lengths[slot] = length
+        self._prompts[slot] = len(request.prompt)
+        self._limits[slot] = sequence.limit
         self._noise.begin(slot, request.seed)
         self._last[slot] = int(sequence.text[-1])
-        self._group[slot] = self._sampling_groups.setdefault(
-            _per_token_sampling(request.sampling), len(self._sampling_groups)
-        )
+        self._group[slot] = self._sampling_groups.setdefault(request.sampling.per_token, len(self._sampling_groups))
         self._strings[slot] = request.sampling.stop_strings
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._stop_at(slot, request.sampling.stop)
 
     def release_slot(self, sequence: RunningSequence) -> None:
         """Save a sequence's tokens and free its slot. All its tokens have been polled."""
-        slot, length = sequence.slot, self.lengths[sequence.slot]
+        slot = sequence.slot
+        length = self.lengths[sequence.slot]
         sequence.text = self._tokens[slot, :length].copy()
         sequence.logps = self._logps[:, slot, : length - len(sequence.request.prompt)].copy()
-        self._by_slot[slot], self.serials[slot], sequence.slot = None, NO_HOLDER, -1
+        self._by_slot[slot] = None
+        self.serials[slot] = NO_HOLDER
+        sequence.slot = -1
         self._free.append(slot)
 
     def holder(self, slot: int) -> RunningSequence | None:
@@ -175,7 +183,7 @@ class RunningSequences:
 
     @property
     def last(self) -> Tensor:
-        """The token that each slot drew last, on the device."""
+        """The last token of each slot, on the device."""
         return self._last
 
     def tokens_at(self, slot: int, begin: int, count: int) -> np.ndarray:
@@ -183,7 +191,7 @@ class RunningSequences:
         return self._tokens[slot, begin : begin + count]
 
     def last_tokens(self, slots: np.ndarray) -> Tensor:
-        """The token that each slot drew last, on the device."""
+        """The last token of each of some slots, on the device."""
         return self._last[torch.from_numpy(slots).to(self._device)]
 
     def text_of(self, sequence: RunningSequence, count: int) -> list[int]:
@@ -192,7 +200,8 @@ class RunningSequences:
 
     def draft(self, sequence: RunningSequence, most: int) -> int:
         """Append a draft of the next tokens to a sequence; returns its length. All tokens have been polled."""
-        slot, length = sequence.slot, int(self.lengths[sequence.slot])
+        slot = sequence.slot
+        length = int(self.lengths[sequence.slot])
         steps = (length - len(sequence.request.prompt)) % NOISE_STEPS
         most = min(most, sequence.limit - length - 1, NOISE_STEPS - 1 - steps)  # a slot's noise covers one block
         if sequence.lookup is None:
@@ -253,7 +262,7 @@ class RunningSequences:
 
     def append(self, slots: np.ndarray, copy: HostCopy) -> None:
         """Append one token per slot; the device buffer already holds it."""
-        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy))
+        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy=copy))
         self.lengths[slots] += 1
 
     def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -296,8 +305,11 @@ class RunningSequences:
           FloatingPointError: a log-probability is not finite.
         """
         read = max(0, len(self._pending) - keep)
-        pending, later = self._pending[:read], self._pending[read:]
-        self._pending, self.needs_sync, self.any_at_limit = [], False, False
+        pending = self._pending[:read]
+        later = self._pending[read:]
+        self._pending = []
+        self.needs_sync = False
+        self.any_at_limit = False
         for slots, serials, positions, copy in pending:
             token_R, sampling_R, raw_R = (x[: len(slots)] for x in copy.arrays())
             alive = serials == self.serials[slots]
@@ -339,10 +351,10 @@ class RunningSequences:
                 sequence.request.number,
                 torch.from_numpy(sequence.text[begin:]),
                 sampling_logp,
-                raw_logp,
-                torch.from_numpy(versions.astype(np.int64)),
-                finish,
-                None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
+                raw_logp=raw_logp,
+                versions=torch.from_numpy(versions.astype(np.int64)),
+                finish=finish,
+                routes=None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
             )
         del self.by_number[sequence.request.number]
         self._released.append(sequence)
@@ -435,8 +447,3 @@ class RunningSequences:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, max(tokens, 2 * self._tokens.shape[1]))))
         if new_tokens > self._logps.shape[2]:
             self._logps = np.pad(self._logps, ((0, 0), (0, 0), (0, max(new_tokens, 2 * self._logps.shape[2]))))
-
-
-def _per_token_sampling(sampling: Sampling) -> Sampling:
-    """The parameters that the next token depends on."""
-    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

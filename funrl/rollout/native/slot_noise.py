@@ -1,4 +1,4 @@
-"""Noise of the slots of an engine: numbers of each request's stream, on the device."""
+"""Noise of an engine's slots: blocks of each request's random stream, on the device."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from torch import Tensor
 
 from funrl.rollout.sampling import stream_noise
 
-NOISE_STEPS = 64  # numbers of each stream that are made at a time
+NOISE_STEPS = 64  # numbers of a stream that are computed at a time
 
 
 class SlotNoise:
-    """The stream of each slot, of which one block of numbers is held.
+    """The random stream of each slot, one block of which is stored.
 
     Attributes:
-      seeds: [slots] of the streams.
+      seeds: [slots] seeds of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seeds = np.zeros(0, dtype=np.int64)
-        self._blocks = self.seeds.copy()  # the number of the block that is held; -1: none
+        self._blocks = self.seeds.copy()  # number of the stored block; -1: none
         self._held = torch.zeros(0, NOISE_STEPS, dtype=torch.float64, device=device)
 
     def more(self, count: int) -> None:
-        """Have so many slots more."""
+        """Add `count` slots."""
         none = np.zeros(count, dtype=np.int64)
-        self.seeds, self._blocks = np.concatenate([self.seeds, none]), np.concatenate([self._blocks, none])
+        self.seeds = np.concatenate([self.seeds, none])
+        self._blocks = np.concatenate([self._blocks, none])
         self._held = torch.cat([self._held, self._held.new_zeros(count, NOISE_STEPS)])
 
     def begin(self, slot: int, seed: int) -> None:
-        """Give a slot another stream."""
-        self.seeds[slot], self._blocks[slot] = seed, -1
+        """Start a new stream in a slot."""
+        self.seeds[slot] = seed
+        self._blocks[slot] = -1
 
     def at(self, slots: np.ndarray, steps: np.ndarray) -> Tensor:
-        """[R] the number of each of some slots' streams for a step."""
+        """Noise of each of some slots at a step of its stream, [R]."""
         lacking = self._blocks[slots] != steps // NOISE_STEPS
-        old, slots_R = slots[lacking], torch.from_numpy(slots).to(self._held.device)
+        old = slots[lacking]
+        slots_R = torch.from_numpy(slots).to(self._held.device)
         if len(old):
             block = steps[lacking] // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)

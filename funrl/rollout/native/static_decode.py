@@ -1,7 +1,7 @@
-"""The host's side of decoding by passes of static shape: what has changed since the last pass goes to the device.
+"""Host side of decoding by passes of static shape: copies what has changed since the last pass to the device.
 
-A pass takes a constant number of calls, whatever the number of sequences: those that came or went, or got a page, are
-copied together. What was sampled is read one pass late.
+A pass takes a constant number of calls for any number of sequences: all changes (new or ended sequences, new pages) are
+copied together. Sampled tokens are read one pass later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
 from funrl.rollout.sampling_parameters import Sampling
 
-MAX_SAMPLING_GROUPS = 4  # ways to draw in one pass; every sequence is sampled in all of them
+MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 
 
 class StaticDecode:
@@ -32,46 +32,55 @@ class StaticDecode:
         """Begin without captured passes.
 
         Args:
-          sequences: with a slot for each row and one more, which nobody ever gets.
-          problem: a reason why passes are not captured as CUDA graphs.
+          backend: computes the passes.
+          sequences: with a slot for each row and a spare one that is never assigned.
+          scheduler: knows the pages of each slot.
+          problem: reason not to capture passes as CUDA graphs.
         """
-        self._backend, self._sequences, self._scheduler = backend, sequences, scheduler
-        self._device, slots = sequences.last.device, len(sequences.lengths)
-        self._graphs, self._state = CapturedFunctions(self._device, problem), None
-        self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # of each size: slots on the device and here
-        # What the device knows of each slot: whose it is, its tokens, its pages.
+        self._backend = backend
+        self._sequences = sequences
+        self._scheduler = scheduler
+        self._device = sequences.last.device
+        slots = len(sequences.lengths)
+        self._graphs = CapturedFunctions(self._device, problem)
+        self._state = None
+        self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # by number of rows: slots on the device and on the host
+        # What the device has of each slot: serial of its holder, length, number of pages.
         self._serials, self._lengths, self._owned = (np.full(slots, NO_HOLDER) for _ in range(3))
 
     def drop(self) -> None:
-        """Forget what depends on the weights' and the cache's memory."""
+        """Forget what depends on the addresses of weights and cache."""
         self._graphs.drop()
         self._serials[:] = NO_HOLDER
 
-    def kinds(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
-        """The ways in which some slots are sampled; None: not by one pass of static shape."""
-        kinds = self._sequences.sampling_groups_of(slots)
-        return (
-            None if len(kinds) > MAX_SAMPLING_GROUPS or any(how.repetition_penalty != 1 for _, how in kinds) else kinds
-        )
+    def sampling_groups(self, slots: np.ndarray) -> tuple[tuple[int, Sampling], ...] | None:
+        """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
+        groups = self._sequences.sampling_groups_of(slots)
+        penalised = any(sampling.repetition_penalty != 1 for _, sampling in groups)
+        return None if penalised or len(groups) > MAX_SAMPLING_GROUPS else groups
 
-    def run(self, slots: np.ndarray, kinds: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
-        """Draw the next token of some slots, each of which has a page for its last one.
+    def run(self, slots: np.ndarray, groups: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
+        """Sample the next token of each of `slots`, which have pages for their last tokens.
 
         Args:
-          kinds: of these slots.
-          pages: of the cache; the one behind them is spare.
+          slots: slots to decode.
+          groups: their sampling groups.
+          pages: number of pages of the cache; a spare one follows them.
         """
-        state, rows = self._updated(slots), bucket(len(slots), len(self._lengths) - 1)
-        form = DecodeForm(rows, self._read_pages(slots), kinds)
+        state = self._updated(slots)
+        rows = bucket(len(slots), len(self._lengths) - 1)
+        form = DecodeForm(rows, self._read_pages(slots), groups)
         rows_B = self._rows_of(slots, rows)
-        found = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form, pages))
+        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
         self._lengths[slots] += 1
-        return HostCopy(found)
+        return HostCopy(sampled)
 
     def _updated(self, slots: np.ndarray) -> DecodeState:
-        """The state, with what some slots are now."""
-        sequences, scheduler = self._sequences, self._scheduler
-        most, stops = scheduler.most_pages_of(slots), sequences.stop_columns
+        """Bring the state up to date for some slots."""
+        sequences = self._sequences
+        scheduler = self._scheduler
+        most = scheduler.most_pages_of(slots)
+        stops = sequences.stop_columns
         state = self._state
         if state is None or state.table_SP.shape[1] < most or len(state.numbers_CS) != STOP + stops:
             width = bucket(max(most, 0 if state is None else state.table_SP.shape[1]))
@@ -80,42 +89,45 @@ class StaticDecode:
         other = self._serials[slots] != sequences.serials[slots]
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):
-            at = device_copy(new, self._device)
-            state.numbers_CS.index_copy_(1, at, device_copy(sequences.device_columns_of(new), self._device))
+            index = device_copy(new, self._device)
+            state.numbers_CS.index_copy_(1, index, device_copy(sequences.device_columns_of(new), self._device))
             self._lengths[new] = sequences.lengths[new]
         owned = scheduler.pages_of(slots)
         moved = slots[other | (self._owned[slots] != owned)]
         if len(moved):
-            at, table = device_copy(moved, self._device), scheduler.table_of(moved, state.table_SP.shape[1])
-            state.table_SP.index_copy_(0, at, device_copy(table, self._device))
-        self._serials[slots], self._owned[slots] = sequences.serials[slots], owned
+            index = device_copy(moved, self._device)
+            table = scheduler.table_of(moved, state.table_SP.shape[1])
+            state.table_SP.index_copy_(0, index, device_copy(table, self._device))
+        self._serials[slots] = sequences.serials[slots]
+        self._owned[slots] = owned
         return state
 
     def _read_pages(self, slots: np.ndarray) -> int:
-        """Pages that attention may read: all that there can be where a kernel stops at a sequence's end by itself."""
+        """Bound on the pages that attention reads; the largest possible if the kernel stops at each sequence's end."""
         assert self._state is not None
         width = self._state.table_SP.shape[1]
         return width if self._backend.by_kernel else bucket(int(self._owned[slots].max()), width)
 
     def _rows_of(self, slots: np.ndarray, rows: int) -> Tensor:
-        """Slots on the device, in memory that stays."""
+        """Slots on the device, at an address that stays the same."""
         if rows not in self._rows:
             self._rows[rows] = torch.zeros(rows, dtype=torch.int64, device=self._device), np.full(rows, NO_HOLDER)
-        there_B, here = self._rows[rows]
-        if not np.array_equal(here[: len(slots)], slots) or (here[len(slots) :] != len(self._lengths) - 1).any():
-            here[: len(slots)], here[len(slots) :] = slots, len(self._lengths) - 1
-            there_B.copy_(device_copy(here, self._device))
-        return there_B
+        device_B, host = self._rows[rows]
+        if not np.array_equal(host[: len(slots)], slots) or (host[len(slots) :] != len(self._lengths) - 1).any():
+            host[: len(slots)] = slots
+            host[len(slots) :] = len(self._lengths) - 1
+            device_B.copy_(device_copy(host, self._device))
+        return device_B
 
 
 def bucket(count: int, most: int | None = None) -> int:
-    """The next power of two, so that few sizes occur, or `most`."""
+    """The next power of two, at most `most`: few different sizes occur."""
     size = 1 << max(0, count - 1).bit_length()
     return size if most is None else min(size, most)
 
 
 def static_problem(model: Model, backend: Backend, speculate: int) -> str | None:
-    """The reason why decoding is not by passes of static shape; None: it can be."""
+    """Reason why decoding cannot use passes of static shape; None: it can."""
     if not isinstance(backend, TorchBackend):
         return "the compiled step computes on the CPU"
     if speculate:
@@ -124,7 +136,7 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
 
 
 def graph_problem(mesh: Mesh) -> str | None:
-    """The reason why passes are not captured as CUDA graphs; None: they are."""
+    """Reason not to capture passes as CUDA graphs; None: capture them."""
     if mesh.device.type != "cuda":
         return f"there are none on {mesh.device.type}"
     if mesh.size("tensor") > 1:

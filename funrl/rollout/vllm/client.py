@@ -1,7 +1,7 @@
-"""vLLM in a server (`vllm_server`) as an engine here: what the server has been told can be told to it again.
+"""An engine over vLLM in a server process (`server`), whose state can be restored.
 
-A server that does not answer is waited for. One that has been started again is given the model, the current weights
-and all requests in flight with what they have written, so nothing is lost but the time.
+If the server does not answer, the client waits for it. A restarted server is sent the model, the current weights and
+all requests in flight with their tokens so far, so that only time is lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,16 @@ from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
-from funrl.rollout.vllm.core import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.engine import VLLM_DEFAULTS, VLLMEngine, VLLMOptions, vllm_weights
 from funrl.rollout.vllm.server import plain_requests
 
-ASK_AGAIN_S = 0.5  # between questions to a server that does not answer
-STATUS_S = 10.0  # that it may take to say that it is there
+RETRY_S = 0.5  # between requests to a server that does not answer
+STATUS_S = 10.0  # timeout of a status request
 
 
 class EngineServerError(RuntimeError):
-    """A server that does not answer, or cannot do what it is asked; the message names it."""
+    """A server does not answer, or cannot do what it is asked; the message names it."""
 
 
 class RemoteCore:
@@ -41,22 +41,25 @@ class RemoteCore:
 
     Attributes:
       url: of the server.
-      generation: how often the server has lost all requests.
+      generation: number of times that the server has lost all requests.
 
     Args:
       url: such as http://127.0.0.1:8100.
-      sizes: message of "open".
-      timeout_s: that the server may take to answer, and to come back when it is gone.
+      sizes: the message "open".
+      timeout_s: bound on the time to answer, and to come back after a restart.
 
     Raises:
       EngineServerError: there is no such server.
     """
 
     def __init__(self, url: str, sizes: Mapping[str, Any], timeout_s: float):
-        self.url, self.generation = url.rstrip("/"), 0
-        self._sizes, self._timeout_s, self._instance = sizes, timeout_s, ""
-        self._counts = CacheCounts(0, 0, 0, 0, 0)
-        self._asleep = self._loaded = False  # the server; all weights by the server
+        self.url = url.rstrip("/")
+        self.generation = 0
+        self._sizes = sizes
+        self._timeout_s = timeout_s
+        self._instance = ""
+        self._counts = CacheCounts(0, 0, 0, used_pages=0, preempted=0)
+        self._asleep = self._loaded = False  # whether the server sleeps; whether it has loaded all weights
         self._weights: list[Path] = []
         self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -65,24 +68,25 @@ class RemoteCore:
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Begin requests; see `Core`."""
         if requests:
-            self._tell("add", {"requests": plain_requests(requests)})
+            self._send("add", {"requests": plain_requests(requests)})
 
     def step(self) -> list[SampledTokens]:
-        """One pass; nothing where the server was lost meanwhile. See `Core`."""
-        return [SampledTokens(*fields) for fields in self._tell("step").get("sampled", ())]
+        """Run one pass; [] if the server was lost meanwhile. See `Core`."""
+        return [SampledTokens(*fields) for fields in self._send("step").get("sampled", ())]
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; see `Core`."""
-        if some := list(numbers):
-            self._tell("drop", {"numbers": some})
+        if listed := list(numbers):
+            self._send("drop", {"numbers": listed})
 
     def forget(self) -> None:
         """Forget all requests; see `Core`."""
-        self._tell("forget")
+        self._send("forget")
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep all weights in files, for a server that is started again, and send them; see `Core`."""
-        self._weights, self._loaded = [], False
+        """Store all weights in files, for a restarted server, and send them; see `Core`."""
+        self._weights = []
+        self._loaded = False
         for number, bucket in enumerate(_buckets(named_weights)):
             file = Path(self._folder.name) / f"{number:06}"
             file.write_bytes(save_safetensors(bucket))
@@ -93,25 +97,25 @@ class RemoteCore:
             self._reach(error)
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Nothing is read back from a server; see `Core`."""
+        """Nothing: weights are not read back from a server; see `Core`."""
         return iter(())
 
     def sleep(self) -> None:
-        """Give back the memory of keys and values; see `Core`."""
+        """Free the memory of keys and values; see `Core`."""
         self._asleep = True
-        self._tell("sleep")
+        self._send("sleep")
 
     def wake(self) -> None:
-        """Take it again; see `Core`."""
+        """Allocate it again; see `Core`."""
         self._asleep = False
-        self._tell("wake")
+        self._send("wake")
 
     def counts(self) -> CacheCounts:
-        """Pages of its cache, as the server last told; see `Core`."""
+        """Pages of its cache, as last reported by the server; see `Core`."""
         return self._counts
 
-    def _tell(self, what: str, message: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The server's answer; an empty one where it was lost and is back again."""
+    def _send(self, what: str, message: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Send a message and return the server's answer; {} if the server was lost and is back."""
         try:
             answer = self._ask(what, json.dumps(message or {}).encode(), self._timeout_s)
         except OSError as error:
@@ -122,11 +126,11 @@ class RemoteCore:
         return answer
 
     def _ask(self, what: str, body: bytes, timeout_s: float) -> Mapping[str, Any]:
-        """The server's answer.
+        """Send a message once and return the server's answer.
 
         Raises:
-          OSError: there is none.
-          EngineServerError: it says that it cannot do this.
+          OSError: there is no answer.
+          EngineServerError: the server refuses.
         """
         request = urllib.request.Request(f"{self.url}/{what}", body, method="POST")
         try:
@@ -138,10 +142,10 @@ class RemoteCore:
             raise ConnectionError(repr(error)) from error
 
     def _reach(self, error: OSError | None) -> None:
-        """Wait until the server is there and knows what it must, but for the requests.
+        """Wait until the server answers, and restore its state except the requests.
 
         Raises:
-          EngineServerError: it does not come in time.
+          EngineServerError: it does not answer in time.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -156,7 +160,7 @@ class RemoteCore:
                     "(python -m funrl.rollout.vllm.server), or check --engine_url; --engine_timeout says how long it "
                     "is waited for"
                 )
-            time.sleep(min(ASK_AGAIN_S, self._timeout_s))
+            time.sleep(min(RETRY_S, self._timeout_s))
         self.generation += 1
 
     def _restore(self, instance: str) -> None:
@@ -178,18 +182,15 @@ def vllm_client(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
-    compiled: bool = False,
-    decode: Callable[[list[int]], str] | None = None,
+    options: VLLMOptions = VLLM_DEFAULTS,
     timeout_s: float = 600.0,
 ) -> VLLMEngine:
     """An engine over a server, without weights yet.
 
     Args:
-      url: of this replica's server, which no other uses.
-      timeout_s: seconds that it may take to answer, and to come back when it is gone.
-      model, mesh, dtype, max_rows, cache_bytes, compiled, decode: as `vllm_engine`; "tensor" has size 1.
+      url: of this replica's own server.
+      timeout_s: bound on the time to answer, and to come back after a restart.
+      model, mesh, dtype, options: as in `vllm_engine`; "tensor" has size 1.
 
     Raises:
       EngineServerError: there is no such server, or it has another model.
@@ -198,18 +199,22 @@ def vllm_client(
     if mesh.size("tensor") > 1:
         raise MeshError(f"a server of vLLM holds a whole model; generate on a mesh without tp instead of {mesh}")
     sizes = {
-        "config": config_to_hf(model.config), "dtype": str(dtype).removeprefix("torch."), "max_rows": max_rows,
-        "cache_bytes": cache_bytes, "compiled": compiled,
-    }  # fmt: skip
+        "config": config_to_hf(model.config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_rows": options.max_rows,
+        "cache_bytes": options.cache_bytes,
+        "compiled": options.compiled,
+    }
     core = RemoteCore(url, sizes, timeout_s)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows, decode)
+    weights = vllm_weights(model, mesh, dtype)
+    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
 
 
 def _buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Weights in groups of at most `BUCKET_BYTES`; a larger one is a group by itself."""
+    """Group weights into buckets of at most `BUCKET_BYTES`; a larger weight has its own."""
     bucket: dict[str, Tensor] = {}
     for name, x in named_weights:
-        if bucket and sum(one.nbytes for one in bucket.values()) + x.nbytes > BUCKET_BYTES:
+        if bucket and sum(weight.nbytes for weight in bucket.values()) + x.nbytes > BUCKET_BYTES:
             yield bucket
             bucket = {}
         bucket[name] = x.cpu().contiguous()

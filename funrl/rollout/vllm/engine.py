@@ -1,7 +1,7 @@
-"""The engine that is vLLM, in this process or in a server: requests, versions and ends are kept here; vLLM computes.
+"""An engine over vLLM, in this process or in a server. It tracks requests, versions and ends; vLLM computes.
 
-vLLM is given token ids and gives tokens out. What interrupts a request (a pause, new weights) takes it out of vLLM and
-puts it in again with what it has written as a part of its prompt; its noise goes on where it was.
+vLLM receives token ids and returns sampled tokens. A pause or new weights withdraw a request from vLLM; it is added
+again with its tokens so far as part of the prompt, and its noise continues where it was.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Finish, Request, check_requests
-from funrl.rollout.vllm.core import Core, CoreRequest, SampledTokens, start_vllm
+from funrl.rollout.vllm.contract import Core, CoreRequest, SampledTokens
+from funrl.rollout.vllm.core import start_vllm
 
 
 @dataclasses.dataclass(eq=False)
 class PartialCompletion:
-    """A request in flight and what has been written of it.
+    """A request in flight and its completion so far.
 
     Attributes:
       request: as it was submitted.
       tokens, sampling_logp, raw_logp, versions: as in `Completion`.
-      inside: whether vLLM has it.
+      inside: whether vLLM holds it.
     """
 
     request: Request
@@ -43,12 +45,33 @@ class PartialCompletion:
     @property
     def limit(self) -> int:
         """Tokens of the completion at which it ends."""
-        count, begun, most = self.request.sampling.max_new_tokens, self.request.begun, self.request.most
+        count = self.request.sampling.max_new_tokens
+        begun = self.request.begun
+        most = self.request.most
         return count if most is None else min(count, most + (0 if begun is None else len(begun.tokens)))
 
 
+class VLLMOptions(NamedTuple):
+    """Options of an engine.
+
+    Attributes:
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
+      compiled: use vLLM's compiler.
+      decode: token ids -> text, for stop strings.
+    """
+
+    max_rows: int = 512
+    cache_bytes: int = 0
+    compiled: bool = False
+    decode: Callable[[list[int]], str] | None = None
+
+
+VLLM_DEFAULTS = VLLMOptions()
+
+
 class VLLMEngine:
-    """An `Engine` over vLLM; made by `vllm_engine`, or over a server by `vllm_client.vllm_client`.
+    """An `Engine` over vLLM; made by `vllm_engine`, or by `client.vllm_client` over a server.
 
     Attributes:
       weights, version, paused: as in `Engine`; names and shapes are those of Hugging Face files.
@@ -63,15 +86,19 @@ class VLLMEngine:
         max_rows: int,
         decode: Callable[[list[int]], str] | None = None,
     ):
-        self.weights, self.core = weights, core
-        self.version, self.paused = None, False
-        self._config, self._max_rows, self._decode = config, max_rows, decode
+        self.weights = weights
+        self.core = core
+        self.version = None
+        self.paused = False
+        self._config = config
+        self._max_rows = max_rows
+        self._decode = decode
         self._sequences: dict[int, PartialCompletion] = {}
         self._generation = core.generation
         self._passes = self._prefilled = self._cached = self._decoded = self._peak = 0
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Give vLLM whole weights, each let go when its layer has been copied; see `Engine`.
+        """Load whole weights into vLLM, each released once its layer is copied; see `Engine`.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
@@ -86,12 +113,12 @@ class VLLMEngine:
         self.version = version
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Weights that vLLM still has as they were given: on a CPU it packs those of products; see `Engine`."""
-        found = dict(self.core.held())
-        return ((name, found.get(name)) for name, _ in self.weights.names.values())
+        """Weights that vLLM holds unpacked; on a CPU it packs those of matrix products. See `Engine`."""
+        held = dict(self.core.held())
+        return ((name, held.get(name)) for name, _ in self.weights.names.values())
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError where a request is not one that this engine could ever complete."""
+        """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self._config, requests, self._sequences)
         for request in requests:
             if request.sampling.stop_strings and self._decode is None:
@@ -108,7 +135,7 @@ class VLLMEngine:
                 )
 
     def step(self) -> list[Completion]:
-        """One pass of vLLM; see `Engine`. All ranks of "tensor" call it together."""
+        """Run one pass of vLLM; see `Engine`. Collective over "tensor"."""
         if self.paused or not self._sequences:
             return []
         if self.version is None:
@@ -126,26 +153,26 @@ class VLLMEngine:
         self._peak = max(self._peak, self.core.counts().used_pages)
         self._check_finite(sampled)
         ended: list[Completion] = []
-        for one in sampled:
-            ended += self._grown(self._sequences[one.number], one)
+        for sample in sampled:
+            ended += self._grown(self._sequences[sample.number], sample)
         return ended
 
     def in_flight(self) -> int:
-        """Number of requests that are not finished."""
+        """Number of unfinished requests."""
         return len(self._sequences)
 
     def room(self) -> int:
-        """Number of further requests that it would begin at once."""
+        """Number of further requests that would begin at once."""
         return max(0, self._max_rows - len(self._sequences))
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Give up requests; see `Engine`."""
+        """Cancel requests; see `Engine`."""
         gone = [number for number in dict.fromkeys(numbers) if number in self._sequences]
         self.core.drop([number for number in gone if self._sequences[number].inside])
         return [self._finished(self._sequences[number], "cancelled") for number in gone]
 
     def pause(self) -> None:
-        """Let `step` do nothing, and give back memory: of keys and values, on a GPU of weights too (vLLM's sleep)."""
+        """Make `step` do nothing, and free keys and values, on a GPU also weights (vLLM's sleep)."""
         self._withdraw()
         self.core.sleep()
         self.paused = True
@@ -159,46 +186,57 @@ class VLLMEngine:
         """Memory of its cache, and counts of its work."""
         page_tokens, page_bytes, pages, used, preempted = self.core.counts()
         return EngineCost(
-            cache_bytes=pages * page_bytes, page_tokens=page_tokens, pages=pages, used_pages=used,
-            peak_pages=self._peak, rows=self._max_rows, passes=self._passes, prefilled=self._prefilled,
-            cached=self._cached, decoded=self._decoded, preempted=preempted,
-        )  # fmt: skip
+            cache_bytes=pages * page_bytes,
+            page_tokens=page_tokens,
+            pages=pages,
+            used_pages=used,
+            peak_pages=self._peak,
+            rows=self._max_rows,
+            passes=self._passes,
+            prefilled=self._prefilled,
+            cached=self._cached,
+            decoded=self._decoded,
+            preempted=preempted,
+        )
 
     def _withdraw(self) -> None:
-        """Take all requests out of vLLM."""
+        """Withdraw all requests from vLLM."""
         self.core.drop([number for number, sequence in self._sequences.items() if sequence.inside])
         for sequence in self._sequences.values():
             sequence.inside = False
 
     def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
-        for one in sampled:
-            if not all(map(math.isfinite, one.raw_logp)):
+        for sample in sampled:
+            if not all(map(math.isfinite, sample.raw_logp)):
                 self._withdraw()
-                at = len(self._sequences[one.number].tokens)
+                position = len(self._sequences[sample.number].tokens)
                 raise FloatingPointError(
-                    f"the model's logits are not finite at token {at} of completion {one.number}: its weights are "
-                    "damaged, or it has diverged, which a lower --lr may prevent"
+                    f"the model's logits are not finite at token {position} of completion {sample.number}: its weights "
+                    "are damaged, or it has diverged, which a lower --lr may prevent"
                 )
 
-    def _grown(self, sequence: PartialCompletion, one: SampledTokens) -> list[Completion]:
-        """Add what was sampled; the completion, if that ended it."""
+    def _grown(self, sequence: PartialCompletion, sample: SampledTokens) -> list[Completion]:
+        """Add sampled tokens; returns the completion if they end it."""
         if sequence.request.begun is None and not sequence.tokens:
-            self._cached += one.cached
-            self._prefilled += len(sequence.request.prompt) - one.cached
-        for token, sampling_logp, raw_logp in zip(one.tokens, one.sampling_logp, one.raw_logp, strict=True):
+            self._cached += sample.cached
+            self._prefilled += len(sequence.request.prompt) - sample.cached
+        for token, sampling_logp, raw_logp in zip(sample.tokens, sample.sampling_logp, sample.raw_logp, strict=True):
             sequence.tokens.append(token)
             sequence.sampling_logp.append(sampling_logp)
             sequence.raw_logp.append(raw_logp)
             sequence.versions.append(self.version or 0)
             self._decoded += 1
             if finish := self._finish(sequence):
-                self.core.drop([sequence.request.number])  # a string is unknown to vLLM; else it has let go
+                self.core.drop(
+                    [sequence.request.number]
+                )  # vLLM does not know stop strings; otherwise it has dropped the request
                 return [self._finished(sequence, finish)]
         return []
 
     def _finish(self, sequence: PartialCompletion) -> Finish | None:
         """Reason why the last token ends a completion; None: it does not."""
-        sampling, count = sequence.request.sampling, len(sequence.tokens)
+        sampling = sequence.request.sampling
+        count = len(sequence.tokens)
         if sequence.tokens[-1] in sampling.stop:
             return "stop"
         if sampling.stop_strings and self._ends_by_string(sequence):
@@ -219,22 +257,25 @@ class VLLMEngine:
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         sampling_logp, raw_logp = (torch.tensor(x, dtype=dtype) for x in (sequence.sampling_logp, sequence.raw_logp))
         tokens, versions = (torch.tensor(x, dtype=torch.int64) for x in (sequence.tokens, sequence.versions))
-        return Completion(sequence.request.number, tokens, sampling_logp, raw_logp, versions, finish)
+        return Completion(
+            sequence.request.number, tokens, sampling_logp, raw_logp=raw_logp, versions=versions, finish=finish
+        )
 
 
 class WholeWeights:
-    """Weights on their way into vLLM, each exactly once: vLLM itself would pass over a missing one.
+    """An iterable that feeds weights to vLLM, each exactly once; vLLM itself would ignore a missing one.
 
-    Where the source fails, vLLM is given zeros for what is missing, so that it is whole again, and `error` says why.
+    If the source fails, vLLM gets zeros for the missing weights, so that its load completes, and `error` says why.
 
     Args:
-      shapes: of each weight by its name.
-      source: of names and weights.
+      shapes: shape of each weight by its name.
+      source: names and weights.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], source: Iterable[tuple[str, Tensor]]):
         self.error: Exception | None = None
-        self._awaited, self._source = dict(shapes), source
+        self._awaited = dict(shapes)
+        self._source = source
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
@@ -261,36 +302,36 @@ def vllm_engine(
     model: Model,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = 512,
-    cache_bytes: int = 0,
-    compiled: bool = False,
-    decode: Callable[[list[int]], str] | None = None,
+    options: VLLMOptions = VLLM_DEFAULTS,
 ) -> VLLMEngine:
-    """vLLM in this process, without weights yet. Every process of the run calls it together.
+    """Start vLLM in this process, without weights yet. Collective over all processes of the run.
 
     Args:
       model: a decoder.
       mesh: over all processes of the run; "tensor" splits the model, each index of the other axes is a replica.
       dtype: of weights and cache.
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
-      compiled: with vLLM's compiler.
-      decode: token ids -> text, for stop strings.
+      options: bounds and choices of the engine.
 
     Raises:
-      ModelError, ImportError, MeshError: as `start_vllm`.
+      ModelError, ImportError, MeshError: as in `start_vllm`.
     """
-    core = start_vllm(model, mesh, dtype, max_rows, cache_bytes, compiled)
-    return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, max_rows, decode)
+    core = start_vllm(
+        model, mesh, dtype, max_rows=options.max_rows, cache_bytes=options.cache_bytes, compiled=options.compiled
+    )
+    weights = vllm_weights(model, mesh, dtype)
+    return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
 
 
 def vllm_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which vLLM takes weights: whole on every rank, by Hugging Face names, one by one."""
-    split = layouts(model.shapes, model.axes, GENERATE, mesh.sizes)
-    return WeightSpec(names_of(model), replicated(split), mesh, dtype, streamed=True)
+    split = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
+    return WeightSpec(names_of(model), replicated(split), mesh, dtype=dtype, streamed=True)
 
 
 def _core_request(sequence: PartialCompletion) -> CoreRequest:
-    request, written = sequence.request, len(sequence.tokens)
+    request = sequence.request
+    written = len(sequence.tokens)
     tokens = [*request.prompt, *sequence.tokens]
-    return CoreRequest(request.number, tokens, written, sequence.limit - written, request.sampling, request.seed)
+    return CoreRequest(
+        request.number, tokens, written, count=sequence.limit - written, sampling=request.sampling, seed=request.seed
+    )

@@ -1,8 +1,8 @@
-"""Draws inside vLLM: in place of its sampler, the one of every engine here.
+"""Sampling inside vLLM: replaces vLLM's sampler by the one that all engines share.
 
-vLLM computes the logits. What is sampled of them follows `Sampling` to the letter, with the request's own stream of
-noise; so a completion does not depend on whether it was begun by another engine, interrupted or put back, and both
-log-probabilities of a token, raw and of the sampling distribution, come out.
+vLLM computes the logits. Sampling from them follows `Sampling` exactly, with the request's own random stream. So a
+completion does not depend on whether another engine began it, or on interruptions, and each token has both of its
+log-probabilities, raw and of the sampling distribution.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NO_TOKEN = -1  # vLLM gives out pairs of a token and a number; under this one th
 
 
 class RequestSampling(NamedTuple):
-    """Parameters of the draws of a request.
+    """Sampling of a request.
 
     Attributes:
-      sampling: parameters of the draws.
-      seed: of the request's stream of noise.
-      begun: tokens of the completion that vLLM takes for a part of the prompt.
+      sampling: sampling parameters.
+      seed: of the request's random stream.
+      begun: tokens of the completion that are part of vLLM's prompt.
     """
 
     sampling: Sampling
@@ -36,7 +36,7 @@ class RequestSampler:
     """A sampler for vLLM's model runner.
 
     Attributes:
-      draws: by vLLM's own id of each request in flight.
+      requests: sampling of each request in flight, by vLLM's own id.
     """
 
     def __init__(self, runner: Any):
@@ -55,34 +55,37 @@ class RequestSampler:
         return SamplerOutput(token_R.int().unsqueeze(1), LogprobsTensors(pairs_R2, logp_R2, rank_R))
 
 
-def sample_rows(logits_RV: Tensor, states: list[Any], draws: list[RequestSampling]) -> tuple[Tensor, Tensor]:
-    """One token per row.
+def sample_rows(logits_RV: Tensor, states: list[Any], samplings: list[RequestSampling]) -> tuple[Tensor, Tensor]:
+    """Sample one token per row.
 
     Args:
       logits_RV: of the model.
       states: of vLLM's requests, with `prompt_token_ids` and `output_token_ids`.
-      draws: likewise.
+      samplings: of the same requests.
 
     Returns: token [R] int64; its log-probabilities [R, 2], raw and of the sampling distribution.
     """
-    device, logits_RV = logits_RV.device, logits_RV.float()
+    device = logits_RV.device
+    logits_RV = logits_RV.float()
     groups: dict[Sampling, list[int]] = {}
-    for row, draw in enumerate(draws):
-        groups.setdefault(draw.sampling, []).append(row)
+    for row, request in enumerate(samplings):
+        groups.setdefault(request.sampling, []).append(row)
     token_R = torch.empty(len(logits_RV), dtype=torch.int64, device=device)
     logp_R2 = torch.empty(len(logits_RV), 2, device=device)
-    for sampling, rows in groups.items():  # nearly always there is one
+    for sampling, rows in groups.items():  # nearly always one group
         here = torch.tensor(rows, device=device)
         noise = seen = None
         if not sampling.greedy:
-            seeds = torch.tensor([draws[row].seed for row in rows], device=device)
-            steps = torch.tensor([draws[row].begun + len(states[row].output_token_ids) for row in rows], device=device)
+            seeds = torch.tensor([samplings[row].seed for row in rows], device=device)
+            steps = torch.tensor(
+                [samplings[row].begun + len(states[row].output_token_ids) for row in rows], device=device
+            )
             noise = stream_noise(seeds, steps)
         if sampling.repetition_penalty != 1:
             seen = torch.zeros(len(rows), logits_RV.shape[1], dtype=torch.bool)
             for mask, row in zip(seen, rows, strict=True):
                 mask[[*states[row].prompt_token_ids, *states[row].output_token_ids]] = True
             seen = seen.to(device)
-        some_RV = logits_RV if len(groups) == 1 else logits_RV[here]
-        token_R[here], logp_R2[here, 1], logp_R2[here, 0] = sample_tokens(some_RV, noise, sampling, seen)
+        part_RV = logits_RV if len(groups) == 1 else logits_RV[here]
+        token_R[here], logp_R2[here, 1], logp_R2[here, 0] = sample_tokens(part_RV, noise, sampling, seen_RV=seen)
     return token_R, logp_R2

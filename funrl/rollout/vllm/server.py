@@ -2,13 +2,13 @@
 
     python -m funrl.rollout.vllm.server --port=8100
 
-It begins without a model. The trainer, whose --engine_url names it, tells it the model's sizes, gives it weights and
-has it draw. Requests are HTTP: JSON to and fro, weights as safetensors. It asks no one who they are, so it listens to
-this machine alone unless --host says otherwise: then the network must be trusted. What a page in a browser sends is
-refused. Each connection has a thread and a time limit; one thread calls vLLM, for one request after the other.
+It starts without a model. The trainer, whose --engine_url names it, sends the model's sizes, the weights and requests
+over HTTP: JSON messages, and weights as safetensors. There is no authentication, so it listens on this machine only
+unless --host says otherwise; then the network must be trusted. Requests from a page in a browser are refused. Each
+connection has a thread and a time limit; a single thread calls vLLM, for one request after another.
 
-vLLM's own server is not used: its ways to take weights need NCCL or shared memory of a GPU, its log-probabilities are
-of one kind, and its truncation has another order than `Sampling`.
+vLLM's own server is not used: its weight transfer needs NCCL or shared GPU memory, it returns one kind of
+log-probabilities only, and it truncates in another order than `Sampling`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
 from funrl.processes.addresses import host_name, is_loopback
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.core import Core, CoreRequest, start_vllm
+from funrl.rollout.vllm.contract import Core, CoreRequest
+from funrl.rollout.vllm.core import start_vllm
 
 IDLE_S = 10.0  # for the head of a request, and for taking an answer
 SLOWEST_BYTES_S = 1e6  # at which a body must arrive
@@ -76,7 +77,8 @@ class CoreServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], start: Start):
-        self.start, self.instance = start, secrets.token_hex(8)
+        self.start = start
+        self.instance = secrets.token_hex(8)
         self.core: Core | None = None
         self.sizes: Answer = {}
         self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
@@ -104,7 +106,7 @@ class CoreServer(ThreadingHTTPServer):
         self.jobs.put(None)
 
     def service_actions(self) -> None:
-        """Close connections whose time is over."""
+        """Close connections whose time limit has passed."""
         now = time.monotonic()
         for connection, deadline in list(self.deadlines.items()):
             if now >= deadline:
@@ -112,13 +114,13 @@ class CoreServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client has closed its connection."""
+        """Ignore the error: a client has closed its connection."""
 
     def answer(self, what: str, body: bytes) -> Answer:
-        """The answer to a request; that to "status" comes at once, whatever vLLM does.
+        """Answer a request; "status" is answered at once, even while vLLM works.
 
         Raises:
-          ValueError: it makes no sense, or not now.
+          ValueError: the request is invalid, or not possible now.
         """
         if what == "status":
             return {"instance": self.instance, "open": self.core is not None}
@@ -154,7 +156,8 @@ class CoreServer(ThreadingHTTPServer):
 
     def _open(self, message: Answer) -> Answer:
         if self.core is None:
-            self.core, self.sizes = self.start(message), message
+            self.core = self.start(message)
+            self.sizes = message
         elif message != self.sizes:
             raise ValueError("this server has another model; start it again for this one")
         self._empty()
@@ -219,26 +222,31 @@ class CoreHandler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_POST(self) -> None:
-        """Answer with JSON, or with a line that says what went wrong."""
+        """Answer with JSON, or with an error message."""
         what = self.path.strip("/")
         try:
-            code, text = 200, json.dumps(self._answered(what))
+            code = 200
+            text = json.dumps(self._answered(what))
         except ConnectionError:
             return
         except RefusedError as refused:
-            code, text = refused.code, f"{what}: {refused}"
+            code = refused.code
+            text = f"{what}: {refused}"
         except (ValueError, RecursionError) as error:
-            code, text = 400, str(error)
+            code = 400
+            text = str(error)
         except Exception as error:
             traceback.print_exc()  # for whoever runs this server; a client is told the message alone
-            code, text = 500, f"{type(error).__name__}: {error}"
+            code = 500
+            text = f"{type(error).__name__}: {error}"
         self._within(IDLE_S)
         self.send_response(code)
         self.end_headers()
         self.wfile.write(text.encode())
 
     def _answered(self, what: str) -> Answer:
-        host, origin = host_name(self.headers.get("Host", "")), self.headers.get("Origin")
+        host = host_name(self.headers.get("Host", ""))
+        origin = self.headers.get("Origin")
         if origin is not None:
             raise RefusedError(403, f"Origin: {origin}: a page in a browser may not ask this server")
         if self.server.loopback and not is_loopback(host):
@@ -256,7 +264,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         return answer
 
     def _length(self, most: int) -> int:
-        """Bytes of the body. Raises: RefusedError, it is no number of bytes, or too large."""
+        """Length of the body in bytes. Raises: RefusedError, it is not a number, or too large."""
         text = self.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
             raise RefusedError(400, f"Content-Length: {text:.60}: a number of bytes is needed")
@@ -265,7 +273,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         return int(text)
 
     def _content(self, length: int) -> Iterator[bytes]:
-        """The body as it arrives. Raises: ConnectionError, it ends before."""
+        """Read the body. Raises: ConnectionError, it ends early."""
         while length:
             part = self.rfile.read1(min(length, PART_BYTES))
             if not part:
@@ -274,36 +282,45 @@ class CoreHandler(BaseHTTPRequestHandler):
             yield part
 
     def _within(self, seconds: float | None) -> None:
-        """Close the connection unless the client goes on within some seconds; None: it is not the client's turn."""
+        """Close the connection unless the client continues within some seconds; None: do not wait for the client."""
         self.server.deadlines.pop(self.connection, None)
         if seconds is not None:
             self.server.deadlines[self.connection] = time.monotonic() + seconds
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: there is a request for every token."""
+        """Do not log: there is a request for every token."""
 
 
 def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:
-    """Requests as JSON takes them."""
-    return [one._asdict() | {"sampling": dataclasses.asdict(one.sampling)} for one in requests]
+    """Requests as JSON values."""
+    return [request._asdict() | {"sampling": dataclasses.asdict(request.sampling)} for request in requests]
 
 
 def request_of(fields: Answer) -> CoreRequest:
-    """A request from what `plain_requests` made of it."""
-    how: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()}
-    return CoreRequest(**{**fields, "sampling": Sampling(**how)})
+    """Inverse of `plain_requests`, for one request."""
+    parameters: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
+    }
+    return CoreRequest(**{**fields, "sampling": Sampling(**parameters)})
 
 
 def start_here(message: Answer, device: str) -> Core:
-    """vLLM on this machine's device, for a model of the sizes of a message."""
+    """Start vLLM on this machine's device, for the model sizes in a message."""
     model = decoder_model(config_from_hf(message["config"]))
     mesh = single("cuda:0" if device == "cuda" else "cpu")
     dtype = getattr(torch, message["dtype"])
-    return start_vllm(model, mesh, dtype, message["max_rows"], message["cache_bytes"], message["compiled"])
+    return start_vllm(
+        model,
+        mesh,
+        dtype,
+        max_rows=message["max_rows"],
+        cache_bytes=message["cache_bytes"],
+        compiled=message["compiled"],
+    )
 
 
 def serve() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser(prog="python -m funrl.rollout.vllm.server", description="vLLM for a trainer")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this machine")
     parser.add_argument("--port", type=int, default=8100, help="0: any that is free")

@@ -93,7 +93,9 @@ def _names(run_dirs: Sequence[str | Path]) -> list[str]:
 def _figure(runs: Mapping[str, RunFiles], chart: Chart, key: str) -> Figure | None:
     """One metric of all runs that have it; None where none does."""
     dots = chart.dots or key.startswith("eval/")
-    series = [Series(name, finite_values(run, key), colour, dots) for colour, (name, run) in enumerate(runs.items())]
+    series = [
+        Series(name, finite_values(run, key), colour, dots=dots) for colour, (name, run) in enumerate(runs.items())
+    ]
     first = min(run.rows[0]["step"] for run in runs.values())
     last = max(run.rows[-1]["step"] for run in runs.values())
     return line_figure(chart, series, (first, last), named=True)

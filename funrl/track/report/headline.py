@@ -50,10 +50,10 @@ def headline(run: RunFiles) -> Headline:
         before, after = _ends(values, smooth=not key.startswith("eval/"))
         texts = (number(before), number(after))
         if texts[0] == texts[1]:
-            return Headline(f"{name.capitalize()} stayed at", texts[:1], f"in {time}", status)
+            return Headline(f"{name.capitalize()} stayed at", texts[:1], f"in {time}", status=status)
         verb = "rose" if after > before else "fell"
-        return Headline(f"{name.capitalize()} {verb} from", texts, f"in {time}", status)
-    return Headline("The run has taken" if run.running else "The run took", (), time, status)
+        return Headline(f"{name.capitalize()} {verb} from", texts, f"in {time}", status=status)
+    return Headline("The run has taken" if run.running else "The run took", (), time, status=status)
 
 
 def _main_metrics(run: RunFiles) -> list[tuple[str, str]]:

@@ -135,7 +135,7 @@ def _figures(run: RunFiles, charts: Sequence[Chart]) -> list[Figure]:
     figures = []
     for chart in charts:
         series = [
-            Series(name, finite_values(run, key), colour, chart.dots or key.startswith("eval/"))
+            Series(name, finite_values(run, key), colour, dots=chart.dots or key.startswith("eval/"))
             for colour, (key, name) in enumerate(chart.keys)
         ]
         figures.append(line_figure(chart, series, steps, note="; ".join(_notes(run, chart, series))))
@@ -201,7 +201,7 @@ def _phases(layers: Sequence[Series]) -> list[Phase]:
     sums = [sum(seconds for _, seconds in layer.points) for layer in layers]
     whole = sum(sums) or 1.0
     return [
-        Phase(layer.name, layer.colour, seconds / len(layer.points), seconds / whole)
+        Phase(layer.name, layer.colour, seconds / len(layer.points), share=seconds / whole)
         for layer, seconds in zip(layers, sums, strict=True)
     ]
 

@@ -75,7 +75,7 @@ def read_run(directory: RunDirectory) -> RunFiles:
         raise ReportError(f"{directory.config}: a JSON object is needed, not {type(config).__name__}")
     if not rows:
         raise ReportError(f"{directory.metrics}: no step has been written yet")
-    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation, running)
+    return RunFiles(config, [rows[step] for step in sorted(rows)], samples, evaluation=evaluation, running=running)
 
 
 def newest_evaluation(path: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.sources.observing import Observer
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.state import State
 from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer

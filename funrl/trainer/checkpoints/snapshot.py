@@ -10,7 +10,7 @@ from torch import Tensor
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rules import Layout
 from funrl.trainer.checkpoints.checkpoint import numbers_of, scalar_arrays, tensors_of
-from funrl.trainer.sources.sources import Source
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.state import State
 from funrl.trainer.storage.row_shards import HeldRows, copy_rows, own_row_shards
 from funrl.trainer.storage.shard_server import Array, WriteShards

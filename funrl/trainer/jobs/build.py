@@ -28,9 +28,9 @@ from funrl.models.weight_dtypes import cast_weights, weight_dtypes
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.vllm.client import vllm_client
-from funrl.rollout.vllm.engine import vllm_engine
+from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
@@ -171,20 +171,27 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
-    how = (placed.model, mesh, job.dtype, settings.engines.decode_rows, cache_bytes)
+    max_rows = settings.engines.decode_rows
     compiled = settings.models.compile == "on" or (settings.models.compile == "auto" and mesh.device.type == "cuda")
     if settings.engines.engine == "vllm":
-        engine = vllm_engine(*how, compiled, decode)
+        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
+        engine = vllm_engine(placed.model, mesh, job.dtype, options=options)
     elif settings.engines.engine == "vllm_server":
         url = parts(settings.engines.engine_url)[int(mesh.index(mesh.row_axes))]
-        engine = vllm_client(url, *how, compiled, decode, settings.engines.engine_timeout or ENGINE_TIMEOUT_S)
+        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
+        timeout_s = settings.engines.engine_timeout or ENGINE_TIMEOUT_S
+        engine = vllm_client(url, placed.model, mesh, dtype=job.dtype, options=options, timeout_s=timeout_s)
     elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        engine = native_engine(
-            *how, layer=layer, decode=decode, speculate=settings.engines.speculate, note=note,
+        options = NativeOptions(
+            max_rows,
+            cache_bytes,
+            decode,
+            speculate=settings.engines.speculate,
             record_routes=settings.routers.router_replay,
-        )  # fmt: skip
+        )
+        engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
     wanted = engine.weights.layouts
     return Generator(engine, mesh, plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node()))
 

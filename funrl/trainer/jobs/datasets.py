@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from funrl.data.columns import renamed
+from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.pair_halves import halves_of
@@ -19,7 +19,7 @@ from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextFile,
-    joined_files,
+    join_files,
     load_examples,
     text_batch,
     text_example,
@@ -338,7 +338,7 @@ def _text_examples(
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
     if records is not None:
-        sourced = [(f"record {n}", renamed(record, fields)) for n, record in enumerate(records, 1)]
+        sourced = [(f"record {n}", rename_columns(record, fields)) for n, record in enumerate(records, 1)]
         if kind == "ratings":
             sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
         return [text_example(record, kind, tokenizer, form)._replace(source=source) for source, record in sourced]
@@ -350,7 +350,7 @@ def _text_examples(
     except DataError as error:
         raise SettingsError(f"--{flag}: {error}") from error
     weights = [file.weight for file in files if file.weight is not None]
-    return joined_files(loaded, shares_of(weights) if weights else None)
+    return join_files(loaded, shares_of(weights) if weights else None)
 
 
 def fields_of_texts(texts: Texts) -> frozenset[str]:

@@ -226,14 +226,11 @@ def judge_of(settings: Settings, task: Task, sizes: dict[str, int], memory: floa
     directory = model_path(settings, "judge")
     if directory is None:
         return None
-    judging = settings.judging
     with blaming("judge"):
         return judge_job(
             directory,
             settings.models.model_code,
-            judging.judge_template,
-            judging.judge_pattern,
-            judging.judge_max_new_tokens,
+            settings.judging,
             lambda model: generate_sizes(settings, sizes, model, memory),
             (*task.prompts, *task.heldout),
         )

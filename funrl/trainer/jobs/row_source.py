@@ -35,26 +35,17 @@ from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import scoring_budget
-from funrl.trainer.sources.completion_scores import as_read, with_completion_scores, with_step_scores
+from funrl.trainer.sources.completion_scores import RewardModel, as_read, with_completion_scores, with_step_scores
 from funrl.trainer.sources.curriculum import weighing
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
 from funrl.trainer.sources.judging import with_verdicts
-from funrl.trainer.sources.observing import shows_samples
+from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.partial import partial_source
-from funrl.trainer.sources.sources import (
-    Drawing,
-    Generation,
-    LossEvaluation,
-    PromptEvaluation,
-    RowSelection,
-    Show,
-    Source,
-    TextData,
-    prompt_source,
-    text_source,
-)
+from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection, prompt_source
+from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, rows_of
@@ -122,7 +113,7 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
         source = pair_source(source, job.reward_names)
     assert parts.generator is not None
     working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
-    return source._replace(draw=working(source.draw), evaluate=working(source.evaluate))
+    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
 
 
 def source_of_texts(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -198,7 +189,7 @@ def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cloc
     demonstrates = learns_from_demonstrations(job.algorithm)
     return Generation(
         engine=rewarded_engine(job, parts, show),
-        drawing=Drawing(task.prompts, settings.run.batch_prompts, settings.run.seed, weighted),
+        schedule=PromptSchedule(task.prompts, settings.run.batch_prompts, settings.run.seed, weighted),
         sampling=job.sampling,
         evaluation=PromptEvaluation(task.heldout, job.eval_sampling, solved),
         selection=RowSelection(filter_of(job), settings.sampling.empty_filter, settings.sampling.max_refills),
@@ -295,14 +286,15 @@ def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: fl
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     separator = step_separator(settings, job.task.demonstrations is not None)
     reader = Reader(name.replace("_", " "), tokenizer, decode, pad, config.max_positions, separator)
-    common = {"role": role, "params": params, "weight": weight, "budget": scoring_budget(settings)}
+    model = RewardModel(role, params, weight, budget=scoring_budget(settings))
     if job.kind_of_role(name).reads == "steps":
         each = "token_reward" in reads(job.algorithm).optional
         reduction = settings.rewards.process_reward or ("each" if each else "min")
-        return functools.partial(with_step_scores, how=reduction, read=functools.partial(read_steps, reader), **common)
+        read = functools.partial(read_steps, reader)
+        return functools.partial(with_step_scores, model=model, reduction=reduction, read=read)
     if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
-        return functools.partial(with_completion_scores, read=lambda rows, _: as_read(rows, pad), **common)
-    return functools.partial(with_completion_scores, read=functools.partial(read_texts, reader), **common)
+        return functools.partial(with_completion_scores, model=model, read=lambda rows, _: as_read(rows, pad))
+    return functools.partial(with_completion_scores, model=model, read=functools.partial(read_texts, reader))
 
 
 def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from funrl.data.columns import prompt_columns, renamed
+from funrl.data.columns import prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.records import read_records
 from funrl.trainer.settings.checks import data_files, names_of_fields
@@ -61,7 +61,7 @@ def _first_chats(settings: Settings, flag: str) -> list[str]:
         if path.endswith(".jsonl") and Path(path).is_file():
             try:
                 where, record = next(iter(read_records(path)))
-                record = prompt_columns(renamed(record, names_of_fields(settings)))
+                record = prompt_columns(rename_columns(record, names_of_fields(settings)))
             except (DataError, StopIteration, TypeError, ValueError):
                 continue  # who reads all of the file says it
             chats += [where] * _is_chat(record)

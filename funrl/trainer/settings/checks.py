@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
-from funrl.data.columns import Fields, parsed_fields
+from funrl.data.columns import Fields, parse_fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
@@ -193,7 +193,7 @@ def refuse_idle_data(settings: Settings) -> None:
 def names_of_fields(settings: Settings) -> Fields:
     """The columns that --fields names. Raises: SettingsError."""
     try:
-        return parsed_fields(settings.examples.fields)
+        return parse_fields(settings.examples.fields)
     except DataError as error:
         raise SettingsError(str(error)) from error
 

@@ -1,6 +1,6 @@
-"""Weights of the prompts to train on: by a user's function of the metrics, and by measured pass rates.
+"""Sampling weights of prompts: from a user's function of the metrics, and from measured pass rates.
 
-What is remembered is in the source's state and so in checkpoints: two numbers a prompt, and what the function keeps.
+The memory (two numbers per prompt, and the function's own state) is part of the source's state, so checkpoints have it.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from funrl.mesh.mesh import Mesh
 from funrl.trainer.settings.checks import Difficulty
 from funrl.trainer.settings.declaration import SettingsError
 
-GIVEN = ("prompts", "metrics", "step", "pass_rates", "state")  # what a function may take, by these names
-KEPT = 0.5  # part of what was measured before that counts beside a new measurement
+GIVEN = ("prompts", "metrics", "step", "pass_rates", "state")  # arguments that a function may take
+KEPT = 0.5  # weight of earlier measurements against a new one
 
 
 class CurriculumError(ValueError):
-    """A curriculum that failed, or whose weights cannot be used; raised on every rank alike."""
+    """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
 class Weighing(NamedTuple):
-    """Weights of all prompts before each step.
+    """Sampling weights of all prompts before each step. `memory` is what it remembers.
 
     Attributes:
-      init: () -> what is remembered, before the first step.
-      weights: (remembered, step) -> weights [N] (None: all equal), remembered, metrics. Collective.
-      measured: (remembered, places [P] of prompts, scores [P * S, K] of their samples (None: there are none), mask
-        [P * S] of those on which a function failed) -> remembered.
-      observed: (remembered, metrics of a step) -> remembered. Collective.
+      init: () -> memory before the first step.
+      weights: (memory, step) -> weights [N] (None: all equal), memory, metrics. Collective.
+      measured: (memory, indices [P] of prompts, scores [P * S, K] of their samples or None, mask [P * S] of the samples
+        on which a reward function failed or None) -> memory.
+      observed: (memory, metrics of a step) -> memory. Collective.
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda told, step: (None, told, {})
-    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
-        lambda told, places, scores_RK, failed_R: told
+    weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda memory, step: (
+        None,
+        memory,
+        {},
     )
-    observed: Callable[[Any, Mapping[str, float]], Any] = lambda told, metrics: told
+    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
+        lambda memory, places, scores_RK, failed_R: memory
+    )
+    observed: Callable[[Any, Mapping[str, float]], Any] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -60,23 +64,26 @@ def weighing(
     reward_weights: Sequence[float],
     mesh: Mesh,
 ) -> Weighing:
-    """Weights by a user's function times those by the measured pass rates.
+    """Weights from a user's function, times weights from the measured pass rates.
 
-    The function is called on the first rank before each step, by the names of its arguments, of which it takes what it
-    likes: `prompts`, a list of dicts with the text as "prompt" and the other fields; `metrics` of the step before, with
-    those of the newest evaluation ({} before the first step); `step`, from 1 on; `pass_rates` [N], NaN where nothing
-    was measured; `state`, what it gave last as its state, {} at first. It returns N weights; if it takes `state`, a
-    pair of these and its next state, which JSON can hold.
+    The function is called on the first rank before each step, with any of these keyword arguments: `prompts`, a list of
+    dicts with the text as "prompt" and the other fields; `metrics` of the previous step and of the latest evaluation
+    ({} before the first step); `step`, from 1; `pass_rates` [N], NaN where not measured; `state`, the state that it
+    returned last, {} at first. It returns N weights, or, if it takes `state`, a pair of weights and its next state,
+    which must be JSON.
 
-    The pass rate of a prompt is the mean over its samples of score / (sum of the positive reward weights), within 0 and
-    1; with each new measurement what was measured before counts half as much.
+    The pass rate of a prompt is the mean over its samples of score / (sum of the positive reward weights), clamped to
+    0..1. Each new measurement halves the weight of the earlier ones.
 
     Args:
-      difficulty: prompts whose pass rate is outside of it have its `rest` as weight; None: pass rates play no part.
-      reward_weights: of the reward functions, whose scores come first.
+      prompts: all of them.
+      function: the user's; None: there is none.
+      difficulty: bounds on pass rates; prompts outside get the weight `difficulty.rest`. None: no bounds.
+      reward_weights: of the reward functions, whose scores are the first columns.
+      mesh: of the trainer.
 
     Raises:
-      SettingsError: the function takes something else, or there is no score to measure.
+      SettingsError: the function has an unknown argument, or there is no score to measure.
     """
     names = names_taken(function) if function is not None else ()
     rates = difficulty is not None or "pass_rates" in names
@@ -86,23 +93,32 @@ def weighing(
         )
     if not rates and function is None:
         return UNWEIGHTED
-    records = [{"prompt": one.text, **one.fields} for one in prompts] if "prompts" in names else []
-    how = _Curriculum(len(prompts), function, names, records, rates, difficulty, tuple(reward_weights), mesh)
+    records = [{"prompt": prompt.text, **prompt.fields} for prompt in prompts] if "prompts" in names else []
+    curriculum = _Curriculum(
+        len(prompts),
+        function,
+        names,
+        records=records,
+        rates=rates,
+        difficulty=difficulty,
+        reward_weights=tuple(reward_weights),
+        mesh=mesh,
+    )
     return Weighing(
-        functools.partial(_begun, how),
-        functools.partial(_weights, how),
-        functools.partial(_measured, how),
-        functools.partial(_observed, how),
+        functools.partial(_begun, curriculum),
+        functools.partial(_weights, curriculum),
+        functools.partial(_measured, curriculum),
+        observed=functools.partial(_observed, curriculum),
     )
 
 
 class _Curriculum(NamedTuple):
-    """Sources of weights.
+    """Inputs of the weights.
 
     Attributes:
       count: of prompts.
-      function, names: a user's function and the arguments that it takes; None, (): there is none.
-      records: the prompts as it is given them.
+      function, names: the user's function and the arguments that it takes; None and () without one.
+      records: the prompts in the form that it receives.
       rates: whether pass rates are measured.
       difficulty, reward_weights, mesh: as in `weighing`.
     """
@@ -117,89 +133,101 @@ class _Curriculum(NamedTuple):
     mesh: Mesh
 
 
-def _begun(how: _Curriculum) -> dict[str, trees.Tree]:
-    names = ("passes", "samples") if how.rates else ()
-    measured = {name: torch.zeros(how.count, dtype=torch.float64) for name in names}
-    return measured | ({} if how.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
+def _begun(curriculum: _Curriculum) -> dict[str, trees.Tree]:
+    names = ("passes", "samples") if curriculum.rates else ()
+    measured = {name: torch.zeros(curriculum.count, dtype=torch.float64) for name in names}
+    return measured | ({} if curriculum.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
 
-def _weights(how: _Curriculum, told: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
-    found_N, metrics = np.ones(how.count), {}
-    rate_N = (told["passes"] / told["samples"]).numpy() if how.rates else None
-    if how.difficulty is not None:
+def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
+    weight_N = np.ones(curriculum.count)
+    metrics = {}
+    rate_N = (memory["passes"] / memory["samples"]).numpy() if curriculum.rates else None
+    if curriculum.difficulty is not None:
         assert rate_N is not None
-        found_N, metrics = _weights_by_rate(how.difficulty, rate_N)
-    if how.function is not None:
-        before = _unpacked(told["curriculum"])
-        given = {"prompts": how.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
-        own_N, state = _called(how.function, how.names, given | {"state": before["state"]}, how.count, how.mesh)
-        found_N, told = found_N * own_N, {**told, "curriculum": _packed(before["metrics"], state)}
+        weight_N, metrics = _weights_by_rate(curriculum.difficulty, rate_N)
+    if curriculum.function is not None:
+        before = _unpacked(memory["curriculum"])
+        given = {"prompts": curriculum.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
+        own_N, state = _called(
+            curriculum.function,
+            curriculum.names,
+            given | {"state": before["state"]},
+            count=curriculum.count,
+            mesh=curriculum.mesh,
+        )
+        weight_N = weight_N * own_N
+        memory = {**memory, "curriculum": _packed(before["metrics"], state)}
         metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
-    if not found_N.any():
+    if not weight_N.any():
         raise CurriculumError(
             f"step {step}: every prompt has weight 0; let the curriculum give some of them more, or --difficulty "
             "have wider bounds or a third number above 0"
         )
-    return found_N, told, metrics
+    return weight_N, memory, metrics
 
 
 def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Weights by pass rates, NaN where none is measured, and metrics."""
-    found_N, outside_N = np.ones(len(rate_N)), (rate_N < difficulty.low) | (rate_N > difficulty.high)  # NaN is neither
-    found_N[outside_N] = difficulty.rest
+    """Weights from pass rates (NaN: not measured), and metrics."""
+    weight_N = np.ones(len(rate_N))
+    outside_N = (rate_N < difficulty.low) | (rate_N > difficulty.high)  # false for NaN
+    weight_N[outside_N] = difficulty.rest
     measured = int((~np.isnan(rate_N)).sum())
-    return found_N, {
+    return weight_N, {
         "difficulty/measured_share": measured / len(rate_N),
         "difficulty/outside_share": int(outside_N.sum()) / max(1, measured),
     }
 
 
 def _measured(
-    how: _Curriculum, told: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
+    curriculum: _Curriculum, memory: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
 ) -> Any:
-    if not how.rates or scores_RK is None:
-        return told
-    own_RK, weights = scores_RK[:, : len(how.reward_weights)].double().cpu(), list(how.reward_weights)
+    if not curriculum.rates or scores_RK is None:
+        return memory
+    own_RK = scores_RK[:, : len(curriculum.reward_weights)].double().cpu()
+    weights = list(curriculum.reward_weights)
     full = sum(max(weight, 0.0) for weight in weights)
     rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
     scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-    return {**told, **_counted(told, places, rate_R, scored_R.double())}
+    return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
 
-def _observed(how: _Curriculum, told: Any, metrics: Mapping[str, float]) -> Any:
-    if how.function is None:
-        return told
-    before = _unpacked(told["curriculum"])
+def _observed(curriculum: _Curriculum, memory: Any, metrics: Mapping[str, float]) -> Any:
+    if curriculum.function is None:
+        return memory
+    before = _unpacked(memory["curriculum"])
     held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
-    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, how.mesh)
-    return {**told, "curriculum": _packed(held_out | newest, before["state"])}
+    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, curriculum.mesh)
+    return {**memory, "curriculum": _packed(held_out | newest, before["state"])}
 
 
-def _counted(told: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
-    """The passes and samples of all prompts with those of some more rows.
+def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
+    """Update the passes and samples of all prompts with new rows.
 
     Args:
-      told: those before.
-      places: [P] numbers of the prompts whose rows these are, as many of each, one prompt after the other.
+      memory: passes and samples so far.
+      places: [P] indices of the prompts of the rows; each prompt has the same number of rows, one after another.
       rate_R, scored_R: pass rates of the rows, and 1 where a row has a score, else 0.
     """
     scored_PS = scored_R.reshape(len(places), -1)
-    at, here = torch.from_numpy(np.asarray(places)), torch.from_numpy(np.unique(places))
-    passes, samples = told["passes"].clone(), told["samples"].clone()
-    passes[here] *= KEPT
-    samples[here] *= KEPT
-    passes.index_add_(0, at, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
-    samples.index_add_(0, at, scored_PS.sum(1))
+    place_P = torch.from_numpy(np.asarray(places))
+    seen_P = torch.from_numpy(np.unique(places))
+    passes = memory["passes"].clone()
+    samples = memory["samples"].clone()
+    passes[seen_P] *= KEPT
+    samples[seen_P] *= KEPT
+    passes.index_add_(0, place_P, (rate_R.reshape(scored_PS.shape) * scored_PS).sum(1))
+    samples.index_add_(0, place_P, scored_PS.sum(1))
     return {"passes": passes, "samples": samples}
 
 
 def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of a curriculum. Raises: SettingsError, it takes what is not given."""
+    """Names of the arguments of a curriculum. Raises: SettingsError, one of them is unknown."""
     taken = inspect.signature(function).parameters
-    strange = [name for name, one in taken.items() if name not in GIVEN and one.default is one.empty]
-    if strange:
+    unknown = [name for name, parameter in taken.items() if name not in GIVEN and parameter.default is parameter.empty]
+    if unknown:
         raise SettingsError(
-            f"--curriculum: {function.__name__} takes {strange[0]!r}; what it may take is {', '.join(GIVEN)}"
+            f"--curriculum: {function.__name__} takes {unknown[0]!r}; its arguments may be {', '.join(GIVEN)}"
         )
     return tuple(name for name in taken if name in GIVEN)
 
@@ -207,37 +235,37 @@ def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
 def _called(
     function: Callable[..., Any], names: Sequence[str], given: Mapping[str, Any], count: int, mesh: Mesh
 ) -> tuple[np.ndarray, Any]:
-    """Weights and state that the function gives on the first rank, on every rank.
+    """Call the function on the first rank, and give its weights and state to every rank.
 
     Raises:
-      CurriculumError: it failed, or gave something else.
+      CurriculumError: it failed, or returned something else.
     """
-    found: Any = None
+    outcome: Any = None
     if mesh.rank == 0:
         try:
-            made = function(**{name: given[name] for name in names})
-            weights, state = made if "state" in names else (made, {})
-            found = _checked(np.asarray(weights, dtype=np.float64), count), json.loads(json.dumps(state))
+            result = function(**{name: given[name] for name in names})
+            weights, state = result if "state" in names else (result, {})
+            outcome = _checked(np.asarray(weights, dtype=np.float64), count), json.loads(json.dumps(state))
         except Exception as error:
-            own = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
-            found = "".join(traceback.format_exception(type(error), error, own))
-    found = from_first_rank(found, mesh)
-    if isinstance(found, str):
-        raise CurriculumError(f"the curriculum {function.__name__} failed at step {given['step']}:\n{found.rstrip()}")
-    return found
+            trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
+            outcome = "".join(traceback.format_exception(type(error), error, trace))
+    outcome = from_first_rank(outcome, mesh)
+    if isinstance(outcome, str):
+        raise CurriculumError(f"the curriculum {function.__name__} failed at step {given['step']}:\n{outcome.rstrip()}")
+    return outcome
 
 
 def _checked(weights: np.ndarray, count: int) -> np.ndarray:
     if weights.shape != (count,) or not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(
             f"it gave weights of shape {list(weights.shape)}; {count} finite numbers of at least 0 are needed, one a "
-            "prompt (and a state behind them, if it takes `state`)"
+            "prompt (followed by a state if it takes `state`)"
         )
     return weights
 
 
 def _packed(metrics: Mapping[str, float], state: Any) -> Tensor:
-    """JSON as bytes, which a checkpoint can hold."""
+    """JSON as bytes, for a checkpoint."""
     return torch.tensor(list(json.dumps({"metrics": metrics, "state": state}).encode()), dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of an evaluation with several samples of each prompt: P prompts, N samples."""
+"""Statistics of an evaluation with N samples of each of P prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Z = 1.959963984540054  # of a normal distribution, 95 % are within so many deviations
+Z = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
 
 
 class Interval95(NamedTuple):
@@ -19,13 +19,13 @@ class Interval95(NamedTuple):
 
 
 def best_at(values_PN: np.ndarray, k: int) -> np.ndarray:
-    """[P] the expected largest of k different samples of each prompt; of verdicts (0 or 1), pass@k.
+    """Expected maximum over k distinct samples of each prompt, [P]; for verdicts (0 or 1) this is pass@k.
 
-    The mean over all subsets of k samples, sum_i C(i - 1, k - 1) / C(N, k) x_(i) with x_(i) the i-th smallest: no
-    subset is drawn. For verdicts with c of N right it is 1 - C(N - c, k) / C(N, k).
+    The exact mean over all subsets of k samples, sum_i C(i - 1, k - 1) / C(N, k) x_(i) with x_(i) the i-th smallest.
+    For verdicts, c of N right, it is 1 - C(N - c, k) / C(N, k).
 
     Args:
-      values_PN: what each sample got.
+      values_PN: reward of each sample.
       k: from 1 (the mean) to N (the largest).
 
     >>> best_at(np.array([[0.0, 0.0, 1.0, 0.0]]), 2)
@@ -39,51 +39,52 @@ def best_at(values_PN: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority_at(answers: Sequence[str], values_N: np.ndarray, k: int) -> float:
-    """The expected value of the most frequent answer among k samples of one prompt.
+    """Expected value of the most frequent answer among k samples of one prompt.
 
-    The mean over N // k blocks of k samples each. Of equally frequent answers the one that came first counts; its value
-    is that of its first sample.
+    The mean over N // k blocks of k samples. The first of equally frequent answers wins, and has the value of its
+    first sample.
 
     Args:
       answers: of the N samples.
-      values_N: what each got.
+      values_N: value of each sample.
     """
-    found = []
+    values = []
     for begin in range(0, len(answers) // k * k, k):
         block = list(answers[begin : begin + k])
-        chosen = max(block, key=block.count)  # max gives the first of several
-        found.append(values_N[begin + block.index(chosen)])
-    return float(np.mean(found))
+        chosen = max(block, key=block.count)  # max returns the first of equals
+        values.append(values_N[begin + block.index(chosen)])
+    return float(np.mean(values))
 
 
 def interval(values_P: np.ndarray, verdicts: bool) -> Interval95 | None:
-    """The interval of the mean over prompts, which are independent of each other as samples of one prompt are not.
+    """95 % confidence interval of the mean over prompts. Prompts are independent; samples of one prompt are not.
 
-    With m the mean and s / sqrt(P) its standard error, m +- 1.96 s / sqrt(P). Of numbers between 0 and 1 (verdicts and
-    shares of them) Wilson's interval for the number of draws that would have this error, m (1 - m) P / s^2, and P where
-    s is 0: it stays within 0 and 1, and has a width where all prompts are alike.
+    With mean m and standard error s / sqrt(P), m +- 1.96 s / sqrt(P). For numbers between 0 and 1 (verdicts and shares
+    of them) it is Wilson's interval for the number of trials that would have this error, m (1 - m) P / s^2, or P if
+    s is 0: it stays between 0 and 1, and has a width even if all prompts have the same value.
 
     Args:
       values_P: one number a prompt.
       verdicts: whether each is from 0 to 1.
 
-    Returns: None where one prompt tells nothing of the spread.
+    Returns: None for a single prompt, whose spread is unknown.
 
     References: Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953; Miller, 2024,
       https://arxiv.org/abs/2411.00640 (errors clustered by prompt)
     """
-    count, mean = len(values_P), float(values_P.mean())
+    count = len(values_P)
+    mean = float(values_P.mean())
     variance = float(values_P.var(ddof=1)) / count if count > 1 else 0.0
     if not verdicts:
         return None if count < 2 else Interval95(mean - Z * math.sqrt(variance), mean + Z * math.sqrt(variance))
-    draws = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
-    centre = (mean + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
-    reach = Z / (1 + Z * Z / draws) * math.sqrt(mean * (1 - mean) / draws + Z * Z / (4 * draws * draws))
+    trials = mean * (1 - mean) / variance if variance > 0 and 0 < mean < 1 else count
+    centre = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    reach = Z / (1 + Z * Z / trials) * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials))
     return Interval95(max(0.0, centre - reach) if mean > 0 else 0.0, min(1.0, centre + reach) if mean < 1 else 1.0)
 
 
 def sample_counts(samples: int) -> list[int]:
-    """The k of pass@k: powers of two below the number of samples, and that number; none of one sample.
+    """The k of pass@k: powers of two below the number of samples, and that number; none for one sample.
 
     >>> sample_counts(12)
     [2, 4, 8, 12]

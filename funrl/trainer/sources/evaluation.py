@@ -18,8 +18,8 @@ from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at
 from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
 from funrl.trainer.steps.step_rows import Rows
 
-TABLE_ROWS = 256  # rows of the table whose texts are in memory together
-MOST_SETS = 32  # parts of the held-out prompts that have metrics of their own
+TABLE_ROWS = 256  # rows of the table whose texts are in memory at a time
+MOST_SETS = 32  # sets of held-out prompts that can have metrics of their own
 FEWEST_VOTES = 3  # with two, the first decides
 
 
@@ -27,15 +27,15 @@ class EvalRow(NamedTuple):
     """A row of the table of samples.
 
     Attributes:
-      step: after how many steps.
+      step: number of training steps before it.
       sample: number of the completion among those of its prompt.
-      source: of the prompt, the file and the line or row.
-      answer: by which votes are counted.
-      correct: None where rewards are no verdicts.
-      reward: None where nothing rewards.
+      source: file, and line or row, of the prompt.
+      answer: the answer that majority votes compare.
+      correct: None where rewards are not verdicts.
+      reward: None without rewards.
       tokens: of the completion.
       finished: whether the model ended it, and not the limit.
-      rewards: what each of several functions gave, by name.
+      rewards: score of each reward function by name, if there are several.
     """
 
     step: int
@@ -52,11 +52,11 @@ class EvalRow(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """Result of an evaluation, alike on every rank: P prompts with N samples each.
+    """Result of an evaluation, the same on every rank: P prompts with N samples each.
 
     Attributes:
-      reward_PN: None where nothing rewards.
-      correct_PN: None where rewards are no verdicts.
+      reward_PN: None without rewards.
+      correct_PN: None where rewards are not verdicts.
       majority: k -> [P] verdict on the most frequent answer of k samples.
       tokens_PN, finished_PN: as in `EvalRow`.
       parts: of the P * N completions, as in `EvalRow.rewards`.
@@ -78,142 +78,158 @@ def evaluated(
     decode: Callable[[list[int]], str],
     names: Sequence[str] = (),
 ) -> Evaluated:
-    """Look at completions and their rewards; collective.
+    """Evaluate completions and their rewards. Collective.
 
     Args:
       examples: P prompts.
       done: N completions of each.
       rows: of them, with all rewards.
-      solved: as in `sources.Generation`.
+      solved: as in `prompts.PromptEvaluation`.
       decode: token ids -> text.
       names: of the rewards.
     """
-    score_R, scores_RK = rows.batch.get("score"), rows.batch.get("scores")
+    score_R = rows.batch.get("score")
+    scores_RK = rows.batch.get("scores")
     right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
     shape = (len(examples), -1)
     correct_PN = None if right_R is None else right_R.cpu().numpy().reshape(shape)
     return Evaluated(
         None if score_R is None else score_R.double().cpu().numpy().reshape(shape),
         correct_PN,
-        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode),
-        done.lengths.cpu().numpy().reshape(shape),
-        done.finished.cpu().numpy().reshape(shape),
-        parts_of_scores(names, rows, range(len(done.lengths))),
+        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode=decode),
+        tokens_PN=done.lengths.cpu().numpy().reshape(shape),
+        finished_PN=done.finished.cpu().numpy().reshape(shape),
+        parts=parts_of_scores(names, rows, range(len(done.lengths))),
     )
 
 
 def _votes(
     examples: Sequence[Example], done: Rollout, correct_PN: np.ndarray, decode: Callable[[list[int]], str]
 ) -> dict[int, np.ndarray]:
-    """Verdicts on the most frequent answers, each found by the rank that has the samples of the prompt."""
+    """Verdicts on the most frequent answers, each computed by the rank that holds the prompt's samples."""
     samples = correct_PN.shape[1]
     counts = [k for k in sample_counts(samples) if k >= FEWEST_VOTES]
     if not counts:
         return {}
-    found_PK, answers = np.zeros((len(examples), len(counts))), _answers(examples, done, samples, decode)
+    verdict_PK = np.zeros((len(examples), len(counts)))
+    answers = _answers(examples, done, samples, decode=decode)
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]
-        found_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
-    summed = collectives.psum(torch.from_numpy(found_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
+        verdict_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
+    summed = collectives.psum(torch.from_numpy(verdict_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
     return dict(zip(counts, summed.cpu().numpy().T, strict=True))
 
 
 def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: Callable[[list[int]], str]) -> list[str]:
     """The answer of each of this rank's completions."""
-    before = [examples[one.number // samples].tokens[-1] for one in done.completions]
+    before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
     return [final_answer(text) for text in completion_texts(done.completions, decode, before)]
 
 
-def metrics_of(found: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
-    """Metrics "eval/...": of all prompts with their intervals, and the means by reward and by file or `data_source`."""
-    told: dict[str, float] = {"eval/examples": float(len(examples))}
-    for name, (values_P, verdicts) in _columns(found).items():
-        told[f"eval/{name}"] = float(values_P.mean())
+def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
+    """Metrics "eval/...": means over all prompts with intervals, and means by reward and by file or `data_source`."""
+    metrics: dict[str, float] = {"eval/examples": float(len(examples))}
+    for name, (values_P, verdicts) in _columns(scores).items():
+        metrics[f"eval/{name}"] = float(values_P.mean())
         if (spread := interval(values_P, verdicts)) is not None:
-            told |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
-    for name in dict.fromkeys(name for part in found.parts for name in part):
-        told[f"eval/reward/{name}"] = float(np.mean([part[name] for part in found.parts if name in part]))
+            metrics |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
+    for name in dict.fromkeys(name for part in scores.parts for name in part):
+        metrics[f"eval/reward/{name}"] = float(np.mean([part[name] for part in scores.parts if name in part]))
     for name, places in sets_of(examples).items():
         for column in ("reward", "accuracy"):
-            if column in _columns(found):
-                told[f"eval/{name}/{column}"] = float(_columns(found)[column][0][places].mean())
-    told["eval/response_length"] = float(found.tokens_PN.mean())
-    told["eval/clip_ratio"] = float(1 - found.finished_PN.mean())
-    return told
+            if column in _columns(scores):
+                metrics[f"eval/{name}/{column}"] = float(_columns(scores)[column][0][places].mean())
+    metrics["eval/response_length"] = float(scores.tokens_PN.mean())
+    metrics["eval/clip_ratio"] = float(1 - scores.finished_PN.mean())
+    return metrics
 
 
-def _columns(found: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
-    """Of each number that is told [P] values, and whether they are between 0 and 1."""
+def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
+    """For each reported metric, its [P] values and whether they lie between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}
-    right, rewards = found.correct_PN, found.reward_PN
+    right = scores.correct_PN
+    rewards = scores.reward_PN
     if rewards is not None:
         columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
     if right is not None:
         columns["accuracy"] = right.mean(1), True
         columns |= {f"pass@{k}": (best_at(right.astype(float), k), True) for k in sample_counts(right.shape[1])}
-        columns |= {f"maj@{k}": (values_P, True) for k, values_P in found.majority.items()}
+        columns |= {f"maj@{k}": (values_P, True) for k, values_P in scores.majority.items()}
     elif rewards is not None:
         columns |= {f"best@{k}": (best_at(rewards, k), False) for k in sample_counts(rewards.shape[1])}
     return columns
 
 
 def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
-    """Places of the prompts of each `data_source`, or of each file; nothing where there is one, or too many."""
+    """Indices of the prompts of each `data_source`, or of each file; empty if there is only one set, or too many."""
     named = [example.fields.get("data_source") for example in examples]
     whole = all(isinstance(name, str) for name in named)
     names = [str(name) for name in named] if whole else [_file(example) for example in examples]
-    found: dict[str, list[int]] = {}
+    places_by_set: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        found.setdefault(name.replace("/", "_"), []).append(place)
-    return found if 1 < len(found) <= MOST_SETS else {}
+        places_by_set.setdefault(name.replace("/", "_"), []).append(place)
+    return places_by_set if 1 < len(places_by_set) <= MOST_SETS else {}
 
 
 def _file(example: Example) -> str:
-    """The file that a prompt is from, without its folder, if it is from one."""
+    """Stem of the file that a prompt was read from; "" if it was not."""
     path, _, _ = example.source.rpartition(", ")
     return Path(path).stem
 
 
 def table_of(
-    found: Evaluated,
+    scores: Evaluated,
     examples: Sequence[Example],
     done: Rollout,
     decode: Callable[[list[int]], str],
     step: int,
     prompts: int | None,
 ) -> Iterator[list[EvalRow]]:
-    """The table of samples, some rows at a time; collective.
+    """Yield the table of samples, up to `TABLE_ROWS` rows at a time. Collective.
 
     Args:
-      step: after how many steps.
-      prompts: at most so many, spread over all; None: all.
+      step: number of training steps before it.
+      prompts: bound on the prompts shown, spread evenly over all; None: all.
     """
-    samples, count = found.tokens_PN.shape[1], len(examples)
+    samples = scores.tokens_PN.shape[1]
+    count = len(examples)
     places = np.arange(count) if prompts is None or count <= prompts else np.linspace(0, count - 1, prompts).astype(int)
     numbers = (places[:, None] * samples + np.arange(samples)).flatten().tolist()
     for begin in range(0, len(numbers), TABLE_ROWS):
         part = numbers[begin : begin + TABLE_ROWS]
-        texts = first_texts(done, part, decode, [examples[n // samples].tokens[-1] for n in part])
-        yield [_row(found, examples, n, samples, text, step) for n, text in zip(part, texts, strict=True)]
+        texts = first_texts(done, part, decode, before=[examples[n // samples].tokens[-1] for n in part])
+        yield [
+            _row(scores, examples, n, samples=samples, text=text, step=step)
+            for n, text in zip(part, texts, strict=True)
+        ]
 
 
-def _row(found: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
+def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: int, text: str, step: int) -> EvalRow:
     place, sample = divmod(number, samples)
 
-    def at(values_PN: Any) -> Any:
+    def value_of(values_PN: Any) -> Any:
         return None if values_PN is None else values_PN[place, sample].item()
 
     return EvalRow(
-        step, examples[place].source, sample, examples[place].text, text, final_answer(text),
-        at(found.reward_PN), at(found.correct_PN), at(found.tokens_PN), at(found.finished_PN), found.parts[number],
-    )  # fmt: skip
+        step,
+        examples[place].source,
+        sample,
+        prompt=examples[place].text,
+        completion=text,
+        answer=final_answer(text),
+        reward=value_of(scores.reward_PN),
+        correct=value_of(scores.correct_PN),
+        tokens=value_of(scores.tokens_PN),
+        finished=value_of(scores.finished_PN),
+        rewards=scores.parts[number],
+    )
 
 
 def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) -> list[dict[str, float]]:
-    """The numbers of which the scores of some rows are made, by their names; none where there are not several."""
+    """For each of some rows, its scores by reward name; {} unless there are several rewards."""
     scores_BK = rows.batch.get("scores")
     if scores_BK is None or len(names) < 2:
         return [{} for _ in numbers]
-    found = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
-    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in found]
+    parts = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
+    return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in parts]

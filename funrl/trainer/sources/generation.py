@@ -1,8 +1,8 @@
-"""From prompts to rows: generate, reward, and tell all ranks of each row what is not per token.
+"""From prompts to rows: generate, reward, and share each row's per-row values with all ranks.
 
-Each data rank of the generate mesh completes prompts as it has room for them, and has the workers of its pool reward
-what is complete while it writes the rest. The rows stay there; one collective gives lengths, ends and scores to all
-ranks, so that every rank filters and chooses alike.
+Each data rank of the generate mesh completes prompts as it has room for them, while the workers of its pool reward the
+finished completions. The rows stay on their rank; one collective gives their lengths, ends and scores to all ranks, so
+that every rank filters the same rows.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.tickets import complete_shared
-from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, joined_totals
+from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 LONGEST_REMARK = 1000  # characters of a failure's message
 
 
 class Rollout(NamedTuple):
-    """Completions of all prompts, rewarded. Row r is sample `r % samples` of prompt `r // samples`.
+    """Rewarded completions of all prompts. Row r is sample `r % samples` of prompt `r // samples`.
 
     Attributes:
       completions: of this rank's own rows, in their order.
       lengths: [R] tokens of every completion.
-      finished: [R] bool, ended by a stop token rather than by the limit.
-      score: [R] rewards, the weighted sums of the next; 0 where there is none.
-      scores: [R, K] what each reward function gave; NaN where one of several functions does not apply.
-      owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
+      finished: [R] bool, ended by a stop token or stop string, not by the limit.
+      score: [R] rewards, the weighted sums of `scores`; 0 without any.
+      scores: [R, K] score of each reward function; NaN where one of several functions does not apply.
+      owner: [R] rank of each row, as an index over the row axes of `mesh`.
       mesh: the generate mesh.
       dtype: of log-probabilities.
-      reward_s: seconds that this rank waited for rewards, of its own rows or others', when all rows were complete.
-      failed: [R] bool, a reward function failed on the row, whose number is then 0; None: a failure ends the run.
-      entries: totals of the other numbers that reward functions gave in dicts, over the rows of all ranks.
+      reward_s: seconds that this rank waited for rewards, its own or other ranks', after all rows were complete.
+      failed: [R] bool, rows on which a reward function failed, whose score is then 0; None: a failure ends the run.
+      entries: totals of the further numbers that reward functions returned in dicts, over the rows of all ranks.
     """
 
     completions: Sequence[Completion]
@@ -73,17 +73,17 @@ class Rollout(NamedTuple):
 
 
 class RewardedEngine(NamedTuple):
-    """An engine and the rewards of what it writes.
+    """An engine, and the rewards of its completions.
 
     Attributes:
-      engine: holds the weights; on `mesh`.
+      engine: an engine on `mesh`.
       mesh: the generate mesh.
       decode: token ids without the stop token -> text.
       pool: runs the K reward functions; K may be 0.
-      weights: of the K numbers in a row's score.
-      queue: "tickets", replicas take prompts as they have room; "fixed", each has its share of them by their numbers.
-      on_error: "stop" raises where a reward function fails; else the row is marked as failed.
-      note: receives a remark where reward functions failed.
+      weights: [K] weights of the scores in a row's reward.
+      queue: "tickets": replicas take prompts as they have room; "fixed": each has an equal range of them.
+      on_error: "stop" raises if a reward function fails; otherwise the row is marked as failed.
+      note: receives a remark if reward functions failed.
     """
 
     engine: Engine
@@ -97,7 +97,7 @@ class RewardedEngine(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of log-probabilities."""
+        """Dtype of log-probabilities."""
         return torch.promote_types(self.engine.weights.dtype, torch.float32)
 
 
@@ -105,13 +105,13 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     """Complete and reward all prompts.
 
     Args:
-      engine: with the rewards.
-      examples: the same on every rank.
+      engine: engine and rewards.
+      examples: prompts, the same on every rank.
       sampling: of the completions.
       seed: of their noise.
 
     Raises:
-      RewardError: the reward function failed on some rank; raised on every rank, with the prompt and completion.
+      RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
     groups = RequestGroups([example.tokens for example in examples], sampling, seed)
     return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
@@ -125,32 +125,34 @@ def run_requests(
     rows: int,
     own: Sequence[Request] = (),
 ) -> Rollout:
-    """Complete requests and reward those that end. A paused completion has no reward yet.
+    """Complete requests and reward the finished completions. A paused completion has no reward yet.
 
     Args:
-      engine: with the rewards.
-      groups: of all replicas, shared out by the queue.
-      examples: of all requests by their numbers, each of equally many.
-      rows: requests of all replicas, numbered from 0.
-      own: further requests, of this replica alone.
+      engine: engine and rewards.
+      groups: groups of requests of all replicas, shared out by the queue.
+      examples: prompts of all requests in the order of their numbers, each with the same number of requests.
+      rows: number of requests of all replicas, numbered from 0.
+      own: further requests of this replica alone.
 
     Raises:
-      RewardError: as `rollout`.
+      RewardError: as in `rollout`.
     """
     mesh = engine.mesh
-    # Every tensor rank holds the same rows; one of them asks the reward functions, which may be costly or random.
+    # Every tensor rank holds the same rows. One of them calls the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
     pending = _pending(engine, examples, rows // len(examples)) if asks else None
     start = time.perf_counter()
-    completions = _complete(engine, groups, own, pending and pending.add)
+    completions = _complete(engine, groups, own, finished=pending and pending.add)
     generated = time.perf_counter()
     with heartbeat.phase("reward"):
         collected = _collect(engine, completions, pending)
     rewarded = generated if pending is None else time.perf_counter()
     times = (generated - start, rewarded - start, float(bool(collected.entries)))
     last_generated, last_rewarded, has_entries = _raise_everywhere(collected.error, times, mesh)
-    entries = joined_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
-    reward_s = min(last_rewarded - last_generated, time.perf_counter() - generated)  # ranks begin nearly together
+    entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
+    reward_s = min(
+        last_rewarded - last_generated, time.perf_counter() - generated
+    )  # ranks begin at nearly the same time
     columns = {
         "lengths": torch.tensor([len(x.tokens) for x in completions], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([x.finished for x in completions], dtype=torch.bool, device=mesh.device),
@@ -160,7 +162,7 @@ def run_requests(
         failed = torch.from_numpy(collected.failed).to(mesh.device)
         columns["failed"] = collectives.psum(failed, mesh, "tensor") > 0
     owner = _owners(completions, rows, mesh)
-    table = gather_table(columns, owner, mesh, mesh.row_axes)
+    table = gather_table(columns, owner, mesh, axes=mesh.row_axes)
     if "failed" in table and table["failed"].any():
         problem = next(filter(None, collectives.gather_objects(collected.problem, mesh)))[:LONGEST_REMARK]
         count = int(table["failed"].sum())
@@ -182,7 +184,7 @@ def run_requests(
 
 
 def empty_rollout(engine: RewardedEngine) -> Rollout:
-    """Completions of no prompts."""
+    """A rollout without prompts."""
     mesh = engine.mesh
     none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
     scores = torch.zeros(0, len(engine.weights), dtype=torch.float64, device=mesh.device)
@@ -206,10 +208,10 @@ class _Collected(NamedTuple):
 
     Attributes:
       scores: [r, K].
-      failed: [r] 1 where a function failed.
+      failed: [r], 1 where a function failed.
       problem: message of the first failure; "" where there is none.
-      entries: totals of further numbers that functions gave.
-      error: message of a failure that ends the run.
+      entries: totals of further numbers that functions returned.
+      error: message of the failure that ends the run; None without one.
     """
 
     scores: np.ndarray
@@ -220,7 +222,7 @@ class _Collected(NamedTuple):
 
 
 def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending: PendingRewards | None) -> _Collected:
-    """Wait for the rewards of all completions that are not paused; the others have zeros."""
+    """Wait for the rewards of all completions that are not paused; paused ones get zeros."""
     count = len(engine.weights)
     collected = _Collected(np.zeros((len(completions), count)), np.zeros(len(completions)))
     if pending is None:
@@ -244,21 +246,21 @@ def _complete(
     """Complete this replica's requests and its share of the groups."""
     mesh = engine.mesh
     if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh, finished, own)
+        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, finished=finished, own=own)
     share = own_range(len(groups), mesh, mesh.row_axes)
     requests = [request for group in groups[share.start : share.stop] for request in group]
     return complete(engine.engine, [*own, *requests], finished)
 
 
 def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:
-    """[rows] the rank that has each row; this rank has those of its completions. Collective."""
+    """Rank of each row, [rows]. Collective."""
     owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
     owner_R[[x.number for x in completions]] = int(mesh.index(mesh.row_axes))
     return collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
 
 
 def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards:
-    """Rewards of the rows of these prompts, none of which is complete yet."""
+    """Rewards of the prompts' rows, before any is complete."""
     decode = engine.decode
     opening = functools.cache(lambda token: decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
@@ -266,16 +268,16 @@ def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) 
     def completed(completion: Completion) -> Completed:
         example = examples[completion.number // samples]
         before = example.tokens[-1]
-        text = text_after(opening(before), before, completion.written, decode)
+        text = text_after(opening(before), before, completion.written, decode=decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
-        return Completed(example.text, text, example.fields, ids, messages)
+        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages)
 
     return PendingRewards(engine.pool, completed, samples)
 
 
 def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
-    """[prompts * samples] the rank that writes each row, as `own_range` shares the prompts out."""
+    """Rank that writes each row, [prompts * samples], if prompts are shared out by `own_range`."""
     shares = [prompts * (i + 1) // ranks - prompts * i // ranks for i in range(ranks)]
     return np.repeat(np.arange(ranks), np.array(shares) * samples)
 
@@ -283,22 +285,22 @@ def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
 def completion_texts(
     done: Sequence[Completion], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
 ) -> list[str]:
-    """The text of every completion, without the stop token that ended it.
+    """Text of every completion, without the stop token that ended it.
 
     Args:
       decode: token ids -> text.
-      before: the token before each completion. Many tokenizers drop the space that opens a text; behind another token
-        it stays, so that prompt and completion join to what the model wrote.
+      before: the token before each completion. Many tokenizers drop the space at the start of a text but keep it after
+        another token; decoding after `before` lets prompt and completion join to what the model wrote.
     """
     rows = [completion.written for completion in done]
     if before is None:
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
-    return [text_after(opening[token], token, row, decode) for token, row in zip(before, rows, strict=True)]
+    return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
 
 
 def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """The text of a completion as it continues the token before it, whose own text is `opening`."""
+    """Text of a completion as it continues the token before it, whose own text is `opening`."""
     joined = decode([before, *tokens])
     return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
@@ -311,19 +313,24 @@ def to_rows(
     versions: bool = False,
     choices: int = 0,
 ) -> Rows:
-    """Prompt and completion joined in rows, each on the rank that wrote it, padded on the right to a multiple of 8.
+    """Join prompts and completions into rows on the ranks that wrote them, right-padded to a multiple of 8 tokens.
 
-    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, whatever
-    top_k, top_p, min_p and the repetition penalty left to draw from: a ratio of the two measures the gap between engine
-    and trainer alone, and between the weights that drew a token and the present ones where these differ.
+    `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, regardless of
+    top_k, top_p, min_p and the repetition penalty. So a ratio of the two measures only the gap between engine and
+    trainer, and between the weights that sampled a token and the current ones where these differ.
 
     Args:
-      versions: whether rows have the version of the weights that drew each token.
-      choices: experts of each token that were recorded; 0: none.
+      examples: the prompts.
+      done: their completions.
+      sampling: of the completions.
+      pad: id of the padding token.
+      versions: whether rows get the version of the weights that sampled each token.
+      choices: experts recorded for each token; 0: none.
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
-      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for what was not drawn.
+      https://github.com/verl-project/verl/issues/6240). Neither they nor funrl correct for tokens that could not be
+      sampled.
     """
     samples = sampling.samples
     own = done.own
@@ -338,8 +345,8 @@ def to_rows(
     rollout_logp = torch.zeros(shape, dtype=done.dtype)
     version = torch.zeros(shape, dtype=TOKEN_INT)
     routes = torch.full((*shape, choices), -1, dtype=TOKEN_INT)
-    # The trainer's distribution is the tempered model. What is drawn from is the same, unless tokens are cut away or
-    # penalised; then it is the model's own, for the temperature is 1 (see the check of the settings).
+    # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
+    # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1.
     for row, (prompt, completion) in enumerate(zip(prompts, done.completions, strict=True)):
         here = slice(len(prompt), len(prompt) + len(completion.tokens))
         tokens[row, : len(prompt)] = torch.tensor(prompt)
@@ -369,11 +376,11 @@ def to_rows(
 def first_texts(
     done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str], before: Sequence[int]
 ) -> list[str]:
-    """The texts of some rows, which may be on any ranks; every rank gets them.
+    """Texts of some rows, which may be on any rank. Collective.
 
     Args:
       numbers: of the rows.
-      decode, before: as in `completion_texts`, `before` of these rows.
+      decode, before: as in `completion_texts`, with `before` of these rows.
     """
     own = done.own
     mine = [i for i, number in enumerate(numbers) if number in own]
@@ -386,9 +393,9 @@ def first_texts(
 
 
 def _raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
-    """The largest of each number over all ranks; if any rank has a problem, every rank raises it.
+    """Maximum of each number over all ranks; if any rank has a problem, every rank raises it.
 
-    So no rank is left waiting in a collective.
+    That way no rank is left waiting in a collective.
     """
     everyone = tuple(mesh.sizes)
     ours = torch.tensor([float(problem is not None), *numbers], dtype=torch.float64, device=mesh.device)

@@ -1,4 +1,4 @@
-"""Verdicts: a frozen model writes a text on every completion, and a regular expression finds the score in it."""
+"""Verdicts: a frozen model writes a text about every completion, and a regular expression finds the score in it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
 from funrl.rollout.engine import Engine, awake, complete
 from funrl.rollout.hf_engine import hf_engine, no_engine
-from funrl.rollout.native.engine import native_engine
+from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.rewards import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.sources.own_texts import Decode, written_of, written_texts
+from funrl.trainer.sources.own_texts import Decode, own_completions, written_texts
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -50,9 +51,9 @@ class JudgeJob(NamedTuple):
     Attributes:
       directory, model, tokenizer: of the judge.
       template: text with {{prompt}}, {{completion}} and names of fields.
-      pattern: its last match in a verdict has the score.
+      pattern: compiled; its last match in a verdict holds the score.
       sampling: of a verdict.
-      sizes: of the mesh that it generates on.
+      sizes: axis sizes of the mesh that it generates on.
     """
 
     directory: str
@@ -68,7 +69,8 @@ class Judge(NamedTuple):
     """A judge on its devices.
 
     Attributes:
-      engine: with its weights, paused between verdicts.
+      job: what it judges with.
+      engine: with the judge's weights; paused between verdicts.
       mesh: of the engine.
     """
 
@@ -80,30 +82,31 @@ class Judge(NamedTuple):
 def judge_job(
     directory: str,
     code: str,
-    template: str | None,
-    pattern: str,
-    max_new_tokens: int,
+    settings: JudgeSettings,
     sizes_of: Callable[[Model], dict[str, int]],
     prompts: Sequence[Example],
 ) -> JudgeJob:
-    """Read what is small of a judge and check it against the prompts.
+    """Read a judge's configuration and tokenizer, and check them against the prompts.
 
     Args:
       directory: of the model.
-      code: whose code computes it, as in `hf.load_model`.
-      template: file with the text that the judge is given; None: `TEMPLATE`.
-      pattern: regular expression.
-      max_new_tokens: of a verdict.
+      code: whose code computes the model, as in `hf.load_model`.
+      settings: its template, pattern and length.
       sizes_of: model -> sizes of the mesh to generate on.
+      prompts: whose fields fill the template.
 
     Raises:
       SettingsError, ModelError: naming what cannot work.
     """
-    model, tokenizer = hf.check_directory(directory, code), load_tokenizer(directory)
+    model = hf.check_directory(directory, code)
+    tokenizer = load_tokenizer(directory)
     if not model.generates:
         raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
     if (problem := no_engine(model)) is not None:
         raise SettingsError(f"--judge={directory}: {problem}")
+    template = settings.judge_template
+    pattern = settings.judge_pattern
+    max_new_tokens = settings.judge_max_new_tokens
     text = TEMPLATE if template is None else read_template(template)
     check_template(text, template, prompts)
     try:
@@ -116,7 +119,9 @@ def judge_job(
         )
     stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     sampling = Sampling(greedy=True, max_new_tokens=max_new_tokens, stop=stop)
-    return JudgeJob(directory, model, tokenizer, text, compiled, sampling, sizes_of(model))
+    return JudgeJob(
+        directory, model, tokenizer, template=text, pattern=compiled, sampling=sampling, sizes=sizes_of(model)
+    )
 
 
 def read_template(file: str) -> str:
@@ -128,7 +133,7 @@ def read_template(file: str) -> str:
 
 
 def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> None:
-    """Raise SettingsError where a template has no place for the completion, or one that a prompt cannot fill."""
+    """Raise SettingsError if a template lacks {{completion}} or has a placeholder that a prompt cannot fill."""
     named = dict.fromkeys(PLACEHOLDER.findall(text))
     if "completion" not in named:
         raise SettingsError(f"--judge_template={file}: it has no {{{{completion}}}}")
@@ -142,14 +147,14 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
             )
 
 
-def filled(template: str, example: Example, completion: str) -> str:
-    """A template with a prompt, its completion and its fields in their places."""
+def fill_template(template: str, example: Example, completion: str) -> str:
+    """Fill a template with a prompt, its completion and its fields."""
     values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
 def shown_prompt(example: Example) -> str:
-    """A prompt as a reader sees it: of a chat the messages, with their roles where there are several."""
+    """A prompt as a reader sees it. A chat of several messages shows their roles."""
     if example.messages is None:
         return example.text
     messages = example.messages
@@ -159,7 +164,7 @@ def shown_prompt(example: Example) -> str:
 
 
 def score_in(verdict: str, pattern: Any) -> float:
-    """The number in the last match of a verdict, of its first group where there is one; NaN where there is none.
+    """The number in the last match in a verdict (in its first group, if it has groups); NaN without a number.
 
     Args:
       pattern: compiled by `compile_pattern`.
@@ -170,9 +175,9 @@ def score_in(verdict: str, pattern: Any) -> float:
     matches = list(matches_in(pattern, verdict))
     if not matches:
         return float("nan")
-    found = matches[-1]
+    match = matches[-1]
     try:
-        number = float(found[1] if pattern.groups else found[0])
+        number = float(match[1] if pattern.groups else match[0])
     except (TypeError, ValueError):  # the group is not in the match, or holds something else
         return float("nan")
     return number if abs(number) < float("inf") else float("nan")
@@ -186,16 +191,19 @@ def open_judge(
     layer: Layer,
     note: Callable[[str], None],
 ) -> Judge:
-    """The judge with its weights. Called by every rank, in one order with whatever else makes process groups.
+    """Load a judge. Every rank calls this, in the same order among all calls that make process groups.
 
     Args:
-      meshes: of all devices, that there are already.
-      max_rows: verdicts that are decoded together at most.
+      job: the judge.
+      meshes: existing meshes over all devices.
+      dtype: of its weights.
+      max_rows: bound on the verdicts that are decoded together.
       layer: a replacement of the model's layer, such as a compiled one.
+      note: receives remarks of the engine.
     """
     mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
     if job.model.pages:
-        engine = native_engine(job.model, mesh, dtype, max_rows, layer=layer, note=note)
+        engine = native_engine(job.model, mesh, dtype, options=NativeOptions(max_rows=max_rows), layer=layer, note=note)
     else:
         engine = hf_engine(job.model, mesh, dtype)
     _, params = hf.load(job.directory, dtype, mesh, layouts=engine.weights.layouts, model=job.model)
@@ -207,50 +215,54 @@ def open_judge(
 def with_verdicts(
     rows: Rows, examples: Sequence[Example], judge: Judge, weight: float, decode: Decode, note: Callable[[str], None]
 ) -> Rows:
-    """The rows with a judge's scores: the last column of scores, and part of every score. NaN: a verdict has none.
+    """Add a judge's scores: a last column of `scores`, and its weighted share of every score. NaN: no number was found.
 
-    Rows of one prompt go to one rank, where the beginning that their judge's prompts share is computed once.
+    The rows of a prompt go to one rank, which computes the shared prefix of their verdicts' prompts once.
 
     Args:
+      rows: completions with what scores they have.
       examples: prompts, each with the same number of rows.
-      weight: of the number in a row's score.
+      judge: the judge.
+      weight: of its score in the reward.
       decode: token ids of the policy without the stop token -> text.
-      note: told the first verdict.
+      note: receives the first verdict.
 
     Raises:
-      RewardError: a text is too long for the judge; on every rank alike.
+      RewardError: a text is too long for the judge; raised on every rank.
     """
-    job, mesh = judge.job, judge.mesh
+    job = judge.job
+    mesh = judge.mesh
     owner = generating_ranks(len(examples), len(rows.owner) // len(examples), mesh.size(mesh.row_axes))
     rows = moved(rows, owner, mesh)
-    written = written_of(rows, examples)
+    written = own_completions(rows, examples)
     prompts = [
-        judge_tokens(filled(job.template, one.example, text), job.tokenizer)
-        for one, text in zip(written, written_texts(written, decode), strict=True)
+        judge_tokens(fill_template(job.template, completion.example, text), job.tokenizer)
+        for completion, text in zip(written, written_texts(written, decode), strict=True)
     ]
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
-    _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, mesh.row_axes)["length"], job, examples)
-    requests = [Request(n, ids, job.sampling, n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
+    _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
+    requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
     with awake(judge.engine):
         done = complete(judge.engine, requests)
-    verdicts = [job.tokenizer.decode(one.written, skip_special_tokens=True) for one in done]
+    verdicts = [job.tokenizer.decode(completion.written, skip_special_tokens=True) for completion in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
     if verdicts and rows.own[0] == 0:
         read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"
         note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
-    score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, mesh.row_axes)["score"]
+    score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, axes=mesh.row_axes)["score"]
     return with_column(rows, score_B, weight)
 
 
 def judge_tokens(text: str, tokenizer: Any) -> list[int]:
-    """A judge's prompt: a user's message where its tokenizer has a chat template, else the text."""
+    """Token ids of a judge's prompt: a user's message if its tokenizer has a chat template, else the text."""
     prompt = text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
     return encode_prompt(tokenizer, prompt)[0]
 
 
 def _check_lengths(lengths_B: torch.Tensor, job: JudgeJob, examples: Sequence[Example]) -> None:
     worst = int(np.argmax(lengths_B.cpu().numpy()))
-    most, positions = int(lengths_B[worst]), job.model.config.max_positions
+    most = int(lengths_B[worst])
+    positions = job.model.config.max_positions
     if most + job.sampling.max_new_tokens > positions:
         example = examples[worst * len(examples) // len(lengths_B)]
         raise RewardError(

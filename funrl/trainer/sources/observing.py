@@ -39,34 +39,35 @@ class Show(Protocol):
 
 
 class Observer(WarmstartObserver, Show, Protocol):
-    """Observer of a run, which shows and writes what happens. Every rank has one; that of rank 0 shows it."""
+    """Observer of a run. Every rank has one; rank 0's shows and writes what happens."""
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...
 
     def resumed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Forget later steps, which are repeated from here on.
+        """Forget the steps after `step`, which are repeated.
 
         Args:
-          metrics: of this step, where its line may be missing, as the run had failed before it was written.
+          step: the step that the run resumes after.
+          metrics: of that step, in case the run failed before it wrote them.
         """
         ...
 
     def began(self, step: int, inputs: Mapping[str, str]) -> None:
-        """Record that the run begins after `step`, with files and weights of these digests.
+        """Record the digests of the files and weights that the run begins with after `step`.
 
-        It is recorded only where the run has a directory; what it continues from has been accepted.
+        Called only for a run with a directory, once its checkpoint has been accepted.
         """
         ...
 
     def checkpoint_folder(self) -> str | None:
-        """Folder in which rank 0 writes checkpoints; None: nowhere."""
+        """Folder for rank 0's checkpoints; None: no checkpoints."""
         ...
 
     def finish(self, placed: Placed, params: trees.Tree, error: str | None) -> None:
-        """Take the weights of the trained model, in which every rank takes part."""
+        """Take the weights of the trained model. Collective."""
         ...
 
 
 def shows_samples(steps: int, every: int, step: int) -> bool:
-    """True if a step shows samples: the first, the last, and every `every`-th one."""
+    """True if a step shows samples: the first, the last and every `every`-th step do."""
     return step in (1, steps) or step % every == 0

@@ -1,4 +1,4 @@
-"""Completions as models with tokenizers of their own read them: texts, chats and steps, not the policy's tokens."""
+"""Completions in the tokens of models that have their own tokenizer: as texts, chats and steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from funrl.trainer.sources.generation import text_after
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 Decode = Callable[[list[int]], str]
-UNFINISHED = "\ufffd"  # at the end of a text: the first bytes of a character whose others are in the next token
+UNFINISHED = "\ufffd"  # ends a text whose last character continues in the next token
 
 
 class WrittenRow(NamedTuple):
-    """A completion of this rank's own rows.
+    """A completion on this rank.
 
     Attributes:
-      example: its prompt.
+      example: the prompt.
       tokens: ids, without the stop token.
       finished: whether a stop token ended it.
     """
@@ -40,8 +40,8 @@ class SolutionStep(NamedTuple):
     """A step of a completion.
 
     Attributes:
-      text: without the separator behind it.
-      last: the place among the completion's tokens of the one that ends it.
+      text: without the separator after it.
+      last: index of its last token among the completion's tokens.
     """
 
     text: str
@@ -49,43 +49,48 @@ class SolutionStep(NamedTuple):
 
 
 def reads_tokens(tokenizer: Any, policys: Any, prompts: Sequence[Example]) -> bool:
-    """True if a model with this tokenizer reads the policy's tokens as they are.
+    """True if a model with this tokenizer can read the policy's tokens unchanged.
 
-    The two then have one vocabulary and, where prompts are chats, one chat template.
+    That takes the same vocabulary and, if prompts are chats, the same chat template.
     """
     chats = any(example.messages for example in prompts)
     same = tokenizer.get_vocab() == policys.get_vocab()
     return same and (not chats or tokenizer.chat_template == policys.chat_template)
 
 
-def written_of(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
-    """The completions of this rank's rows, in their order.
+def own_completions(rows: Rows, examples: Sequence[Example]) -> list[WrittenRow]:
+    """Completions of this rank's rows, in their order.
 
     Args:
       examples: prompts, each with the same number of rows.
     """
-    own, batch = rows.own.tolist(), rows.batch
-    lengths, truncated = rows.lengths.tolist(), batch.truncated.tolist()
-    found = []
+    own = rows.own.tolist()
+    batch = rows.batch
+    lengths = rows.lengths.tolist()
+    truncated = batch.truncated.tolist()
+    completions = []
     for tokens_T, number in zip(batch.tokens.tolist(), own, strict=True):
         example = examples[number * len(examples) // len(lengths)]
-        end = lengths[number] - (not truncated[number])  # a stop token is no text
-        found.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
-    return found
+        end = lengths[number] - (not truncated[number])  # a stop token is not text
+        completions.append(WrittenRow(example, tokens_T[len(example.tokens) : end], not truncated[number]))
+    return completions
 
 
 def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
-    """The texts of completions as they continue their prompts."""
+    """Texts of completions as they continue their prompts."""
     opening = functools.cache(lambda token: decode([token]))
-    last = [one.example.tokens[-1] for one in written]
-    return [text_after(opening(token), token, one.tokens, decode) for token, one in zip(last, written, strict=True)]
+    last = [completion.example.tokens[-1] for completion in written]
+    return [
+        text_after(opening(token), token, completion.tokens, decode=decode)
+        for token, completion in zip(last, written, strict=True)
+    ]
 
 
 def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
-    """Prompt and completion as a tokenizer of another model writes them.
+    """Prompt and completion in the tokens of another model's tokenizer.
 
-    A chat goes through its chat template, with the completion as the assistant's message. Otherwise the prompt has its
-    special tokens, and a completion that the policy has ended is ended by its end-of-text token.
+    A chat goes through its chat template, with the completion as the assistant's message. A text prompt gets its
+    special tokens, and a completion that the policy ended gets its end-of-text token.
     """
     example = written.example
     if example.messages is not None:
@@ -97,31 +102,36 @@ def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
 
 
 def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[SolutionStep]:
-    """The steps of a completion; what is blank is no step.
+    """Steps of a completion; blank ones are left out.
 
     Args:
+      written: the completion.
       separator: between two steps; "": every token is a step.
+      decode: token ids of the policy -> text.
     """
     pieces = list(token_texts(written.tokens, written.example.tokens[-1], decode))
     if not separator:
         return [SolutionStep(text, place) for place, text in enumerate(pieces) if text]
-    text, found, begin, at = "".join(pieces), list[SolutionStep](), 0, 0
+    text = "".join(pieces)
+    solution_steps = list[SolutionStep]()
+    begin = 0
+    end = 0
     ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
     for part in text.split(separator):
-        at = min(begin + len(part) + len(separator), len(text))  # behind the separator, if there is one
+        end = min(begin + len(part) + len(separator), len(text))  # after the separator, if there is one
         if part.strip():
-            found.append(SolutionStep(part, int(torch.searchsorted(ends, at))))
-        begin = at
-    return found
+            solution_steps.append(SolutionStep(part, int(torch.searchsorted(ends, end))))
+        begin = end
+    return solution_steps
 
 
 def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[str]:
-    """The text that each token adds; that of a character of several tokens is the last one's.
+    """Yield the text that each token adds. A character of several tokens is added by the last of them.
 
     Args:
       before: the token before them.
     """
-    piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode))
+    piece = functools.lru_cache(1 << 16)(lambda last, ids: text_after(decode([last]), last, ids, decode=decode))
     held: list[int] = []
     for token in tokens:
         held.append(token)
@@ -129,19 +139,20 @@ def token_texts(tokens: Sequence[int], before: int, decode: Decode) -> Iterator[
         if text.endswith(UNFINISHED) and len(held) < 4:  # bytes of a character
             yield ""
         else:
-            before, held = token, []
+            before = token
+            held = []
             yield text
 
 
 class Reader(NamedTuple):
-    """A model with a value head that reads completions as texts of its own tokenizer.
+    """A model with a value head that reads completions in its own tokens.
 
     Attributes:
-      name: for an error.
+      name: of the model, for errors.
       tokenizer: its own.
       decode: token ids of the policy without the stop token -> text.
       pad: id of its padding token.
-      positions: the longest sequence that it was made for.
+      positions: length of the longest sequence that the model takes.
       separator: between two steps.
     """
 
@@ -154,43 +165,44 @@ class Reader(NamedTuple):
 
 
 def read_texts(reader: Reader, rows: Rows, examples: Sequence[Example]) -> Rows:
-    """The rows in the model's own tokens, for a number at the end of each; see `whole_tokens`.
+    """The rows in the model's own tokens, with the mask true at the end of each; see `whole_tokens`.
 
     Raises:
-      RewardError: a text has more tokens than the model has positions; on every rank alike.
+      RewardError: a text has more tokens than the model has positions; raised on every rank.
     """
-    written = written_of(rows, examples)
+    written = own_completions(rows, examples)
     ids = [
-        whole_tokens(one, text, reader.tokenizer)
-        for one, text in zip(written, written_texts(written, reader.decode), strict=True)
+        whole_tokens(completion, text, reader.tokenizer)
+        for completion, text in zip(written, written_texts(written, reader.decode), strict=True)
     ]
     texts = [TextExample((Text(tokens, [False] * len(tokens)),)) for tokens in ids]
     return _read_rows(reader, rows, text_batch(texts, reader.pad, reader=True, device=rows.mesh.device))
 
 
 def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple[Rows, list[list[int]]]:
-    """Rows in the model's own tokens, for a number at the end of every step.
+    """The rows in the model's own tokens, with the mask true at the end of every step.
 
-    With them, for each of this rank's rows, come the places of the policy's tokens that end the steps.
+    Returns: the rows, and for each row of this rank the positions of the policy's tokens that end its steps.
 
     Raises:
-      RewardError: as `read_texts`.
+      RewardError: as in `read_texts`.
     """
-    texts, ends = [], []
-    for one in written_of(rows, examples):
-        found = steps_of(one, reader.separator, reader.decode)
-        prompt, _ = encode_prompt(reader.tokenizer, one.example.messages or one.example.text)
-        text = steps_text(prompt, [step.text for step in found], reader.separator, reader.tokenizer)
+    texts = []
+    ends = []
+    for completion in own_completions(rows, examples):
+        solution_steps = steps_of(completion, reader.separator, reader.decode)
+        prompt, _ = encode_prompt(reader.tokenizer, completion.example.messages or completion.example.text)
+        text = steps_text(prompt, [step.text for step in solution_steps], reader.separator, tokenizer=reader.tokenizer)
         texts.append(TextExample((text,)))
-        ends.append([len(one.example.tokens) + step.last for step in found])
+        ends.append([len(completion.example.tokens) + step.last for step in solution_steps])
     batch = text_batch(texts, reader.pad, reader=True, device=rows.mesh.device, steps=True)
     return _read_rows(reader, rows, batch), ends
 
 
 def _read_rows(reader: Reader, rows: Rows, batch: Batch) -> Rows:
     """Rows of a batch of texts of this rank's rows."""
-    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, rows.mesh.row_axes)
-    longest = int(table["length"].max()) - 1  # one more, to read the last
+    table = gather_table({"length": batch.length}, rows.owner, rows.mesh, axes=rows.mesh.row_axes)
+    longest = int(table["length"].max()) - 1  # one more token reads the last
     if longest > reader.positions:
         raise RewardError(
             f"the {reader.name} reads a prompt and completion as {longest} tokens, but it has {reader.positions} "

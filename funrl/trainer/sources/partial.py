@@ -1,13 +1,13 @@
 """Partial rollouts: a completion is written over several steps, so that no step waits for the longest one.
 
-In a step each request may draw so many new tokens. What is not finished by then goes on in the next step with the
-weights of that step; its tokens, their log-probabilities and the versions of the weights that drew them stay. A prompt
-is trained on when all its samples are finished. Where fewer prompts are finished than a batch needs, further ones are
-begun, so a batch is full from the first step on; what is finished beyond a batch waits for the next one, the prompts
-that were drawn first before the others. None of this depends on the mesh or on time.
+In each step a request samples a limited number of new tokens. An unfinished completion continues in the next step with
+that step's weights; its tokens, their log-probabilities and the versions of the weights that sampled them are kept. A
+prompt is trained on once all its samples are finished. If fewer prompts are finished than a batch needs, further ones
+are begun, so that a batch is full from the first step on. Prompts that finish beyond a full batch wait for the next
+one, in the order of the prompts. None of this depends on the mesh or on timing.
 
-What is begun is in the source's state. A rank holds its own rows of it and writes them to a checkpoint; rows that go on
-are dealt out anew in each step.
+Begun prompts are part of the source's state. Each rank holds and checkpoints its own rows of them; the rows to continue
+are redistributed in each step.
 """
 
 from __future__ import annotations
@@ -31,37 +31,36 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import empty_rollout, generating_ranks, run_requests, to_rows
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
-from funrl.trainer.sources.sources import (
-    SKIPPED,
-    Drawing,
+from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
+from funrl.trainer.sources.prompts import (
     FirstSamples,
     Generation,
-    Source,
+    PromptSchedule,
     chosen_rows,
     failed_rows,
     filter_metrics,
-    filtered_samples,
+    filter_samples,
     first_samples,
     one_step_of,
     prompt_source,
     rewarded_samples,
     skips_empty,
 )
+from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, on_cpu, rows_of, take, widened
 from funrl.trainer.storage.row_shards import HeldRows
 
 
 class BegunPrompts(NamedTuple):
-    """Prompts that were begun and not trained on yet, in the order of their numbers.
+    """Prompts that were begun and are not trained on yet, in the order of the prompts.
 
     Attributes:
-      places: [P] position of each in the order of the prompts.
-      seeds: [R] of each row's request; the rows of a prompt are neighbours.
+      places: [P] position of each prompt in the order of the prompts.
+      seeds: [R] seed of each row's request; the rows of a prompt are neighbours.
       paused: [R] rows that are not finished.
-      rows: R rows, without what a reward model gives.
-      entries: totals of further numbers that rewards gave in the step under way.
+      rows: R rows, without the scores of reward models.
+      entries: totals of further numbers that reward functions returned in the current step.
     """
 
     places: np.ndarray
@@ -71,17 +70,19 @@ class BegunPrompts(NamedTuple):
     entries: Totals = {}  # noqa: RUF012  (never mutated)
 
     def ready(self, samples: int) -> np.ndarray:
-        """[P] prompts all of whose samples are finished."""
+        """[P] bool, prompts whose samples are all finished."""
         return ~np.asarray(self.paused.reshape(-1, samples).any(1))
 
     def some(self, prompts: np.ndarray, samples: int) -> BegunPrompts:
-        """Some prompts, by their places here."""
+        """Select prompts by their indices in `places`."""
         numbers = (prompts[:, None] * samples + np.arange(samples)).flatten()
-        return BegunPrompts(self.places[prompts], self.seeds[numbers], self.paused[numbers], take(self.rows, numbers))
+        return BegunPrompts(
+            self.places[prompts], self.seeds[numbers], self.paused[numbers], rows=take(self.rows, numbers)
+        )
 
 
 class Examined(NamedTuple):
-    """Finished prompts that the filter has seen: their places, rows with all scores, and samples [P, S] kept."""
+    """Finished prompts that the filter has seen: places, rows with all scores, and the mask [P, S] of kept samples."""
 
     places: np.ndarray
     rows: Rows
@@ -89,13 +90,13 @@ class Examined(NamedTuple):
 
 
 class RowWriter(NamedTuple):
-    """Means of writing rows in a step.
+    """Settings for writing rows in a step.
 
     Attributes:
-      generation: as of the source.
-      tokens: new tokens of a request in a step.
-      clock: of the phases.
-      weights: of the prompts in this step; see `take_next`.
+      generation: of the source.
+      tokens: bound on the new tokens of a request in a step.
+      clock: times the phases.
+      weights: sampling weights of the prompts in this step; see `take_next`.
     """
 
     generation: Generation
@@ -105,14 +106,14 @@ class RowWriter(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A step's prompts.
+    """Prompts of a step.
 
     Attributes:
       held: all prompts that are begun or finished.
-      consumed: position in the order.
-      examined: the finished ones.
-      begun: number of prompts that were begun.
-      beyond: number that was finished beyond the budget.
+      consumed: next position in the order of the prompts.
+      examined: finished prompts.
+      begun: number of prompts begun in this step.
+      beyond: number of prompts that were finished beyond the budget of tokens.
     """
 
     held: BegunPrompts
@@ -123,45 +124,47 @@ class Filled(NamedTuple):
 
 
 def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:
-    """Rows that the policy writes over several steps; evaluated as `prompt_source` does, by whole completions.
+    """A source whose rows the policy writes over several steps; evaluated with whole completions.
 
     Args:
-      generation: as of `prompt_source`.
-      tokens: new tokens of a request in a step.
-      clock: of the phases.
+      generation: as in `prompt_source`.
+      tokens: bound on the new tokens of a request in a step.
+      clock: times the phases.
       show: receives samples and remarks.
     """
     engine = generation.engine
     mesh = engine.mesh
     sampling = generation.sampling
-    weighing = generation.drawing.weighing
-    batch_size = generation.drawing.batch
-    empty = to_rows((), empty_rollout(engine), sampling, generation.pad, versions=True)
-    nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), empty)
+    weighing = generation.schedule.weighing
+    batch_size = generation.schedule.batch
+    empty = to_rows((), empty_rollout(engine), sampling, pad=generation.pad, versions=True)
+    nothing = BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), rows=empty)
     whole = prompt_source(generation, clock, show)
 
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["told"], step)
-        filled = _fill(RowWriter(generation, tokens, clock, weights), _held(state["begun"], mesh), begin)
+        filled = _fill(RowWriter(generation, tokens, clock, weights=weights), _held(state["begun"], mesh), begin)
         held = filled.held
         seen = _joined_examined(filled.examined)
-        numbers = _prompt_numbers(generation.drawing, seen.places)
+        numbers = _prompt_numbers(generation.schedule, seen.places)
         measured = weighing.measured(measured, numbers, seen.rows.batch.get("scores"), seen.rows.batch.get("failed"))
         metrics = weighed | _metrics(generation, filled, seen) | entry_metrics(held.entries)
         if weights is not None:
             metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
-        seen, skipped = _with_some_kept(generation, seen, show, step)
+        seen, skipped = _with_some_kept(generation, seen, show, step=step)
         useful = np.flatnonzero(seen.kept_PS.any(1))[:batch_size]
-        chosen = chosen_rows(_examples(generation.drawing, seen.places), seen.rows, useful, seen.kept_PS)
+        chosen = chosen_rows(_examples(generation.schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
         held = held.some(left, sampling.samples)
-        rows = one_step_of(generation, [chosen], begin, clock, generation.greedy_baseline and not skipped)
+        rows = one_step_of(
+            generation, [chosen], begin, clock=clock, baseline=generation.greedy_baseline and not skipped
+        )
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped)}
         metrics |= _staleness(rows, engine.engine.version or 0)
         if generation.shows(step):
-            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, chosen.samples))
+            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.samples))
         return rows, {**state, "prompts_consumed": filled.consumed, "told": measured, "begun": _tree(held)}, metrics
 
     def saved(state: trees.Tree) -> trees.Tree:
@@ -180,7 +183,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     first = {**whole.init(), "begun": _tree(nothing)}
     return Source(
         lambda: trees.map(lambda x: x, first),
-        draw,
+        next_rows,
         whole.evaluate,
         saved=saved,
         rows=rows,
@@ -191,47 +194,47 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
 
 
 def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: int) -> tuple[Examined, bool]:
-    """Take the rewarded samples where the filter kept none; True if the step is then skipped.
+    """If the filter kept no sample, keep the rewarded ones; also returns True if the step is to be skipped.
 
     Args:
-      generation: as of `prompt_source`.
-      seen: the prompts that the filter examined.
-      show: receives a remark where fewer prompts are kept than the batch needs.
+      generation: as in `prompt_source`.
+      seen: prompts that the filter examined.
+      show: receives a remark if fewer prompts are kept than the batch needs.
       step: number of the step.
     """
-    wanted = generation.drawing.batch
+    wanted = generation.schedule.batch
     kept = min(int(seen.kept_PS.any(1).sum()), wanted)
     if kept:
         if kept < wanted:
             show.note(f"step {step}: the filter kept {kept} prompts, the batch needs {wanted}")
         return seen, False
     rewarded_PS = rewarded_samples(generation, seen.rows, len(seen.places))
-    skipped = skips_empty(generation, show, step, len(seen.places))
+    skipped = skips_empty(generation, show, step, prompts=len(seen.places))
     return seen._replace(kept_PS=rewarded_PS), skipped
 
 
 def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
     """Write until enough prompts are finished.
 
-    First all that is begun goes on, and as many prompts are begun as a batch lacks of finished ones. Then further ones
-    are begun as they are missing, as long as no more will be left unfinished than the steps of the longest completion
-    train on; then the first ones of those that are not finished are finished beyond the budget.
+    First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
+    further ones, as long as no more are left unfinished than are trained on during the longest completion; after that,
+    finish the oldest unfinished ones beyond the budget of tokens.
 
     Args:
-      writer: of the rows.
+      writer: writes the rows.
       held: prompts that were begun in earlier steps.
-      begin: position in the order.
+      begin: next position in the order of the prompts.
     """
     generation, tokens, clock, _ = writer
     sampling = generation.sampling
     samples = sampling.samples
-    batch = generation.drawing.batch
+    batch = generation.schedule.batch
     most = batch * generation.selection.max_refills if generation.selection.filter else None
     under_way = batch * (-(-sampling.max_new_tokens // tokens) - 1)
     examined = []
     begun = beyond = kept = 0
     new = max(0, batch - int(held.ready(samples).sum()))
-    held, consumed = _write(writer, held, held.paused, begin, new, tokens)
+    held, consumed = _write(writer, held, held.paused, begin=begin, new=new, tokens=tokens)
     while True:
         begun += new
         known = np.concatenate([np.zeros(0, np.int64), *(prompts.places for prompts in examined)])
@@ -244,30 +247,30 @@ def _fill(writer: RowWriter, held: BegunPrompts, begin: int) -> Filled:
         may_begin = missing if most is None else min(missing, most - begun)
         new = max(0, min(may_begin, under_way + missing - len(waiting)))
         if missing <= 0 or not (new or len(waiting)):
-            return Filled(held, consumed, examined, begun, beyond)
+            return Filled(held, consumed, examined, begun=begun, beyond=beyond)
         if new:
-            held, consumed = _write(writer, held, np.zeros_like(held.paused), consumed, new, tokens)
+            held, consumed = _write(writer, held, np.zeros_like(held.paused), begin=consumed, new=new, tokens=tokens)
         else:
             oldest = np.isin(np.arange(len(held.paused)) // samples, waiting[:missing])
-            held, consumed = _write(writer, held, held.paused & oldest, consumed, 0, None)
+            held, consumed = _write(writer, held, held.paused & oldest, begin=consumed, new=0, tokens=None)
             beyond += min(missing, len(waiting))
 
 
 def _write(
     writer: RowWriter, held: BegunPrompts, goes_on: np.ndarray, begin: int, new: int, tokens: int | None
 ) -> tuple[BegunPrompts, int]:
-    """Continue some rows and begin some prompts; return all prompts that are held, and the position in the order.
+    """Continue some rows and begin some prompts; return all begun prompts and the next position in the order.
 
     Args:
-      writer: of the rows.
-      held: prompts that are begun.
-      goes_on: [R] rows that are continued.
-      begin: position in the order.
-      new: number of prompts that are begun.
-      tokens: that each of these rows may draw; None: to its end.
+      writer: writes the rows.
+      held: begun prompts.
+      goes_on: [R] bool, rows to continue.
+      begin: next position in the order of the prompts.
+      new: number of prompts to begin.
+      tokens: bound on the new tokens of each row; None: write to its end.
     """
     generation, _, clock, weights = writer
-    drawing = generation.drawing
+    schedule = generation.schedule
     sampling = generation.sampling
     mesh = generation.engine.mesh
     numbers = np.flatnonzero(goes_on)
@@ -275,22 +278,22 @@ def _write(
         return held, begin
     samples = sampling.samples
     first = len(numbers)
-    old = [example for example in _examples(drawing, held.places) for _ in range(samples)]
-    taken = take_next(drawing.prompts, new, drawing.seed, begin, weights)
-    drawn = [drawing.prompts[place] for place in taken.places.tolist()]
-    seed = derived_seed(drawing.seed, begin)
+    old = [example for example in _examples(schedule, held.places) for _ in range(samples)]
+    taken = take_next(schedule.prompts, new, schedule.seed, position=begin, weights=weights)
+    selected = [schedule.prompts[place] for place in taken.places.tolist()]
+    seed = derived_seed(schedule.seed, begin)
     seeds = np.array([request_seed(seed, n) for n in range(new * samples)], dtype=np.int64)
     held = held._replace(rows=_dealt(held.rows, numbers, mesh))
     own = []
     for n in np.flatnonzero(goes_on & (held.rows.owner == held.rows.index)).tolist():
-        written = _completion(held.rows, n, old[n], "paused")
+        written = _completion(held.rows, n, old[n], finish="paused")
         number = int(np.searchsorted(numbers, n))
-        own.append(Request(number, old[n].tokens, sampling, int(held.seeds[n]), written, tokens))
-    groups = RequestGroups([example.tokens for example in drawn], sampling, seed, first=first, most=tokens)
-    examples = [*(old[n] for n in numbers), *(example for example in drawn for _ in range(samples))]
+        own.append(Request(number, old[n].tokens, sampling, seed=int(held.seeds[n]), begun=written, most=tokens))
+    groups = RequestGroups([example.tokens for example in selected], sampling, seed, first=first, most=tokens)
+    examples = [*(old[n] for n in numbers), *(example for example in selected for _ in range(samples))]
     with clock.phase("generate"):
         done = run_requests(generation.engine, groups, examples, rows=len(examples), own=own)
-        rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), generation.pad, versions=True)
+        rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), pad=generation.pad, versions=True)
     if done.reward_s:
         clock.move(done.reward_s, "generate", "reward")
     paused = (~done.finished & (done.lengths < sampling.max_new_tokens)).cpu().numpy()
@@ -301,14 +304,14 @@ def _write(
         np.concatenate([held.places, taken.positions]),
         np.concatenate([held.seeds, seeds]),
         np.concatenate([held.paused, paused])[order],
-        take(join_rows([held.rows, rows]), order),
-        joined_totals(held.entries, done.entries),
+        rows=take(join_rows([held.rows, rows]), order),
+        entries=add_totals(held.entries, done.entries),
     )
     return prompts, taken.end
 
 
 def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
-    """Rows, some of them dealt out by their lengths: each rank has about as many, and as long ones."""
+    """Redistribute some rows so that each rank has about as many of them, of about the same lengths."""
     owner = rows.owner.copy()
     longest_first = numbers[np.argsort(-rows.lengths[numbers], kind="stable")]
     owner[longest_first] = np.arange(len(numbers)) % mesh.size(mesh.row_axes)
@@ -316,17 +319,17 @@ def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
 
 
 def _examine(generation: Generation, clock: Clock, prompts: BegunPrompts) -> Examined:
-    """Finished prompts with all rewards and what the filter says."""
+    """Score finished prompts with all rewards and apply the filter."""
     samples = generation.sampling.samples
     rows = prompts.rows
     rows = rows.with_fields(group=torch.arange(len(rows.owner), device=rows.batch.length.device) // samples)
     if generation.rescore is not None:
-        rows = generation.rescore(rows, _examples(generation.drawing, prompts.places), "")
-    return Examined(prompts.places, rows, filtered_samples(generation, rows, len(prompts.places)))
+        rows = generation.rescore(rows, _examples(generation.schedule, prompts.places), "")
+    return Examined(prompts.places, rows, filter_samples(generation, rows, len(prompts.places)))
 
 
 def _joined_examined(examined: Sequence[Examined]) -> Examined:
-    """All of them in the order of their prompts."""
+    """Join them in the order of the prompts."""
     places = np.concatenate([prompts.places for prompts in examined])
     kept_PS = np.concatenate([prompts.kept_PS for prompts in examined])
     order = np.argsort(places)
@@ -336,12 +339,12 @@ def _joined_examined(examined: Sequence[Examined]) -> Examined:
 
 
 def _metrics(generation: Generation, filled: Filled, seen: Examined) -> dict[str, float]:
-    """Numbers of a step's prompts."""
+    """Metrics of a step's prompts."""
     useful = np.asarray(seen.kept_PS.any(1))
     metrics: dict[str, float] = {
         "partial/new_prompts": filled.begun,
         "partial/unfinished_prompts": int((~filled.held.ready(generation.sampling.samples)).sum()),
-        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.drawing.batch),
+        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.schedule.batch),
         "partial/prompts_beyond_budget": filled.beyond,
     }
     if seen.rows.batch.get("failed") is not None:
@@ -352,7 +355,7 @@ def _metrics(generation: Generation, filled: Filled, seen: Examined) -> dict[str
 
 
 def _staleness(rows: Rows, version: int) -> dict[str, float]:
-    """Loads of weights between the draw of a token and this step, over the sampled tokens of all rows."""
+    """Syncs of weights between the sampling of a token and this step, over the sampled tokens of all rows."""
     batch = on_cpu(rows).batch
     lag_bT = (version - batch.version) * batch.mask
     sums = batch.across.sums
@@ -362,41 +365,43 @@ def _staleness(rows: Rows, version: int) -> dict[str, float]:
 
 
 def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows, samples: np.ndarray) -> FirstSamples:
-    """The first sample of each of the first prompts, as `first_samples` gives it."""
+    """The first sample of each of the first prompts, in the form of `first_samples`."""
     firsts = take(rows, np.cumsum([0, *samples])[: len(examples)])
     truncated = firsts.batch.truncated.tolist()
     completions = [
-        _completion(firsts, n, examples[n], "length" if truncated[n] else "stop")._replace(number=n)
+        _completion(firsts, n, examples[n], finish="length" if truncated[n] else "stop")._replace(number=n)
         for n in firsts.own.tolist()
     ]
     done = empty_rollout(generation.engine)._replace(completions=completions, owner=firsts.owner, mesh=firsts.mesh)
-    return first_samples(generation, examples, done, firsts, 1)
+    return first_samples(generation, examples, done, rows=firsts, samples=1)
 
 
 def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:
-    """The tokens that are written of a row on this rank."""
+    """Tokens written so far of a row on this rank."""
     (row,) = rows.local(np.array([number]))
     batch = rows.batch
     here = slice(len(example.tokens), int(batch.length[number]))
     tokens, logp, versions = (x[row, here].cpu() for x in (batch.tokens, batch.rollout_logp, batch.version))
-    return Completion(number, tokens.long(), logp, logp, versions.long(), finish)  # type: ignore[arg-type]
+    return Completion(number, tokens.long(), logp, raw_logp=logp, versions=versions.long(), finish=finish)  # type: ignore[arg-type]
 
 
-def _examples(drawing: Drawing, places: np.ndarray) -> list[Example]:
+def _examples(schedule: PromptSchedule, places: np.ndarray) -> list[Example]:
     """The prompts at these positions of the order."""
-    return [drawing.prompts[number] for number in _prompt_numbers(drawing, places).tolist()]
+    return [schedule.prompts[number] for number in _prompt_numbers(schedule, places).tolist()]
 
 
-def _prompt_numbers(drawing: Drawing, places: np.ndarray) -> np.ndarray:
-    """Places among all prompts of those at some positions of the order."""
+def _prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
+    """Indices of the prompts at these positions of the order."""
     if not len(places):
         return places
     first = int(places.min())
-    return places_in_order(drawing.prompts, int(places.max()) + 1 - first, drawing.seed, first)[places - first]
+    return places_in_order(schedule.prompts, int(places.max()) + 1 - first, schedule.seed, position=first)[
+        places - first
+    ]
 
 
 def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
-    """Prompts that are held, as a tree of tensors."""
+    """Begun prompts as a tree of tensors."""
     columns = {"places": held.places, "seeds": held.seeds, "paused": held.paused, "owner": held.rows.owner}
     tensors: dict[str, Tensor] = {name: torch.from_numpy(x) for name, x in columns.items()}
     return {**tensors, "fields": as_dict(held.rows.batch)}
@@ -404,4 +409,4 @@ def _tree(held: BegunPrompts) -> dict[str, trees.Tree]:
 
 def _held(tree: dict[str, trees.Tree], mesh: Mesh) -> BegunPrompts:
     rows = rows_of(Batch(**tree["fields"]), tree["owner"].numpy(), mesh)
-    return BegunPrompts(tree["places"].numpy(), tree["seeds"].numpy(), tree["paused"].numpy(), rows)
+    return BegunPrompts(tree["places"].numpy(), tree["seeds"].numpy(), tree["paused"].numpy(), rows=rows)

@@ -1,4 +1,4 @@
-"""Rewards of one rollout's rows, under way while others are still being written."""
+"""Rewards of a rollout's rows, computed while further rows are still being written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from funrl.rewards.call import Completed, Failure, RewardError, RewardOutcome, S
 from funrl.rewards.pool import Pool, RowRewards
 from funrl.rollout.requests import Completion
 
-Totals = Mapping[str, tuple[float, int]]  # of further numbers that rewards gave: their sum and how many there are
-OWN_METRICS = frozenset({"mean", "max", "min", "equal_groups", "failed"})  # reward/NAME of a run itself
-_Part = tuple[Future[list[RewardOutcome]], int]  # of one function: its numbers, and the row's place among them
+Totals = Mapping[str, tuple[float, int]]  # of further numbers that reward functions returned: sum and count
+OWN_METRICS = frozenset({"mean", "max", "min", "equal_groups", "failed"})  # names reward/NAME that the run uses itself
+_Part = tuple[Future[list[RewardOutcome]], int]  # of one function: its outcomes, and the row's index among them
 
 
 class Rewarded(NamedTuple):
     """Rewards of rows, in the order of their numbers.
 
     Attributes:
-      scores: a number of each function a row; NaN where it does not apply, 0 where it failed.
-      failed: of each row, whether a function failed on it, or none applies to it.
+      scores: for each row, the score of each function; NaN where it does not apply, 0 where it failed.
+      failed: for each row, whether a function failed on it or none applies to it.
       problem: message of the first failure; "" where there is none.
-      entries: of the other numbers in dicts that functions gave.
+      entries: totals of the further numbers in dicts that functions returned.
     """
 
     scores: list[list[float]]
@@ -33,27 +33,27 @@ class Rewarded(NamedTuple):
     entries: Totals = {}  # noqa: RUF012  (never mutated)
 
 
-def joined_totals(*totals: Totals) -> Totals:
-    """Totals of several sets of rows."""
+def add_totals(*totals: Totals) -> Totals:
+    """Add the totals of several sets of rows."""
     joined: dict[str, tuple[float, int]] = {}
-    for one in totals:
-        for name, (value, count) in one.items():
+    for part in totals:
+        for name, (value, count) in part.items():
             before = joined.get(name, (0.0, 0))
             joined[name] = (before[0] + value, before[1] + count)
     return joined
 
 
 def entry_metrics(totals: Totals, group: str = "reward") -> dict[str, float]:
-    """Means of the other numbers in dicts that reward functions gave, over the rows that have them."""
+    """Means of the further numbers in dicts that reward functions returned, over the rows that have them."""
     means = {name: value / count for name, (value, count) in sorted(totals.items())}
     return {f"{group}/{name}" + "_entry" * (name in OWN_METRICS): mean for name, mean in means.items()}
 
 
 class PendingRewards:
-    """Rewards of rows, asked for as their completions finish, in any order and by any number at once.
+    """Rewards of rows whose completions finish in any order.
 
-    Workers begin with a row when it is added; a batched function is given all rows of a prompt together, when the last
-    of them is there. Without workers this process rewards all rows at the end, in their order.
+    Workers begin to reward a row when it is added. A batched function gets all rows of a prompt in one call, once the
+    last of them is added. Without workers, this process rewards all rows at the end, in their order.
     """
 
     def __init__(self, pool: Pool, completed: Callable[[Completion], Completed], samples: int = 1):
@@ -61,16 +61,18 @@ class PendingRewards:
 
         Args:
           pool: runs the reward functions.
-          completed: a completion -> what the functions are given.
+          completed: completion -> arguments of the reward functions.
           samples: rows of a prompt, which have neighbouring numbers.
         """
-        self._pool, self._completed, self._samples = pool, completed, samples
+        self._pool = pool
+        self._completed = completed
+        self._samples = samples
         self._rows: dict[int, Completed] = {}
         self._parts: dict[tuple[int, int], _Part] = {}  # by row and function
         self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for
 
     def add(self, done: Completion) -> None:
-        """Take a row as its completion finishes; one that is only paused has no reward yet."""
+        """Add a completion that has finished. A paused one has no reward yet and is ignored."""
         if done.finish == "paused":
             return
         self._rows[done.number] = self._completed(done)
@@ -86,14 +88,14 @@ class PendingRewards:
         """Wait for all rewards.
 
         Args:
-          on_error: "stop" raises the first failure; otherwise they are told.
+          on_error: "stop" raises the first failure; otherwise the result marks failures.
 
         Raises:
-          RewardError: a function failed, of the first row of which one did; or the pool has ended.
+          RewardError: a function failed, shown for the first such row; or the pool has ended.
         """
         numbers = sorted(self._rows)
         if self._pool.workers:
-            for group in self._groups.values():  # of prompts whose other rows are not here
+            for group in self._groups.values():  # of prompts with rows on other ranks
                 self._begin(sorted(group), batched=True)
         else:
             for number in numbers:
@@ -105,13 +107,17 @@ class PendingRewards:
         rewarded = Rewarded([], [], "")
         for number in numbers:
             rewards = RowRewards(self._rows[number], tuple(self._parts[number, k] for k in self._functions()))
-            found = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
+            outcomes = list[RewardOutcome](rewards.result()) if on_error == "stop" else rewards.outcomes()
             beat()
-            failures = [one for one in found if isinstance(one, Failure)]
-            rewarded.scores.append([0.0 if isinstance(one, Failure) else one for one in found])
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+            rewarded.scores.append([0.0 if isinstance(outcome, Failure) else outcome for outcome in outcomes])
             rewarded.failed.append(bool(failures))
-            own = [{name: (x, 1) for name, x in one.entries.items()} for one in found if isinstance(one, Score)]
-            rewarded = rewarded._replace(entries=joined_totals(rewarded.entries, *own)) if own else rewarded
+            entries = [
+                {name: (x, 1) for name, x in outcome.entries.items()}
+                for outcome in outcomes
+                if isinstance(outcome, Score)
+            ]
+            rewarded = rewarded._replace(entries=add_totals(rewarded.entries, *entries)) if entries else rewarded
             if failures and not rewarded.problem:
                 rewarded = rewarded._replace(problem=failures[0].message)
         return rewarded
@@ -120,18 +126,18 @@ class PendingRewards:
         return range(len(self._pool.functions))
 
     def _begin(self, numbers: list[int], batched: bool) -> None:
-        """Begin to reward rows by the functions that are given rows together, or by the others.
+        """Begin to reward rows with the batched functions, or with the others.
 
-        Where this process runs them, functions that are awaited are given all rows, to be under way together.
+        Where this process runs the functions, awaited ones count as batched, so that their calls run concurrently.
         """
-        for k, one in enumerate(self._pool.functions):
-            if batched == (one.batched or (one.awaited and not self._pool.workers)) and numbers:
+        for k, function in enumerate(self._pool.functions):
+            if batched == (function.batched or (function.awaited and not self._pool.workers)) and numbers:
                 future = self._pool.begin(k, [self._rows[number] for number in numbers])
                 self._parts |= {(number, k): (future, place) for place, number in enumerate(numbers)}
 
     def _check(self, number: int) -> None:
-        """Raise RewardError where a function that has been called failed on a row."""
+        """Raise RewardError if a function that has been called failed on a row."""
         for k in self._functions():
             future, place = self._parts.get((number, k), (None, 0))
-            if future is not None and isinstance(found := future.result()[place], Failure):
-                raise RewardError(*found)
+            if future is not None and isinstance(outcome := future.result()[place], Failure):
+                raise RewardError(*outcome)

@@ -1,20 +1,18 @@
-"""Sources of rows: prompts that the policy completes, or texts that are given."""
+"""The source whose rows the policy writes: prompts, completed and rewarded."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Advantage, Filter
-from funrl.data.order import Drawn, order_digest, places_in_order, take_next
+from funrl.algos.core import Filter
+from funrl.data.order import order_digest, take_next
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
@@ -23,18 +21,12 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, first_texts, rollout, to_rows
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pending_rewards import Totals, entry_metrics, joined_totals
-from funrl.trainer.steps.advantage_phase import advantages
+from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
+from funrl.trainer.sources.source import SKIPPED, Source, same_order
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.learn import denominators
-from funrl.trainer.steps.micro import own_micro_batches, row_cost
-from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
-from funrl.trainer.steps.score import score
-from funrl.trainer.steps.step import NotFiniteError, loss_value
+from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
-from funrl.trainer.storage.row_shards import HeldRows
 
-SKIPPED = "filter_groups/skipped"  # metric of a source: 1 where the filter kept nothing and nothing is trained on
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 FirstSamples = tuple[Sequence[Example], Sequence[str], Sequence[float | None], Sequence[dict[str, float]]]
 
@@ -43,33 +35,8 @@ class FilterError(RuntimeError):
     """The algorithm's filter kept no row of a step."""
 
 
-class Source(NamedTuple):
-    """A source of rows.
-
-    Attributes:
-      init: () -> the source's state before the first step.
-      draw: (source's state, step) -> (rows, source's state, metrics). Where the metric `SKIPPED` is 1, the rows are
-        not to be trained on.
-      evaluate: (states of the roles, step) -> metrics on held-out data.
-      saved: source's state -> the same as a checkpoint has it.
-      rows: such a state -> its leaves that are rows, of which each rank has its own; None: all is alike on every rank.
-      restored: a state that was read from a checkpoint, of whose rows each rank has a share -> the source's state.
-      observed: (source's state, metrics of a step) -> the source's state after it. All ranks call it together.
-      spread: whether ranks have different parts of the state.
-    """
-
-    init: Callable[[], trees.Tree]
-    draw: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
-    evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
-    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
-    spread: bool = False
-
-
-class Drawing(NamedTuple):
-    """The prompts that are trained on, and their order.
+class PromptSchedule(NamedTuple):
+    """Prompts to train on, and their order.
 
     Attributes:
       prompts: all of them.
@@ -85,12 +52,12 @@ class Drawing(NamedTuple):
 
 
 class RowSelection(NamedTuple):
-    """The rows that are trained on.
+    """Selection of the rows to train on.
 
     Attributes:
       filter: batch -> [B] bool, rows worth training on; None: all.
-      when_empty: "skip", "stop" or "use", where the filter keeps nothing.
-      max_refills: batches of prompts that are sampled at most for a batch.
+      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
+      max_refills: bound on the prompts sampled for a batch, in batches.
     """
 
     filter: Filter | None = None
@@ -107,7 +74,7 @@ class PromptEvaluation(NamedTuple):
       solved: scores [R, K] -> [R] bool, completions that count as solved, or None where scores are no verdicts; None:
         unknown.
       seed: of the completions.
-      table_prompts: prompts whose completions are shown, at most; None: all.
+      table_prompts: bound on the prompts whose completions are shown; None: all.
     """
 
     heldout: Sequence[Example]
@@ -118,26 +85,26 @@ class PromptEvaluation(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """Everything that a source of completions needs.
+    """Settings of a source of completions.
 
     Attributes:
-      engine: with the rewards.
-      drawing: of the prompts that are trained on.
+      engine: engine and rewards.
+      schedule: prompts to train on and their order.
       sampling: of their completions.
       evaluation: on held-out prompts.
-      selection: of the rows that are trained on.
-      rescore: (rows, prompts, phase) -> rows with the scores of models, in phases of the models or in the one that is
-        named; None: there are none.
-      demonstrate: (rows, their prompts) -> the rows and those of the prompts' demonstrations; None: there are none.
-      reward_names: of the parts of a completion's score.
-      greedy_baseline: whether rows have the score of a greedy completion.
-      shows: step -> whether samples are shown.
+      selection: which rows are trained on.
+      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
+        phase for each model); None: there are none.
+      demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
+      reward_names: names of the columns of `scores`.
+      greedy_baseline: whether rows get the score of a greedy completion of their prompt.
+      shows: step -> whether to show samples.
       pad: id of the padding token.
-      choices: experts of each token that the engine records; 0: none.
+      choices: experts recorded for each token; 0: none.
     """
 
     engine: RewardedEngine
-    drawing: Drawing
+    schedule: PromptSchedule
     sampling: Sampling
     evaluation: PromptEvaluation
     selection: RowSelection = RowSelection()
@@ -153,15 +120,15 @@ class Generation(NamedTuple):
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    As many more prompts as the filter keeps no row of are sampled until the batch is full, within bounds: no completion
-    that the filter keeps is thrown away. What it drops is counted: prompts, and rows of the prompts that are used.
+    Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
+    completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
     sampling = generation.sampling
-    prompts, batch_size, seed, weighing = generation.drawing
+    prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
     most = batch_size * (selection.max_refills if selection.filter else 1)
 
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["told"], step)
         batches: list[Chosen] = []
@@ -169,20 +136,22 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         entries: Totals = {}
         room = batch_size
         while room and sampled < most:
-            taken = take_next(prompts, min(room, most - sampled), seed, consumed, weights)
-            drawn = [prompts[place] for place in taken.places.tolist()]
-            done, rows = rewarded_rows(generation, clock, drawn, sampling, derived_seed(seed, consumed))
+            taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
+            selected = [prompts[place] for place in taken.places.tolist()]
+            done, rows = rewarded_rows(
+                generation, clock, selected, sampling=sampling, seed=derived_seed(seed, consumed)
+            )
             if not sampled and generation.shows(step):
-                show.samples(step, *first_samples(generation, drawn[:8], done, rows, sampling.samples))
+                show.samples(step, *first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
-            entries = joined_totals(entries, done.entries)
-            kept_PS = filtered_samples(generation, rows, len(drawn))
+            entries = add_totals(entries, done.entries)
+            kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
-            sampled += len(drawn)
+            sampled += len(selected)
             room -= len(useful)
-            batches.append(chosen_rows(drawn, rows, useful, kept_PS))
+            batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
         count = sum(len(chosen.examples) for chosen in batches)
         if weights is not None:
@@ -190,16 +159,18 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics = filter_metrics(count, sampled, dropped_rows)
         skipped = False
         if not count:
-            kept_PS = rewarded_samples(generation, rows, len(drawn))
-            skipped = skips_empty(generation, show, step, sampled)
-            batches = [chosen_rows(drawn, rows, np.flatnonzero(kept_PS.any(1)), kept_PS)]
+            kept_PS = rewarded_samples(generation, rows, len(selected))
+            skipped = skips_empty(generation, show, step, prompts=sampled)
+            batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
         elif count < batch_size:
             show.note(
                 f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {batch_size}; a "
                 f"--max_refills above {selection.max_refills} may fill it"
             )
         batches = [chosen for chosen in batches if chosen.examples]
-        batch = one_step_of(generation, batches, begin, clock, generation.greedy_baseline and not skipped)
+        batch = one_step_of(
+            generation, batches, begin, clock=clock, baseline=generation.greedy_baseline and not skipped
+        )
         if generation.demonstrate is not None and not skipped:
             batch = generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
         metrics[SKIPPED] = float(skipped)
@@ -217,19 +188,19 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return {**state, "told": weighing.observed(state["told"], metrics)}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        return evaluate_heldout(generation, clock, show, step)
+        return evaluate_heldout(generation, clock, show, step=step)
 
-    return Source(lambda: dict(first), draw, evaluate, restored=restored, observed=observed)
+    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed)
 
 
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
-    done, rows = rewarded_rows(generation, clock, heldout, sampling, seed, "eval")
-    show.samples(step, *first_samples(generation, heldout[:8], done, rows, sampling.samples))
+    done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    show.samples(step, *first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
-    scores = evaluated(heldout, done, rows, solved, decode, generation.reward_names)
-    for part in table_of(scores, heldout, done, decode, step, table_prompts):
+    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
+    for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     return metrics_of(scores, heldout) | entry_metrics(done.entries, "eval/reward")
 
@@ -249,91 +220,6 @@ def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, floa
     }
 
 
-def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
-    """The state of a checkpoint, with a remark where it was in another order of prompts or texts."""
-    if state["order"] != order:
-        show.note(
-            "--resume: the data, or --seed, are not those that the run has had so far: it goes on at the same place of "
-            "another order"
-        )
-    return {**state, "order": order}
-
-
-class TextData(NamedTuple):
-    """Texts to learn from.
-
-    Attributes:
-      examples: to train on.
-      heldout: to evaluate on.
-      to_rows: examples -> rows.
-      batch: examples of a batch.
-      seed: of their order.
-    """
-
-    examples: Sequence[Any]
-    heldout: Sequence[Any]
-    to_rows: Callable[[Sequence[Any]], Rows]
-    batch: int
-    seed: int
-
-
-class LossEvaluation(NamedTuple):
-    """The evaluation of the one role that learns, by its loss.
-
-    Attributes:
-      roles: of the run.
-      frozen: weights of those that do not learn.
-      token_budget: of a micro-batch.
-      chain: advantage pieces that run before the loss; None: none.
-      sample: called with the states of the roles and the step at every evaluation.
-    """
-
-    roles: Mapping[str, Role]
-    frozen: Mapping[str, trees.Tree]
-    token_budget: int
-    chain: Advantage | None = None
-    sample: Callable[[Mapping[str, RoleState], int], None] = lambda states, step: None
-
-
-def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: Show) -> Source:
-    """Rows of given texts, in a shuffled order; evaluated by the loss of the one role that learns."""
-    examples, heldout, to_rows, batch, seed = data
-    roles, frozen, token_budget, chain, sample = evaluation
-    (name, role), *_ = [(n, r) for n, r in roles.items() if r.loss is not None]
-    scoring = {n: r for n, r in roles.items() if r.loss is None}
-    held = score(scoring, weights_of(scoring, {}, frozen), to_rows(heldout), token_budget)
-
-    def draw(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        consumed = state["examples_consumed"]
-        rows = to_rows(Drawn(examples, places_in_order(examples, batch, seed, consumed).tolist()))
-        tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
-        return rows, {**state, "examples_consumed": consumed + batch}, tokens
-
-    def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        assert role.loss is not None
-        with clock.phase("eval"):
-            rows = held
-            if chain is not None:
-                scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget)
-                rows, _, _ = advantages(chain, chain.init(), scored)
-            cost = row_cost(role.placed)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=row_fields_of(role.loss))
-            ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
-            metrics, value = loss_value(role, states[name].params, (piece.batch for piece in pieces), dens, frozen)
-        if not math.isfinite(value):
-            when = f"after step {step}; a lower --lr may prevent it" if step else "before the first step"
-            raise NotFiniteError(f"the held-out loss is {value.item()} {when}")
-        with clock.phase("eval"):
-            sample(states, step)
-        terms = {f"eval/{key.rsplit('/', 1)[-1]}": metric.item() for key, metric in metrics.items()}
-        loss = {"eval/loss": value.item(), "eval/examples": float(len(heldout))}
-        return loss | terms | loss  # whatever a term calls its own part
-
-    order = order_digest(examples, seed)
-    first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), draw, evaluate, restored=functools.partial(same_order, order, show))
-
-
 def rewarded_rows(
     generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
 ) -> tuple[Rollout, Rows]:
@@ -341,22 +227,22 @@ def rewarded_rows(
 
     Args:
       generation: as of the source.
-      clock: whose phases are "generate", "reward" and those of models that score, or `phase`.
+      clock: times "generate", "reward" and a phase for each scoring model, or only `phase` if that is given.
       examples: prompts, the same on every rank.
       sampling: of the completions.
       seed: of their noise.
-      phase: one for all of it.
+      phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
-        done = rollout(generation.engine, examples, sampling, seed)
+        done = rollout(generation.engine, examples, sampling, seed=seed)
         rows = to_rows(examples, done, sampling, generation.pad, choices=generation.choices)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
     return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
 
 
-def filtered_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, the rows that the filter keeps."""
+def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, rows that the filter keeps."""
     samples = generation.sampling.samples
     if generation.selection.filter is None:
         return np.ones((prompts, samples), dtype=bool)
@@ -364,13 +250,13 @@ def filtered_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
 
 
 def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> bool:
-    """True if a step of which the filter has dropped everything has no update; a line says so.
+    """True if a step whose rows were all dropped by the filter has no update; shows a remark.
 
     Args:
       prompts: sampled in the step.
 
     Raises:
-      FilterError: the run is to stop.
+      FilterError: `when_empty` is "stop".
     """
     dropped = f"step {step}: the filter dropped all of {prompts} prompts"
     when_empty = generation.selection.when_empty
@@ -382,7 +268,7 @@ def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> 
 
 
 def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, the rows that can be trained on whatever the filter says.
+    """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
 
     Raises:
       RewardError: there is none.
@@ -396,13 +282,13 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
 
 
 def failed_rows(rows: Rows) -> int:
-    """Rows on which a reward function failed."""
+    """Number of rows on which a reward function failed."""
     failed_B = rows.batch.get("failed")
     return 0 if failed_B is None else int(failed_B.sum())
 
 
 class Chosen(NamedTuple):
-    """Prompts that the batch takes, their rows, and the samples of each that are kept."""
+    """Prompts taken for the batch, their kept rows, and the number of kept samples of each prompt."""
 
     examples: list[Example]
     rows: Rows
@@ -417,14 +303,14 @@ def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, ke
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
-    """All chosen rows as those of one step; groups are numbered on from the prompts of earlier steps.
+    """Join the chosen rows into one step, with group numbers that continue those of earlier steps.
 
     Args:
       generation: as of the source.
       chosen: prompts with their rows.
       begin: number of the first group.
       clock: of the phases.
-      baseline: whether they get the scores of greedy completions.
+      baseline: whether to add the scores of greedy completions.
     """
     rows = join_rows([part.rows for part in chosen])
     counts = np.concatenate([part.samples for part in chosen])
@@ -435,7 +321,7 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
         return rows
     examples = [example for part in chosen for example in part.examples]
     sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    _, greedy = rewarded_rows(generation, clock, examples, sampling, 0)
+    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
     rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
     if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
@@ -458,7 +344,7 @@ def first_samples(
       samples: completions of each prompt.
     """
     numbers = [i * samples for i in range(len(examples))]
-    texts = first_texts(done, numbers, generation.engine.decode, [e.tokens[-1] for e in examples])
+    texts = first_texts(done, numbers, generation.engine.decode, before=[e.tokens[-1] for e in examples])
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
     return examples, texts, scores, parts_of_scores(generation.reward_names, rows, numbers)

@@ -1,0 +1,103 @@
+"""The interface between `VLLMEngine` and vLLM: requests, sampled tokens, and the calls of a core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from funrl.rollout.sampling_parameters import Sampling
+
+
+class CoreRequest(NamedTuple):
+    """Tokens to continue.
+
+    Attributes:
+      number: of the request.
+      tokens: of the prompt and of the completion so far.
+      written: number of tokens of the completion so far.
+      count: bound on the tokens to sample.
+      sampling, seed: as in `Request`.
+    """
+
+    number: int
+    tokens: list[int]
+    written: int
+    count: int
+    sampling: Sampling
+    seed: int
+
+
+class SampledTokens(NamedTuple):
+    """Tokens of one request that a step sampled.
+
+    Attributes:
+      number: of the request.
+      tokens: token ids.
+      raw_logp, sampling_logp: nats of each.
+      cached: tokens of `CoreRequest.tokens` that were found in the cache.
+    """
+
+    number: int
+    tokens: list[int]
+    raw_logp: list[float]
+    sampling_logp: list[float]
+    cached: int
+
+
+class CacheCounts(NamedTuple):
+    """Counts of pages of keys and values, and of preempted requests."""
+
+    page_tokens: int
+    page_bytes: int
+    pages: int
+    used_pages: int
+    preempted: int
+
+
+class Core(Protocol):
+    """The interface to vLLM that `VLLMEngine` uses, in this process or in a server.
+
+    Attributes:
+      generation: changes when all requests have been lost and must be added again.
+    """
+
+    @property
+    def generation(self) -> int: ...
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Begin requests."""
+        ...
+
+    def step(self) -> list[SampledTokens]:
+        """One pass."""
+        ...
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Forget requests; unknown numbers are ignored."""
+        ...
+
+    def forget(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights, and forget what the old ones computed. No request is in flight."""
+        ...
+
+    def held(self) -> Iterable[tuple[str, Tensor | None]]:
+        """Weights by their Hugging Face names; None instead of one that cannot be read back."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory of keys and values. No request is in flight."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate it again."""
+        ...
+
+    def counts(self) -> CacheCounts:
+        """Pages of its cache."""
+        ...
