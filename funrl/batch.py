@@ -51,7 +51,8 @@ class Batch:
     """Rows of tokens and what is known of each; immutable. What is None is not held."""
 
     def __init__(self, schema: Schema | None = None, /, **fields: Value | None):
-        """
+        """Make a batch of fields.
+
         Args:
           schema: declarations of the fields that the batch may have; None: `FIELDS`.
           fields: the values.

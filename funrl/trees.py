@@ -92,14 +92,17 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
 
 
 def to_device(tree: Tree, device: torch.device | str) -> Tree:
+    """The tree with its leaves on a device."""
     return map(lambda x: x.to(device), tree)
 
 
 def zeros_like(tree: Tree) -> Tree:
+    """Zeros of the shapes and dtypes of a tree's leaves."""
     return map(torch.zeros_like, tree)
 
 
 def clone(tree: Tree) -> Tree:
+    """Detached copy of each leaf."""
     return map(lambda x: x.detach().clone(), tree)
 
 

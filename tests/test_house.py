@@ -1,6 +1,7 @@
 """The house stands as docs/design.md draws it, and what the page names exists."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from funrl.algos import WHERE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tools/ is not part of the package
-from tools import house
+from tools import house, measure
 
 PAGES = ["docs/design.md", "CONTRIBUTING.md"]
 
@@ -226,3 +227,28 @@ def test_a_model_is_called_by_its_record_and_not_by_the_module_that_made_it():
     outside = [file for file in root.rglob("*.py") if "models" not in file.relative_to(root).parts]
     named = re.compile(r"from funrl\.models\.decoder import [^\n]*\bdecoder\b|funrl\.models\.decoder\.decoder\b")
     assert [str(file.relative_to(root)) for file in outside if named.search(file.read_text())] == []
+
+
+def test_no_package_exceeds_the_bounds_of_its_figures():
+    bounds = json.loads(measure.BOUNDS.read_text())
+    assert measure.over_bounds(measure.by_package(), bounds) == []
+
+
+def test_a_figure_over_its_bound_is_found(tmp_path):
+    body = "def f(a, b, c, d, e, g, h):\n    one = a\n    x, y = b, c\n    g = f(1, 2, 3, 4, 5, 6, 7)  # fmt: skip\n"
+    (tmp_path / "funrl" / "data").mkdir(parents=True)
+    (tmp_path / "funrl" / "data" / "a.py").write_text(body + "\n" * 450)
+    totals = measure.by_package(tmp_path)
+    bounds = {"funrl/data": {"dense": 1, "wide": 1, "crowded": 1, "skips": 1, "vague": 1, "longest": 454}}
+    assert measure.bounds_of(totals) == bounds and json.loads(measure.bounds_text(bounds)) == bounds
+    assert measure.over_bounds(totals, bounds) == []
+    problems = measure.over_bounds(totals, {})
+    assert [problem.split()[1] for problem in problems] == list(measure.GOALS)
+    assert problems[-1] == "funrl/data: longest is 454, and may be at most 450"
+
+
+def test_a_figure_within_its_goal_needs_no_bound(tmp_path):
+    (tmp_path / "funrl" / "data").mkdir(parents=True)
+    functions = "def f():\n    pass\n" * 25
+    (tmp_path / "funrl" / "data" / "a.py").write_text("x, y = 1, 2\n" + functions)
+    assert measure.over_bounds(measure.by_package(tmp_path), {}) == []

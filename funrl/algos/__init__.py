@@ -1,4 +1,6 @@
-"""Algorithms and what they are made of. Everything public is here by its name, and loaded when it is first asked for:
+"""Algorithms and what they are made of.
+
+Everything public is here by its name, and loaded when it is first asked for:
 
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, grpo, reduce
 """

@@ -62,6 +62,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
         what the chain itself makes; an `Available` where they differ by place. Optional reads need not be among them.
+
     Raises:
       PieceError: a field is read that nothing writes (named, with who would write it and who reads it), or that does
         not come to where it is read; the chain never comes to tokens, or its pieces are in the wrong order; a filter
@@ -85,7 +86,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     some = select(example(given.losses & in_step, schema), slice(len(rows.mask)))  # the chain may choose fewer rows
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in as_dict(some).items()}
     for role, loss in algorithm.losses.items():
-        _check_loss(role, loss, rows, rows._replace(**moving), given)
+        _check_loss(role, loss, rows, in_step=rows._replace(**moving), given=given)
     reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
@@ -97,8 +98,8 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
 
 def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
     """Rows after the chain with the fields that come to an update: those that the chain made, and `given.losses`."""
-    made = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
-    left_out = set(rows.names()) - made - given.losses
+    written = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
+    left_out = set(rows.names()) - written - given.losses
     schema = schema_of(rows)
     further = given.losses - set(rows.names()) - set(schema.by("step"))
     added = select(example(further, schema), slice(len(rows.mask)))
@@ -125,7 +126,8 @@ def check_order(advantage: Advantage) -> None:
       PieceError: one comes too early.
     """
     pieces, states = _flat(advantage, advantage.init())
-    batch, seeking = example(schema=FIELDS.extended(advantage.fields)), []
+    batch = example(schema=FIELDS.extended(advantage.fields))
+    seeking = []
 
     def run(batch: Batch) -> None:
         signal = first_signal(batch)
@@ -136,12 +138,14 @@ def check_order(advantage: Advantage) -> None:
                         f"{early}() goes by signal.{field}, which {name_of(piece)}() after it makes: put that one first"
                     )
             absent = [field for field in CARRIED if getattr(signal, field) is None]
-            seeking.extend((name_of(piece), field) for field in absent if _goes_by(piece, state, signal, batch, field))
+            seeking.extend(
+                (name_of(piece), field) for field in absent if _goes_by(piece, state, signal, batch=batch, field=field)
+            )
             given = {field: as_dict(example((field,)))[field] for field in absent}
             try:
-                signal = run_piece(piece, signal, state, batch)[0]
+                signal = run_piece(piece, signal, state, batch=batch)[0]
             except MissingField:
-                signal = run_piece(piece, signal._replace(**given), state, batch)[0]
+                signal = run_piece(piece, signal._replace(**given), state, batch=batch)[0]
 
     on_example("the advantage chain", run, batch)
 
@@ -200,7 +204,7 @@ def _first_rows(whole: Any) -> Any:
 
 def _signal_on(advantage: Advantage, batch: Batch) -> Any:
     """Signal, state and metrics of a chain."""
-    signal, state = run_piece(advantage, first_signal(batch), advantage.init(), batch)
+    signal, state = run_piece(advantage, first_signal(batch), advantage.init(), batch=batch)
     fields = Batch(schema_of(batch), **signal.extra)
     rest = tuple(signal._replace(metrics={}, extra={}))
     return fields, rest, state, {name: tuple(metric) for name, metric in signal.metrics.items()}
@@ -222,11 +226,15 @@ def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: 
     """True where a piece's result, the field itself aside, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:
-        outs = [run_piece(piece, s, state, batch)[0]._replace(**{field: None}, metrics={}) for s in (signal, given)]
+        outs = [
+            run_piece(piece, s, state, batch=batch)[0]._replace(**{field: None}, metrics={}) for s in (signal, given)
+        ]
     except MissingField as error:
         return error.field == field
-    one, other = (trees.leaves(tuple(out)) for out in outs)
-    return len(one) != len(other) or any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    without, with_field = (trees.leaves(tuple(out)) for out in outs)
+    return len(without) != len(with_field) or any(
+        not torch.equal(a, b) for a, b in zip(without, with_field, strict=True)
+    )
 
 
 def _advantage_on(advantage: Advantage, batch: Batch) -> Batch:
@@ -250,8 +258,8 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
     if callable(kept):
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
-        at = defined_at(algorithm.filter)
-        raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed{at}")
+        origin = defined_at(algorithm.filter)
+        raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed{origin}")
     _check_across(f"the filter {name}", algorithm.filter, known)
 
 

@@ -59,6 +59,6 @@ def corrected(algorithm: Algorithm, *pieces: Advantage) -> Algorithm:
 
 
 def filtered(algorithm: Algorithm, *filters: Filter) -> Algorithm:
-    """The algorithm with filters beside its own: filtered(grpo(), unequal_scores()) samples dynamically."""
+    """Add filters to an algorithm: `grpo` with `unequal_scores()` samples dynamically."""
     own = () if algorithm.filter is None else (algorithm.filter,)
     return replace(algorithm, filter=every(*own, *filters))

@@ -196,10 +196,10 @@ class Algorithm:
         from funrl.algos.explanation import explain_algorithm
 
         try:
-            found = explain_algorithm(self)
+            explanation = explain_algorithm(self)
         except ValueError:
             return repr(self)
-        return f"$$\n{found.latex}\n$$\n\n```text\n{found}\n```"
+        return f"$$\n{explanation.latex}\n$$\n\n```text\n{explanation}\n```"
 
     def __post_init__(self):
         if self.advantage is not None:
@@ -284,8 +284,8 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
             check_rank(signal, per)
         x = fn(signal.x, batch._replace(mask=signal.mask))
         if not isinstance(x, Tensor):
-            at = defined_at(fn)
-            raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]{at}")
+            origin = defined_at(fn)
+            raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]{origin}")
         return signal._replace(x=x), state
 
     update.of = fn  # type: ignore[attr-defined]  (whose name errors tell)
@@ -304,7 +304,7 @@ def chain(*pieces: Advantage) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         after = []
         for piece, before in zip(pieces, state, strict=True):
-            signal, now = run_piece(piece, signal, before, batch)
+            signal, now = run_piece(piece, signal, before, batch=batch)
             after.append(now)
         return signal, tuple(after)
 
@@ -313,7 +313,7 @@ def chain(*pieces: Advantage) -> Advantage:
     for piece in pieces:
         fields = fields.extended(piece.fields)
     pieces = tuple(piece.hashable() for piece in pieces)
-    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, together, fields)
+    return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, whole_groups=together, fields=fields)
 
 
 def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
@@ -326,7 +326,7 @@ def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tup
         out = piece.update(signal, state, batch)
     else:
         others = {"state": state} | {f"signal.{name}": x for name, x in signal._asdict().items()}
-        out = guarded(f"piece {name_of(piece)}", lambda: piece.update(signal, state, batch), batch, others)
+        out = guarded(f"piece {name_of(piece)}", lambda: piece.update(signal, state, batch), batch, others=others)
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
         raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state){defined_at(piece)}")
     return out
@@ -351,11 +351,12 @@ def apply_advantage(
 
     Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
       (the mask before it) and the rows that it drew; the next state; metrics.
+
     Raises:
       PieceError: the chain never came to tokens.
     """
     batch = declare(batch, advantage.fields)
-    signal, state = run_piece(advantage, first_signal(batch), state, batch)
+    signal, state = run_piece(advantage, first_signal(batch), state, batch=batch)
     if signal.x.dim() != 2:
         raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
     batch = batch._replace(advantage=signal.x, mask=signal.mask, sampled=batch.mask, **signal.fields)
@@ -370,6 +371,7 @@ def check_called(piece: Any, kind: str) -> None:
 
     Args:
       kind: the annotation, such as "Term".
+
     Raises:
       PieceError: it is a factory, or nothing that can be called.
     """
@@ -380,14 +382,15 @@ def check_called(piece: Any, kind: str) -> None:
 
 def add(*terms: Term) -> Term:
     """The sum of the terms' losses; their metrics together."""
-    for one in terms:
-        check_called(one, "Term")
+    for piece in terms:
+        check_called(piece, "Term")
 
     def term(x_BT: Tensor, batch: Batch):
-        total, metrics = run_term(terms[0], x_BT, batch, f"number 1 of {len(terms)}")
+        total, metrics = run_term(terms[0], x_BT, batch, place=f"number 1 of {len(terms)}")
         for number, other in enumerate(terms[1:], 2):
-            loss_BT, more = run_term(other, x_BT, batch, f"number {number} of {len(terms)}")
-            total, metrics = total + loss_BT, metrics | more
+            loss_BT, more = run_term(other, x_BT, batch, place=f"number {number} of {len(terms)}")
+            total = total + loss_BT
+            metrics = metrics | more
         return total, metrics
 
     return term
@@ -439,7 +442,7 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     def numerators(x_BT: Tensor, batch: Batch):
         mask_BT = batch.mask
         loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
-        typed = {name: _typed(name, metric, term, mask_BT) for name, metric in metrics.items()}
+        typed = {name: _typed(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
         return reduction.numerators(loss_BT, mask_BT, batch.get("segments")), typed
 
     return Loss(denominators, numerators)
@@ -457,7 +460,7 @@ def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[T
     seen = seen_of(batch)
     if seen is None:
         return _checked_term(term, term(x_BT, batch), batch)
-    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, {"x": x_BT})
+    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, others={"x": x_BT})
     loss_BT, metrics = _checked_term(term, out, batch)
     seen.terms.append((term, place, x_BT, loss_BT))
     return loss_BT, metrics
@@ -472,12 +475,13 @@ def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
             f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a "
             f"loss per token [B, T] is needed; the reduction sums it{defined_at(term)}"
         )
-    name, at = name_of(term), defined_at(term)
+    name = name_of(term)
+    origin = defined_at(term)
     if isinstance(out, Tensor):
-        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}}){at}")
+        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}}){origin}")
     if callable(out):
-        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...){at}")
-    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){at}")
+        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...){origin}")
+    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){origin}")
 
 
 def _typed(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
@@ -500,10 +504,12 @@ def sum_losses(*losses: Loss) -> Loss:
             raise PieceError(f"sum_losses was given {described(loss)}; `add` is the sum of terms")
 
     def numerators(x_BT: Tensor, batch: Batch):
-        nums, metrics = (), {}
+        nums = ()
+        metrics = {}
         for loss in losses:
             more, typed = loss.numerators(x_BT, batch)
-            nums, metrics = nums + more, metrics | typed
+            nums = nums + more
+            metrics = metrics | typed
         return nums, metrics
 
     return Loss(lambda batch: tuple(den for loss in losses for den in loss.denominators(batch)), numerators)
@@ -523,7 +529,7 @@ def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
     """
     from funrl.algos.reading import reads_of  # which imports this
 
-    found = Reads()
+    all_reads = Reads()
     for piece in pieces:
-        found = found | reads_of(piece, Schema(fields))
-    return found
+        all_reads = all_reads | reads_of(piece, Schema(fields))
+    return all_reads

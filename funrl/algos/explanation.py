@@ -136,7 +136,9 @@ class Explanation(NamedTuple):
     def meanings(self) -> list[str]:
         """A sentence on each symbol that occurs."""
         formulas = [text for step in self.steps for text in step.statements] + list(self.losses.values())
-        texts = {symbol: text for symbol, text in MEANINGS.items() if any(occurs(symbol, one) for one in formulas)}
+        texts = {
+            symbol: text for symbol, text in MEANINGS.items() if any(occurs(symbol, formula) for formula in formulas)
+        }
         simple = re.compile(r"\w(_\w)?")
         named = {
             f"{symbol}: {text}" if simple.fullmatch(symbol) and not text.startswith(f"{symbol} is") else text: None
@@ -231,20 +233,21 @@ def _made_within(function: Any) -> Any:
 
 def _variables(function: Any, depth: int = 2) -> dict[str, Any]:
     """Variables that a function closes over, those of inner functions of the same factory included."""
-    found: dict[str, Any] = {}
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    variables: dict[str, Any] = {}
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None)
     if code is None or cells is None:
-        return found
+        return variables
     for name, cell in zip(code.co_freevars, cells, strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # not set yet
             continue
-        found[name] = value
+        variables[name] = value
         inner = getattr(value, "__qualname__", "")
         if depth and "<locals>" in inner and inner.split(".")[0] == function.__qualname__.split(".")[0]:
-            found = _variables(value, depth - 1) | found
-    return found
+            variables = _variables(value, depth - 1) | variables
+    return variables
 
 
 def _links(piece: Advantage) -> Iterator[Advantage]:
@@ -274,19 +277,20 @@ def _argument(value: Any) -> str:
     if _is_piece(value):
         return call_text(node_of(value))
     if isinstance(value, tuple) and any(map(_is_piece, value)):
-        return ", ".join(_argument(one) for one in value)
+        return ", ".join(_argument(item) for item in value)
     return repr(value)
 
 
 def _steps(chain: Iterable[Advantage]) -> tuple[ChainStep, ...]:
     steps: list[ChainStep] = []
-    signal, weighted = "row", False
+    signal = "row"
+    weighted = False
     for piece in chain:
         node = node_of(piece)
         writer = Writer(context={"signal": signal, "weighted": str(weighted), "first": str(not steps)})
         entry = STEPS.get(node.name)
         formula = None if entry is None else writer.filled(entry, node)
-        step = ChainStep(formula or "", tuple(writer.definitions), _summary(node), call_text(node))
+        step = ChainStep(formula or "", tuple(writer.definitions), _summary(node), call=call_text(node))
         weighted = weighted or any(text.startswith("w_t" + ARROW) for text in step.statements)
         signal = "token" if node.name in TO_TOKENS else signal
         steps.append(step)
@@ -301,9 +305,9 @@ def _notes(piece: Any) -> Iterator[PieceNote]:
         part = re.search(r"\bReferences?: (.*?)(?=\n\n|\n\S|\Z)", text, re.DOTALL)
         yield PieceNote(node.name, _summary(node), tuple(dict.fromkeys(ADDRESS.findall(part[1] if part else ""))))
     for value in node.arguments.values():
-        for one in value if isinstance(value, tuple) and not _is_piece(value) else (value,):
-            if _is_piece(one) and getattr(one, "__module__", "").split(".")[0] != "torch":
-                yield from _notes(one)
+        for item in value if isinstance(value, tuple) and not _is_piece(value) else (value,):
+            if _is_piece(item) and getattr(item, "__module__", "").split(".")[0] != "torch":
+                yield from _notes(item)
 
 
 def _summary(node: Node) -> str:
@@ -412,7 +416,7 @@ def _defaults(node: Node) -> dict[str, Any]:
     if node.made_by is None:
         return {}
     parameters = inspect.signature(node.made_by).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 def _escaped(text: str) -> str:
@@ -428,10 +432,12 @@ def _step_lines(number: int, step: ChainStep) -> list[str]:
     statement, *definitions = step.statements or [step.sentence]
     *before, last = _wrapped(f"{number}. {plain(statement) if step.formula else statement}", "  ")
     if len(last) > FORMULA_WIDTH + 6:
-        before, last = [*before, last], ""
+        before = [*before, last]
+        last = ""
     line = f"{last:<{FORMULA_WIDTH + 6}} {step.call}"
     if len(line) > CALL_WIDTH:
-        before, line = [*before, last] if last else before, f"{step.call:>{CALL_WIDTH}}"
+        before = [*before, last] if last else before
+        line = f"{step.call:>{CALL_WIDTH}}"
     return [*before, line, *_definition_lines(definitions, "       ")]
 
 

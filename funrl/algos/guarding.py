@@ -55,7 +55,8 @@ def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[
 
 def line_of(error: BaseException) -> str:
     """Words for the user's line that an error comes from, " in PIECE at FILE:LINE: SOURCE"; "" where there is none."""
-    own, trace = None, error.__traceback__
+    own = None
+    trace = error.__traceback__
     piece = ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -120,7 +121,8 @@ def _place_of_change(
     run: Callable[[], Any], inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]
 ) -> str | None:
     """FILE:LINE and text of the user's line that changes an input of `run`; None where it is not the user's."""
-    tracer, former = _Tracer(inputs, before), sys.gettrace()
+    tracer = _Tracer(inputs, before)
+    former = sys.gettrace()
     sys.settrace(tracer)
     try:
         with contextlib.suppress(Exception):
@@ -164,7 +166,9 @@ class _Tracer:
     """
 
     def __init__(self, inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]):
-        self.inputs, self.before, self.place = inputs, before, None
+        self.inputs = inputs
+        self.before = before
+        self.place = None
         self.line = ("", 0)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -173,6 +177,6 @@ class _Tracer:
             return None
         if self.place is None and event != "call" and self.line[0] and _changed(self.inputs, self.before) is not None:
             self.place = _written(*self.line)
-        at = frame.f_back if event == "return" and frame.f_back is not None else frame
-        self.line = (at.f_code.co_filename, at.f_lineno)
+        line_frame = frame.f_back if event == "return" and frame.f_back is not None else frame
+        self.line = (line_frame.f_code.co_filename, line_frame.f_lineno)
         return self

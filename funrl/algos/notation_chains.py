@@ -43,7 +43,9 @@ def _adaptive_kl(a: Mapping[str, Any]) -> str:
 
 
 def _gae(a: Mapping[str, Any]) -> str:
-    gamma, decay, critic = a["gamma"], a["gae_lambda"], a.get("critic_lambda")
+    gamma = a["gamma"]
+    decay = a["gae_lambda"]
+    critic = a.get("critic_lambda")
     next_value = with_number(gamma, "V_{t+1}")
 
     def discounted(factor: str) -> str:

@@ -54,11 +54,13 @@ def _soft_gate(a: Mapping[str, Any]) -> str:
 
 
 def _divergence_mask(a: Mapping[str, Any]) -> str:
-    ratio, sampler = ratio_to(a["sampled_by"]), rf"{policy_of(a['sampled_by'])}(t)"
+    ratio = ratio_to(a["sampled_by"])
+    sampler = rf"{policy_of(a['sampled_by'])}(t)"
     text = rf"-A_t \operatorname{{sg}}(\min({ratio}, {a['cap']}) \mathbf{{1}}[\mathrm{{near}}]) {LOG_PI} ; "
     if a["kind"] == "tv":
         moved = rf"\pi(t) - {sampler}"
-        rising, falling = rf"{moved} \leq {a['above']}", rf"{moved} \geq -{a['below']}"
+        rising = rf"{moved} \leq {a['above']}"
+        falling = rf"{moved} \geq -{a['below']}"
         return text + rf"\mathrm{{near}} = {cases((rising, 'A_t > 0'), rest=falling)}"
     rising = rf"D_t \leq {a['above']} \operatorname{{or}} \pi(t) \leq {sampler}"
     falling = rf"D_t \leq {a['below']} \operatorname{{or}} \pi(t) \geq {sampler}"
@@ -73,13 +75,15 @@ def _direct_reward(a: Mapping[str, Any]) -> str:
 
 
 def _geometric_mean(a: Mapping[str, Any]) -> str:
-    rising, falling = rf"\min(\log r_t, {a['clip_high']})", rf"\max(\log r_t, -{a['clip_low']})"
+    rising = rf"\min(\log r_t, {a['clip_high']})"
+    falling = rf"\max(\log r_t, -{a['clip_low']})"
     log_ratio = cases((rising, "A_t > 0"), (falling, "A_t < 0"), rest="0")
     return rf"-\operatorname{{mean}}_t(A_t) \exp(\operatorname{{mean}}_t d_t) ; d_t = {log_ratio}"
 
 
 def _gamma_weighted(a: Mapping[str, Any]) -> str:
-    (k, c), (other_k, other_c) = a["positive"].split(", "), a["negative"].split(", ")
+    k, c = a["positive"].split(", ")
+    other_k, other_c = a["negative"].split(", ")
     log_weight = rf"\sum_t \log {ratio_to(a['sampled_by'])}"
     good = r"A_t \geq 0"
     return (
@@ -221,7 +225,8 @@ def _aot(a: Mapping[str, Any]) -> str:
     def log_ratio(above: str, below: str) -> str:
         return rf"\log \frac{{{above}}}{{{below}}}"
 
-    policy, reference = r"\pi", r"\pi_{\mathrm{ref}}"
+    policy = r"\pi"
+    reference = r"\pi_{\mathrm{ref}}"
     if a["paired"] == "True":
         u, v = (log_ratio(f"{of}(o_w)", f"{of}(o_l)") for of in (policy, reference))
     else:

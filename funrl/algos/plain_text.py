@@ -30,9 +30,11 @@ def plain(latex: str) -> str:
     while (begin := text.rfind(r"\frac{")) >= 0:  # the innermost first
         above, rest = _braced(text[begin + len(r"\frac") :])
         below, rest = _braced(rest)
-        before, fraction = text[:begin], f"{_numerator(above)} / {_operand(below)}"
+        before = text[:begin]
+        fraction = f"{_numerator(above)} / {_operand(below)}"
         if before.endswith(r"\log "):
-            before, fraction = before.rstrip(), f"({fraction})"
+            before = before.rstrip()
+            fraction = f"({fraction})"
         text = f"{before}{fraction}{rest}"
     while (begin := text.rfind(r"\sqrt{")) >= 0:
         inside, rest = _braced(text[begin + len(r"\sqrt") :])

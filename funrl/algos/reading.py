@@ -49,11 +49,11 @@ def reads_of(piece: Any, fields: Schema) -> Reads:
     if piece is None:
         return Reads()
     if isinstance(piece, Algorithm):
-        made = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
-        found = reads_of(piece.advantage, fields) | reads_of(piece.filter, Schema(piece.fields))
+        makes = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
+        all_reads = reads_of(piece.advantage, fields) | reads_of(piece.filter, Schema(piece.fields))
         for loss in piece.losses.values():
-            found = found | (reads_of(loss, fields) - made)
-        return found
+            all_reads = all_reads | (reads_of(loss, fields) - makes)
+        return all_reads
     if isinstance(piece, Advantage):
         return run_advantage(piece).reads
     return _reads_of_function(piece, piece.fields if isinstance(piece, Loss) else fields)
@@ -99,8 +99,8 @@ def _run_advantage(advantage: Advantage) -> PieceRun:
     moved, _ = _run_once(advantage, given, 1.0)
     if any(not torch.equal(a, b) for a, b in zip(_leaves(signal), _leaves(moved), strict=True)):
         seen.required.add("score")
-    made = frozenset(signal.fields) - set(given)
-    return PieceRun(seen.reads, made | {"advantage", "sampled"}, signal)
+    makes = frozenset(signal.fields) - set(given)
+    return PieceRun(seen.reads, makes | {"advantage", "sampled"}, signal)
 
 
 def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:
@@ -111,10 +111,10 @@ def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tup
         mask = as_dict(batch)["mask"]
         moved_B = outcomes + change * torch.arange(1.0, 1 + len(outcomes), dtype=outcomes.dtype).square()
         try:
-            return run_piece(advantage, Signal(moved_B, mask, **given), advantage.init(), batch)[0]
+            return run_piece(advantage, Signal(moved_B, mask, **given), advantage.init(), batch=batch)[0]
         except RankError:
             rewards_BT = torch.where(mask, moved_B[:, None].cumsum(0).expand(mask.shape), 0.0)
-            return run_piece(advantage, Signal(rewards_BT, mask, **given), advantage.init(), batch)[0]
+            return run_piece(advantage, Signal(rewards_BT, mask, **given), advantage.init(), batch=batch)[0]
 
     return on_example(name_of(advantage), update, example(schema=FIELDS.extended(advantage.fields)))
 

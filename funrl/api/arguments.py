@@ -72,8 +72,11 @@ def plain_number(value: Any) -> Any:
 
 
 def python_value(flag: Flag, value: Any) -> Any:
-    """A value from Python in the type of its flag: NumPy's scalars as Python's, paths and numbers as text where the
-    flag has text. Any other value stays as it is."""
+    """Convert a value from Python to the type of its flag.
+
+    NumPy's scalars become Python's; paths and numbers become text where the flag is a text. Other values are returned
+    unchanged.
+    """
     value = plain_number(value)
     if flag.type is str and isinstance(value, (Path, bool, int, float)):
         return flag_text(value)

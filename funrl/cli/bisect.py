@@ -180,7 +180,6 @@ def compare_checkpoints(run: Path, other: Path) -> list[Difference]:
     Raises:
       DamagedError: one cannot be read.
     """
-
     a, b = (recorded(path) for path in (run, other))
     differences = []
     for name in a.arrays.keys() ^ b.arrays.keys():

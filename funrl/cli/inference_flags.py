@@ -1,5 +1,6 @@
-"""The flags of `funrl evaluate` and `funrl generate`: those of a run on prompts, rewards, devices and sampling, by the
-same names. Nothing here imports torch.
+"""Flags of `funrl evaluate` and `funrl generate`.
+
+They are those of a run on prompts, rewards, devices and sampling, by the same names. Nothing here imports torch.
 """
 
 from __future__ import annotations

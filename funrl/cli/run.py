@@ -210,8 +210,10 @@ def _rank(command: Command, run_dir: str | None, inputs: Mapping[str, str], mesh
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """End a run whose terminal is gone like one that the user interrupts. One that a job scheduler terminates stops
-    with its state saved; before its first step it is interrupted too. Under torchrun every rank sees to it itself."""
+    """Interrupt a run whose terminal is gone, and stop one that a job scheduler terminates with its state saved.
+
+    Before its first step a terminated run is interrupted too. Under torchrun every rank handles signals itself.
+    """
     from funrl.processes.workers import ask_to_stop
 
     def interrupt(sign: int, _: Any) -> None:

@@ -80,8 +80,9 @@ def library() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again: $XDG_CACHE_HOME/funrl, by default ~/.cache/funrl; without a home
-    directory, one of this user's own among the temporary ones.
+    """Folder for files that can be made again: $XDG_CACHE_HOME/funrl, by default ~/.cache/funrl.
+
+    Without a home directory it is one of this user's own among the temporary ones.
 
     Raises:
       OSError: there is no folder that is this user's own.

@@ -156,7 +156,9 @@ def latent_paged_flops(up: Tensor, cache: Tensor, groups: Tensor, value: int) ->
 
 
 def latent_paged_bytes(q: Tensor, latent: Tensor, up: Tensor, cache: Tensor, groups: Tensor) -> int:
-    """Bytes of `latent_paged_attention` that are read or written: the new tokens', the matrices, and the pages of each
-    sequence once."""
+    """Bytes that `latent_paged_attention` reads or writes.
+
+    They are those of the new tokens, the matrices, and the pages of each sequence once.
+    """
     pages = int((groups[:, 2] * groups[:, 4]).sum())
     return 2 * (q.nbytes + latent.nbytes) + up.nbytes + pages * cache[0].nbytes

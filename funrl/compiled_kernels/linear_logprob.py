@@ -23,8 +23,11 @@ WANTS = ("logp", *EXTRAS)
 
 
 class TokenScores(NamedTuple):
-    """A model's scores of tokens; None: not asked for. All have the tokens' shape, `topk_logp` a dim K more; but for
-    `load`, which is of a model with experts, and a tuple of tensors of its own."""
+    """A model's scores of tokens; None: not asked for.
+
+    All have the tokens' shape, and `topk_logp` a further dim K; but `load`, which a model with experts has, is a tuple
+    of tensors of other shapes.
+    """
 
     logp: Tensor | None = None  # nats, of the token
     entropy: Tensor | None = None  # nats, of the distribution that the token was sampled from
@@ -45,8 +48,9 @@ def linear_logprob(
     topk_TK: Tensor | None = None,
     cap: float | None = None,
 ) -> TokenScores:
-    """Of p = softmax(hidden unembed^T / temperature): log p[target], -sum p log p, sum p^2, and log p of further
-    tokens; all differentiable.
+    """Log-probabilities, entropy and sum of squares of p = softmax(hidden unembed^T / temperature).
+
+    They are log p[target], -sum p log p, sum p^2, and log p of further tokens; all differentiable.
 
     Args:
       hidden_TD: the same on every tensor rank.
@@ -273,8 +277,11 @@ def _tempered(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: fl
 
 
 def _cached(x_CV: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Rows of logits, and the number of the first: as many as a CPU's cache holds, as several passes go over them. A
-    tracer, and a GPU, has all of them at once."""
+    """Rows of logits, and the number of the first.
+
+    They are as many as a CPU's cache holds, as several passes go over them; a tracer and a GPU have all of them at
+    once.
+    """
     if not is_plain(x_CV):
         return iter([(0, x_CV)])
     step = max(1, _CACHED // max(1, x_CV.shape[1]))

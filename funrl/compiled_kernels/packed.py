@@ -148,6 +148,7 @@ def panel_width() -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
+    """The next multiple that is at least `size`."""
     return -(-size // multiple) * multiple
 
 

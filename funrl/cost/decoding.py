@@ -1,13 +1,14 @@
-"""Costs of generation: prompts, then one token of every row a pass, traced with the engine's own backend.
+"""Costs of generation: prefill, then one token of every row an iteration, traced with the engine's own backend.
 
-Prompts and completions have full length here, so that rows which begin together end together: continuous batching is
-then waves of rows.
+Prompts and completions have the greatest length, so rows that begin together end together: continuous batching becomes
+waves of rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,52 +26,57 @@ from funrl.trainer.jobs.build import Generator
 from funrl.trainer.jobs.job import Job
 
 
-def generation(
-    job: Job, generator: Generator, whole: Generator, prompt_tokens: int, room: float, hardware: Hardware
-) -> Costs:
-    """Costs of the completions of a step, greedy baselines included.
+class EngineWork(NamedTuple):
+    """Prompts that an engine completes in a step.
 
-    Args:
-      job, generator: of this or of a smaller depth.
-      whole: at full depth: by it rows go together.
-      room: bytes that the cache may have where no flag says how many.
+    Attributes:
+      job, generator: at full depth or with fewer layers.
+      whole: the generator at full depth, whose memory limits the rows that are decoded together.
+      prompt_tokens: of a prompt.
+      room: bytes of the cache where no flag gives its size.
+      hardware: of each rank.
     """
+
+    job: Job
+    generator: Generator
+    whole: Generator
+    prompt_tokens: int
+    room: float
+    hardware: Hardware
+
+
+def generation(work: EngineWork) -> Costs:
+    """Costs of the completions of a step, greedy baselines included."""
+    job = work.job
     greedy = dataclasses.replace(job.sampling, greedy=True, samples=1)
     baseline = [greedy] if "greedy_score" in reads(job.algorithm).required else []
-    found = Costs()
+    costs = Costs()
     for sampling in (job.sampling, *baseline):
-        found = after(found, completions(job, generator, whole, sampling, prompt_tokens, room, hardware))
-    return found
+        costs = after(costs, completions(work, sampling))
+    return costs
 
 
-def completions(
-    job: Job, generator: Generator, whole: Generator, sampling: Sampling, prompt_tokens: int, room: float,
-    hardware: Hardware,
-) -> Costs:  # fmt: skip
-    """Costs of completions that are drawn alike; the others as in `generation`."""
-    found = Costs()
-    for often, count in waves(job, whole, sampling, prompt_tokens, room, hardware):
-        found = after(found, times(_wave(job, generator, sampling, prompt_tokens, count, hardware), often))
-    return found
+def completions(work: EngineWork, sampling: Sampling) -> Costs:
+    """Costs of the completions of all prompts with one way to sample."""
+    costs = Costs()
+    for number, count in waves(work, sampling):
+        costs = after(costs, times(_wave(work, sampling, count), number))
+    return costs
 
 
-def waves(
-    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, room: float, hardware: Hardware
-) -> list[tuple[int, int]]:
-    """Waves of completions of one rank of the engine, all of full length: how often it decodes how many together.
-
-    Args:
-      generator: at the full depth of the model.
-      room: bytes that the cache may have where no flag says how many.
-    """
+def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
+    """Waves of completions of one rank of the engine, all of full length: (number of waves, rows of each)."""
+    job = work.job
+    generator = work.whole
     assert isinstance(generator.engine, NativeEngine)
     model = generator.engine.model
-    rows, page = own_prompts(job, generator) * sampling.samples, _page_tokens(hardware)
-    pages = -(-(prompt_tokens + sampling.max_new_tokens) // page)
+    rows = own_prompts(job, generator) * sampling.samples
+    page = _page_tokens(work.hardware)
+    pages = -(-(work.prompt_tokens + sampling.max_new_tokens) // page)
     assert model.init_cache is not None
-    one = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
-    given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or room
-    most = max(1, min(rows, job.settings.engines.decode_rows, int(given // one)))
+    row_bytes = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
+    given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
+    most = max(1, min(rows, job.settings.engines.decode_rows, int(given // row_bytes)))
     full, rest = divmod(rows, most)
     return [(full, most)] + [(1, rest)] * (rest > 0)
 
@@ -80,15 +86,18 @@ def own_prompts(job: Job, generator: Generator) -> int:
     return -(-job.settings.run.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
 
 
-def _wave(
-    job: Job, generator: Generator, sampling: Sampling, prompt_tokens: int, count: int, hardware: Hardware
-) -> Costs:
-    """A pass over prompts and one of decoding half-way, traced; every row is decoded to the limit.
+def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
+    """Costs of a wave, by the traces of a pass over prompts and of one that decodes half-way.
 
     Args:
+      work: of the engine.
+      sampling: of its completions.
       count: rows that are decoded together.
     """
-    model, mesh, wanted = job.model, generator.mesh, generator.engine.weights.layouts
+    job, generator, _, prompt_tokens, _, hardware = work
+    model = job.model
+    mesh = generator.mesh
+    wanted = generator.engine.weights.layouts
     page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)
@@ -106,22 +115,22 @@ def _wave(
     fresh = count / sampling.samples  # prompts of a wave: what completions of a prompt have in common is computed once
     prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
 
-    def work(rows: int, tokens: int, end: int) -> PassWork:
+    def pass_work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
         return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws)
 
-    def draw(found: Tensor) -> None:
-        noise_R = torch.zeros(len(found), dtype=torch.float64)
-        backend.sample(found, torch.arange(len(found)), noise_R, sampling, None)
+    def draw(logits: Tensor) -> None:
+        noise_R = torch.zeros(len(logits), dtype=torch.float64)
+        backend.sample(logits, torch.arange(len(logits)), noise_R, sampling, None)
 
     with tracer, torch.no_grad():
         with tracer.phase("prefill"):
             backend.load(params)
             backend.resize(count * each)
-            draw(backend.forward(work(prompts, at_once, prompt_tokens)))
+            draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
-            draw(backend.forward(work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
+            draw(backend.forward(pass_work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
     passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
     whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], sampling.max_new_tokens))
     return plus(whole, {"weights": -float(trees.nbytes(params))})

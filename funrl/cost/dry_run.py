@@ -3,9 +3,8 @@
     python -m funrl.experiments.ppo --mesh=dp64,tp8 --model=CONFIG.json --dry_run
 
 It runs the trainer's own functions for one rank of the mesh, on tensors without memory and a process group that sends
-nothing: what is counted is what the code does. No process is started, no weight and no prompt is read. Every row is
-taken to be as long as it may be, every token of a text but the first to be trained on, and no prompt to be filtered
-out.
+nothing, and counts their work. It starts no process and reads no weights or prompts. It assumes that every row has the
+greatest length, that every token of a text but the first is trained on, and that no prompt is filtered out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
-from funrl.cost.decoding import generation
+from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
@@ -39,6 +38,7 @@ from funrl.cost.tracing.estimate import (
     tracer_of,
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
+from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.mesh.rows import token_bytes
@@ -74,14 +74,14 @@ TEXT_TOKENS = 1024  # of a text, likewise
 
 
 def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
-    """The job that the flags describe, as far as its costs go: nothing but config.json is read.
+    """Build the job of the flags for cost estimates; of its files only config.json is read.
 
     Args:
       settings: the flags.
-      memory: bytes of a device, by which the default mesh to generate on is chosen.
+      memory: bytes of a device; the default mesh to generate on depends on it.
 
     Raises:
-      ValueError: the first thing that cannot work.
+      ValueError: a flag or a combination of flags cannot work.
     """
     sizes = settings.devices.train.chosen
     settings = located(settings)
@@ -95,18 +95,39 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     if kind == "supervised":
         task = Texts("dry run", (), (), texts_kind(algorithm), None)
     else:
-        task = Task("dry run", (), (), (), (1.0,), None, new_tokens(settings))
+        task = Task(
+            name="dry run",
+            prompts=(),
+            heldout=(),
+            rewards=(),
+            weights=(1.0,),
+            demonstrations=None,
+            max_new_tokens=new_tokens(settings),
+        )
     sampling, _ = samplings(settings, new_tokens(settings), model.config.special_tokens.eos, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
     return Job(
-        settings=settings, sizes=sizes, generate_sizes=generating, device="cpu",
-        dtype=TORCH_DTYPES[settings.models.dtype], model=model, models=models, directories=directories,
-        rates=learning_rates(settings, algorithm, model), tokenizer=None, task=task, algorithm=algorithm,
-        sampling=sampling, eval_sampling=sampling, pad=0, warmstart_steps=0, lora=lora_of(settings, model),
+        settings=settings,
+        sizes=sizes,
+        generate_sizes=generating,
+        device="cpu",
+        dtype=TORCH_DTYPES[settings.models.dtype],
+        model=model,
+        models=models,
+        directories=directories,
+        rates=learning_rates(settings, algorithm, model),
+        tokenizer=None,
+        task=task,
+        algorithm=algorithm,
+        sampling=sampling,
+        eval_sampling=sampling,
+        pad=0,
+        warmstart_steps=0,
+        lora=lora_of(settings, model),
         judge=judge,
-    )  # fmt: skip
+    )
 
 
 def plain_model(settings: Settings) -> Model:
@@ -117,13 +138,13 @@ def plain_model(settings: Settings) -> Model:
 
 
 def read_model(path: str, code: str = "native") -> Model:
-    """The model of a directory's config.json, or of such a file. Weights need not be there.
+    """Read a model from a config.json or from its directory, which need not have weights.
 
     Args:
       code: as in `hf.load_model`.
 
     Raises:
-      ModelError: there is none, it is not JSON, or the model is not supported.
+      ModelError: the file is missing or not JSON, or the model is not supported.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -135,8 +156,11 @@ def read_model(path: str, code: str = "native") -> Model:
 
 
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
-    """Tokens of a prompt, or of a text where texts are given: the flag's, else the longest of the embedded task, else
-    a usual number, for which the model has positions."""
+    """Tokens of a prompt, or of a text where texts are given.
+
+    Returns: the flag's number; else the longest of the embedded task; else a usual number that fits the model's
+      positions.
+    """
     if run_kind(algorithm, settings.examples.data) == "supervised":
         if settings.estimate.text_tokens is not None:
             return settings.estimate.text_tokens
@@ -146,19 +170,20 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
             reads_end = "policy" not in algorithm.losses  # a value head reads at one token more
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
         texts = embedded_texts(settings, texts_kind(algorithm), TASKS[settings.examples.task].tokenizer())
-        return max(len(text.tokens) for one in (*texts.examples, *texts.heldout) for text in one.texts)
+        return max(len(text.tokens) for example in (*texts.examples, *texts.heldout) for text in example.texts)
     if settings.estimate.prompt_tokens is not None:
         return settings.estimate.prompt_tokens
     if settings.models.model is not None or settings.examples.prompts is not None:
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
     embedded = TASKS[settings.examples.task]
-    tokenizer, prompts = embedded.tokenizer(), embedded.heldout_prompts(64)
+    tokenizer = embedded.tokenizer()
+    prompts = embedded.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
 
 
 def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
-    """Cost of a step of the job on each rank of its mesh, by phase.
+    """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
       tokens: of a prompt, or of a text where texts are given.
@@ -166,59 +191,66 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     Raises:
       SettingsError: rows are longer than the model's positions.
     """
-    width, judge, job = check_width(job, tokens), job.judge, job._replace(judge=None)  # none is opened
+    # none is opened
+    width = check_width(job, tokens)
+    judge = job.judge
+    job = job._replace(judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = job._replace(settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
-        found = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
-        axes, rests = axes_of(mesh), found.pop("rests").peak
+        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
+        axes = axes_of(mesh)
+        rests = phases.pop("rests").peak
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, _ = engine_bytes(job, parts, parts.generator)
-            found = {name: plus(costs, {"weights": engine}) for name, costs in found.items()}
-            found["reshard"] = resharding(job, parts, parts.generator, rests)
+            phases = {name: plus(costs, {"weights": engine}) for name, costs in phases.items()}
+            phases["reshard"] = resharding(job, parts, parts.generator, rests)
             if job.settings.engines.verify_sync:
-                found["verify"] = verifying(job, parts, parts.generator, found["reshard"].peak, hardware)
+                phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
             if judge is not None and judge.model.pages:
                 verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
                 axes |= verdicts.axes
-                found = with_judge_phase(found, verdicts, rests | {"weights": rests["weights"] + engine})
+                phases = with_judge_phase(phases, verdicts, rests | {"weights": rests["weights"] + engine})
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
-            found = without_offloaded(job, parts, found, rests)
+            phases = without_offloaded(job, parts, phases, rests)
     return Estimate(
         job=job,
         roles=tuple(parts.roles),
         step=_describe(job, tokens),
         tokens=width,
-        phases=found,
+        phases=phases,
         axes=axes,
         parameters=trees.count(job.models[job.lead].shapes),
         trained=trees.count(parts.roles[job.lead].stored),
-        useful={name: share for name, share in useful.items() if name in found},
+        useful={name: share for name, share in useful.items() if name in phases},
         left_out=_left_out(job, judge, hardware),
     )
 
 
-def with_judge_phase(found: dict[str, Costs], judge: JudgeCost, kept: dict[str, float]) -> dict[str, Costs]:
-    """The phases with a judge's weights in all of them, and its verdicts as one of their own behind generation.
+def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[str, float]) -> dict[str, Costs]:
+    """Add a judge: its weights to each phase, and its verdicts as a phase after generation.
 
     Args:
-      kept: bytes by kind that a rank holds while it writes.
+      phases: costs by phase.
+      judge: costs of its verdicts.
+      resting: bytes by kind that a rank holds while the judge writes.
     """
-    phases = {"generate": found["generate"], "score_judge": plus(judge.costs, kept)} | found
-    return {name: plus(costs, {"weights": judge.weights}) for name, costs in phases.items()}
+    with_verdicts = {"generate": phases["generate"], "score_judge": plus(judge.costs, resting)} | phases
+    return {name: plus(costs, {"weights": judge.weights}) for name, costs in with_verdicts.items()}
 
 
 def check_width(job: Job, tokens: int) -> int:
     """Tokens of a row of the batch.
 
     Raises:
-      SettingsError: a sequence of it is longer than the model's positions.
+      SettingsError: a row is longer than the model's positions.
     """
-    positions, reader = job.model.config.max_positions, job.lead in READERS
+    positions = job.model.config.max_positions
+    reader = job.lead in READERS
     if isinstance(job.task, Texts):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
@@ -238,12 +270,13 @@ def _describe(job: Job, tokens: int) -> str:
         texts = len(TEXT_FIELDS[job.task.kind])
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
-    rows, width = count * job.sampling.samples, tokens + job.sampling.max_new_tokens
+    rows = count * job.sampling.samples
+    width = tokens + job.sampling.max_new_tokens
     return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
 
 
 def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
-    """Parts of a step that are not counted, in words."""
+    """Describe the parts of a step that are not counted."""
     settings = job.settings
     out = ["rewards"] * job.generates + [
         "tokenizer",
@@ -271,44 +304,56 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
 
 
 def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
-    """Costs of all phases but the reshard, without the engine's own copy; "rests" is what is held between them.
+    """Costs of all phases but the reshard, without the engine's copy of the weights.
 
     Args:
-      job: a job of this or of a smaller depth.
-      whole: what was built at full depth: by it the engine decides how many rows go together.
+      job: at full depth or with fewer layers.
+      whole: parts at full depth, which decide how many rows the engine decodes together.
       plan: of all rows.
+      tokens: of a prompt or text.
+      hardware: of each rank.
+
+    Returns: costs by phase; "rests" has the bytes that are held between phases.
     """
     mesh = whole.mesh
-    parts, settings, ranks = build(job, mesh, lambda _: None), job.settings, mesh.size(mesh.row_axes)
-    rows, width = len(plan.lengths), int(plan.lengths[0])
+    parts = build(job, mesh, lambda _: None)
+    settings = job.settings
+    ranks = mesh.size(mesh.row_axes)
+    rows = len(plan.lengths)
+    width = int(plan.lengths[0])
     once = job._replace(settings=with_flags(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
-    scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, learns=False))
-    local, mini, found = math.ceil(rows / ranks), math.ceil(rows / settings.updates.minibatches / ranks), {}
+    new_tracer = functools.partial(tracer_of, once, parts, hardware)
+    scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), learns=False))
+    local = math.ceil(rows / ranks)
+    mini = math.ceil(rows / settings.updates.minibatches / ranks)
+    phases = {}
     piece, scoring = (
         rows_of_a_pass(budget, width, mesh) for budget in (settings.updates.token_budget, scoring_budget(settings))
     )
     written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
-    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), hardware, written=written))
+    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), written=written))
     some = learned(min(mini, TRACED * piece))
     if parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
         resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
-        found["generate"] = Costs({"other": {}})
+        phases["generate"] = Costs({"other": {}})
         if job.models["policy"].pages:
-            found["generate"] = generation(job, parts.generator, whole.generator, tokens, room, hardware)
+            phases["generate"] = generation(
+                EngineWork(job, parts.generator, whole.generator, prompt_tokens=tokens, room=room, hardware=hardware)
+            )
     scores = at_rows(scored, local, scoring)
-    found |= with_moves(job, plan, scores, some.token_bytes)
-    again = MOVES[1] in found  # the step keeps the rows as they were when they were scored
+    phases |= with_moves(job, plan, scores, some.token_bytes)
+    again = MOVES[1] in phases  # the step keeps the rows as they were when they were scored
     kept = local - mini + again * local
     for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
             updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
-            found[name] = plus(updates, {"batch": kept * some.row_bytes})
+            phases[name] = plus(updates, {"batch": kept * some.row_bytes})
     if parts.generator is not None:
-        found["generate"] = plus(found["generate"], some.resting)
-    return found | {"rests": Costs({"other": some.resting})}
+        phases["generate"] = plus(phases["generate"], some.resting)
+    return phases | {"rests": Costs({"other": some.resting})}
 
 
 def _stored(parts: Parts) -> int:
@@ -317,31 +362,36 @@ def _stored(parts: Parts) -> int:
 
 
 def trace_step(
-    job: Job, parts: Parts, rows: Rows, hardware: Hardware, real: bool = False, learns: bool = True,
+    job: Job,
+    parts: Parts,
+    rows: Rows,
+    tracer: Tracer,
+    learns: bool = True,
     written: dict[str, tuple[torch.Size, torch.dtype]] | None = None,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
-      parts: made by `build` on a mesh, which may be `pretended`.
-      rows: of all ranks, as `full_rows` makes them.
-      real: compute what is counted, instead of pretending.
-      learns: False: score, move the scored rows and no more.
-      written: of a trace that has scored; None: score here. With it no role scores, which changes no update.
+      job: to trace.
+      parts: by `build`, on a mesh that may be `pretended`.
+      rows: of all ranks, by `full_rows`.
+      tracer: by `tracer_of`, new.
+      learns: update the weights; False: only score rows and move them.
+      written: fields that an earlier trace has scored, with which no role scores here; None: score here.
     """
-    tracer = tracer_of(job, parts, hardware, real)
     roles = {
         name: role if role.optimizer is None else role._replace(optimizer=tracer.marked(role.optimizer))
         for name, role in parts.roles.items()
     }
     weights, frozen = role_weights(tracer, job, parts)
-    made, learning = [rows], _learning_step(parts) - 1
+    batches = [rows]
+    learning = _learning_step(parts) - 1
     del rows  # they are gone when they have been moved
-    no_source = Source(dict, lambda state, step: (made.pop(), state, {}), lambda roles, step: {})
+    no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
     trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
-    alone = parts.mesh.size(parts.mesh.row_axes) == made[0].mesh.size(made[0].mesh.row_axes) == 1
+    alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
-    tracer.hold_tree(made[0].batch, "batch")
+    tracer.hold_tree(batches[0].batch, "batch")
     with tracer:
         state = first_state(job, trainer.parts, weights, ())._replace(step=learning)
         for role in state.roles.values():
@@ -369,8 +419,10 @@ def trace_step(
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
     fields = as_dict(rows.batch)
-    found = {name: (fields[name].shape[2:], fields[name].dtype) for role in roles.values() for name in role.writes}
-    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), found)
+    written_fields = {
+        name: (fields[name].shape[2:], fields[name].dtype) for role in roles.values() for name in role.writes
+    }
+    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields)
 
 
 def _token_bytes(rows: Rows) -> int:

@@ -1,4 +1,4 @@
-"""Rows of a dry run: each as long as it may be."""
+"""Rows of a dry run, each of the greatest length."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
-    """Rows of the greatest length, as they come from the source, where they are made.
+    """Rows of the greatest length as the source makes them, on the ranks that generate.
 
     Args:
-      local: how many a rank has that trains them.
+      job: of the run.
+      parts: of the run.
+      tokens: of a prompt or text.
+      local: rows of each rank that trains.
     """
     mesh = parts.mesh if parts.generator is None else parts.generator.mesh
     count = local * parts.mesh.size(parts.mesh.row_axes)
@@ -33,37 +36,42 @@ def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
 
 
 def rows_to_read(job: Job, rows: Rows) -> Rows:
-    """The rows as a reward model reads them. Ranks that are pretended cannot say how long theirs are."""
+    """The rows as a reward model reads them, all of the greatest length."""
     length = int(rows.lengths.max())
     text = Text(rows.batch.tokens.new_ones(length).tolist(), [False] * length)
-    one = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
-    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), one)
-    return rows_of(here._replace(length=one.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
+    example = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
+    here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), example)
+    return rows_of(here._replace(length=example.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
 
 
 def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batch:
-    """Rows of the greatest length, as they come from the source.
+    """Batch of rows of the greatest length, as the source makes it.
 
     Args:
-      own: how many of them have their tokens here; None: all.
+      job: of the run.
+      tokens: of a prompt or text.
+      rows: of all ranks.
+      own: rows whose tokens are on this rank; None: all.
     """
     own = rows if own is None else own
     if isinstance(job.task, Texts):
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
-        found = reads(job.algorithm)
-        margin = 0.0 if "margin" in found.required | found.optional else None
+        needed = reads(job.algorithm)
+        margin = 0.0 if "margin" in needed.required | needed.optional else None
         labels = {"ratings": (1.0,), "steps": (1.0,) * (tokens - 1)}.get(job.task.kind, ())
         example = TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin, labels)
-        one = text_batch([example], job.pad, job.lead in READERS, steps=job.task.kind == "steps")
+        row = text_batch([example], job.pad, job.lead in READERS, steps=job.task.kind == "steps")
         if margin is not None:
-            one = one._replace(margin=one.margin.to(job.master))
-        batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), one)
-        other = torch.arange(rows) % 2 == 1 if "mismatched" in found.required else None
-        return batch._replace(length=one.length.expand(rows).clone(), mismatched=other)
+            row = row._replace(margin=row.margin.to(job.master))
+        batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), row)
+        other = torch.arange(rows) % 2 == 1 if "mismatched" in needed.required else None
+        return batch._replace(length=row.length.expand(rows).clone(), mismatched=other)
     length = tokens + job.sampling.max_new_tokens
-    shape, wide = (own, -(-length // 8) * 8), torch.promote_types(job.dtype, torch.float32)
+    shape = (own, -(-length // 8) * 8)
+    wide = torch.promote_types(job.dtype, torch.float32)
     choices = job.model.abilities.choices
-    at_T, score_B = torch.arange(shape[1]), torch.arange(rows).remainder(2).to(wide)
+    at_T = torch.arange(shape[1])
+    score_B = torch.arange(rows).remainder(2).to(wide)
     return Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
         mask=((at_T >= tokens) & (at_T < length)).expand(shape).clone(),

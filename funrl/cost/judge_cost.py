@@ -1,4 +1,4 @@
-"""The judge in a dry run: its weights, and the verdicts that it writes on the completions of a step."""
+"""Cost of a judge in a dry run: its weights, and its verdicts on the completions of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from funrl import trees
 from funrl.algos.core import reads
-from funrl.cost.decoding import completions
+from funrl.cost.decoding import EngineWork, completions
 from funrl.cost.tracing.costs import Costs, along
 from funrl.cost.tracing.estimate import axes_of, depths_of
 from funrl.cost.tracing.hardware import USABLE, Hardware
@@ -23,7 +23,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
 
-CHARACTERS = 4  # of a template, that a token has; no tokenizer is read
+CHARACTERS = 4  # of a template, in a token: no tokenizer is read
 
 
 class JudgeCost(NamedTuple):
@@ -31,7 +31,7 @@ class JudgeCost(NamedTuple):
 
     Attributes:
       costs: of generation, without the weights.
-      weights: bytes, which are held in every phase.
+      weights: bytes of weights, which each phase holds.
       axes: as in `Estimate`.
     """
 
@@ -41,7 +41,7 @@ class JudgeCost(NamedTuple):
 
 
 def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[str, int], memory: float) -> JudgeJob:
-    """The judge that the flags describe, as far as its costs go.
+    """Build the judge of the flags for cost estimates.
 
     Args:
       directory, model: of the judge.
@@ -56,39 +56,46 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
     text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
     sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
     return JudgeJob(
-        directory, model, None, text, re.compile(settings.judging.judge_pattern), sampling,
-        generate_sizes(settings, sizes, model, memory),
-    )  # fmt: skip
+        directory=directory,
+        model=model,
+        tokenizer=None,
+        template=text,
+        pattern=re.compile(settings.judging.judge_pattern),
+        sampling=sampling,
+        sizes=generate_sizes(settings, sizes, model, memory),
+    )
 
 
 def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware) -> JudgeCost:
-    """Verdicts on all completions of a step, greedy baselines included, each with its whole prompt.
+    """Cost of verdicts on all completions of a step, greedy baselines included; each reads its whole prompt.
 
     Args:
       prompt_tokens: of the policy.
-      held: bytes that a rank holds besides while the judge writes.
+      held: bytes that a rank holds besides the judge.
 
     Raises:
-      SettingsError: what it reads and writes is more than its positions.
+      SettingsError: a verdict with its prompt is longer than the judge's positions.
     """
     assert parts.generator is not None
-    read, positions = tokens_to_read(job, judge, prompt_tokens), judge.model.config.max_positions
+    read = tokens_to_read(job, judge, prompt_tokens)
+    positions = judge.model.config.max_positions
     if read + judge.sampling.max_new_tokens > positions:
         raise SettingsError(
             f"--judge={judge.directory}: it reads {read} tokens and may write {judge.sampling.max_new_tokens} "
             f"(--judge_max_new_tokens), but it has {positions} positions"
         )
-    mesh, layers = view(parts.mesh, judge.sizes), judge.model.config.layers
+    mesh = view(parts.mesh, judge.sizes)
+    layers = judge.model.config.layers
     each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
     settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
 
     def of_depth(count: int) -> Job:
         return job._replace(settings=settings, model=judge.model.with_layers(count))
 
-    def generator_of(one: Job):
+    def generator_of(shallow: Job):
         assert parts.generator is not None
         engine = native_engine(
-            one.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
+            shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
         )
         return parts.generator._replace(engine=engine, mesh=mesh)
 
@@ -97,16 +104,19 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
     weights = float(job.dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in stored))
     room = FREE_SHARE * (hardware.memory * USABLE - held - weights)
 
-    def at(count: int) -> Costs:
-        one = of_depth(count)
-        return completions(one, generator_of(one), whole, judge.sampling, read, room, hardware)
+    def costs_at(depth: int) -> Costs:
+        shallow = of_depth(depth)
+        return completions(
+            EngineWork(shallow, generator_of(shallow), whole, prompt_tokens=read, room=room, hardware=hardware),
+            judge.sampling,
+        )
 
     few, more = depths_of(judge.model)
-    costs = at(layers) if layers <= more else along(at(few), (at(more), layers - few))
+    costs = costs_at(layers) if layers <= more else along(costs_at(few), (costs_at(more), layers - few))
     return JudgeCost(costs, weights, axes_of(mesh))
 
 
 def tokens_to_read(job: Job, judge: JudgeJob, prompt_tokens: int) -> int:
-    """Tokens of the text that the judge is given on a completion: the policy's, and those of the template."""
+    """Tokens that the judge reads for a completion: the policy's prompt and completion, and the template."""
     characters = len(PLACEHOLDER.sub("", judge.template))
     return prompt_tokens + job.sampling.max_new_tokens + math.ceil(characters / CHARACTERS)

@@ -14,7 +14,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 
 
 class Rates(NamedTuple):
-    """Time that a run takes, of what an estimate counts.
+    """Times and throughput of a run, by an estimate.
 
     Attributes:
       seconds: of a step.
@@ -44,47 +44,50 @@ class Rates(NamedTuple):
         return self.tokens_per_second / self.devices
 
 
-def rates_of(found: Estimate, hardware: Hardware) -> Rates:
-    """Rates of the run that was estimated."""
-    job = found.job
+def rates_of(estimate: Estimate, hardware: Hardware) -> Rates:
+    """Rates of an estimated run."""
+    job = estimate.job
     return Rates(
-        seconds=step_seconds(found, hardware),
+        seconds=step_seconds(estimate, hardware),
         steps=job.settings.run.steps,
-        tokens=rows_of_step(job) * found.tokens,
+        tokens=rows_of_step(job) * estimate.tokens,
         devices=meshes.Mesh(job.sizes).world,
     )
 
 
-def step_seconds(found: Estimate, hardware: Hardware) -> float:
+def step_seconds(estimate: Estimate, hardware: Hardware) -> float:
     """Seconds of all phases of a step, one after the other."""
-    return sum(phase_seconds(found, costs, hardware) for costs in found.phases.values())
+    return sum(phase_seconds(estimate, costs, hardware) for costs in estimate.phases.values())
 
 
-def phase_seconds(found: Estimate, costs: Costs, hardware: Hardware) -> float:
-    """Seconds of a phase: of its kernels, and of the collectives that nothing hides."""
-    return costs.seconds + communication(found, costs, hardware) - hidden(found, costs, hardware)
+def phase_seconds(estimate: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds of a phase: its kernels, and the collectives that do not overlap with them."""
+    return costs.seconds + communication(estimate, costs, hardware) - hidden(estimate, costs, hardware)
 
 
-def communication(found: Estimate, costs: Costs, hardware: Hardware) -> float:
+def communication(estimate: Estimate, costs: Costs, hardware: Hardware) -> float:
     """Seconds of all collectives of a phase, one after the other."""
-    return _sent(found, costs.traffic, hardware)
+    return _sent(estimate, costs.traffic, hardware)
 
 
-def hidden(found: Estimate, costs: Costs, hardware: Hardware) -> float:
-    """Seconds of the collectives of a phase during which kernels run: of those that are begun before they are needed,
-    as far as there are kernels meanwhile. On a CPU both take the same cores, and nothing is hidden."""
+def hidden(estimate: Estimate, costs: Costs, hardware: Hardware) -> float:
+    """Seconds of a phase in which collectives and kernels overlap.
+
+    Only collectives that begin before their result is needed overlap with kernels. On a CPU both take the same cores,
+    so none do.
+    """
     if not hardware.accelerator:
         return 0.0
-    return min(_sent(found, costs.early, hardware), costs.cover)
+    return min(_sent(estimate, costs.early, hardware), costs.cover)
 
 
-def _sent(found: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardware: Hardware) -> float:
+def _sent(estimate: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardware: Hardware) -> float:
     seconds = 0.0
     for (op, group), (count, nbytes) in traffic.items():
         if op == RESHARD:
             seconds += message_seconds(hardware, count, nbytes, near=False)
             continue
-        _, axes, sizes = found.axes[group]
+        _, axes, sizes = estimate.axes[group]
         ranks = meshes.peers(sizes, axes, 0)
         near = len({rank // RANKS_PER_NODE for rank in ranks}) == 1
         if op == MOVE:
@@ -95,14 +98,16 @@ def _sent(found: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardware:
 
 
 def duration_text(seconds: float, figures: int = 2) -> str:
-    """Seconds in the unit that people use: "1.2 s", "28 min", "3.5 h".
+    """Format seconds in the customary unit: "1.2 s", "28 min", "3.5 h".
 
     Args:
-      figures: digits at least; an integer has all of its own.
+      seconds: to format.
+      figures: significant digits; integers keep all of theirs.
     """
     units = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
     most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # of a unit before the next one is used
-    amount, unit = seconds, "s"
+    amount = seconds
+    unit = "s"
     for length, unit in units:
         amount = seconds / length
         if unit == "days" or float(f"{amount:.{figures}g}") < most[unit]:

@@ -68,21 +68,22 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(
-    found: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]
+    estimate: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]
 ) -> Verdict:
     """Compare an estimate with the memory of a device; where it does not fit, try flags one after the other.
 
     Args:
       costs: estimates other settings.
     """
-    room, peak = hardware.memory * USABLE, peak_of(found)
-    over = tuple(name for name, phase in found.phases.items() if phase.total > room)
-    known = Verdict(peak.nbytes <= room, room, peak, over, step_seconds(found, hardware), ())
+    room = hardware.memory * USABLE
+    peak = peak_of(estimate)
+    over = tuple(name for name, phase in estimate.phases.items() if phase.total > room)
+    known = Verdict(peak.nbytes <= room, room, peak, over, step_seconds(estimate, hardware), ())
     if known.fits:
         return known
     together: dict[str, Any] = {}
     suggestions: list[Suggestion] = []
-    for changes in remedies(found, settings, hardware, peak.phase)[:ATTEMPTS]:
+    for changes in remedies(estimate, settings, hardware, peak.phase)[:ATTEMPTS]:
         together |= changes
         try:
             other = costs(with_flags(settings, **together))
@@ -96,25 +97,28 @@ def verdict_of(
     return known._replace(suggestions=tuple(suggestions))
 
 
-def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
+def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
     """Changes of flags that may help the worst phase, most promising first."""
-    peak, sizes, heads = found.phases[worst].peak, found.job.sizes, found.job.model.abilities.heads
+    peak = estimate.phases[worst].peak
+    sizes = estimate.job.sizes
+    heads = estimate.job.model.abilities.heads
     states = sum(peak.get(k, 0) for k in ("weights", "optimizer", "gradients", "staging"))
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
-    total, changes = sum(peak.values()), []
+    total = sum(peak.values())
+    changes = []
     if not settings.devices.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
-    if settings.devices.fsdp and not set(found.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
-        changes.append({"fsdp_models": ",".join(found.roles)})
+    if settings.devices.fsdp and not set(estimate.roles) <= set(sharded_roles(settings)) and states > 0.2 * total:
+        changes.append({"fsdp_models": ",".join(estimate.roles)})
     if settings.devices.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})
     budgets = {"score_token_budget": scoring_budget(settings), "token_budget": settings.updates.token_budget}
     flag = {"score": "score_token_budget", "update": "token_budget"}.get(stage_of(worst))
-    if flag is not None and passing > 0.2 * total and budgets[flag] > found.tokens:
-        changes.append({flag: max(found.tokens, budgets[flag] // 4)})
+    if flag is not None and passing > 0.2 * total and budgets[flag] > estimate.tokens:
+        changes.append({flag: max(estimate.tokens, budgets[flag] // 4)})
     if peak.get("cache", 0) > 0.2 * total and settings.sampling.samples_per_prompt > 2:
         changes.append({"samples_per_prompt": settings.sampling.samples_per_prompt // 2})
-    generates = "generate" in found.phases
+    generates = "generate" in estimate.phases
     if generates and hardware.accelerator and settings.devices.offload is None and states > 0.2 * total:
         changes.append({"offload": ",".join(PARTS)})
     wider = sizes | {"tensor": 2 * sizes["tensor"], "data": sizes["data"] // 2}
@@ -123,10 +127,10 @@ def remedies(found: Estimate, settings: Settings, hardware: Hardware, worst: str
     return changes
 
 
-def peak_of(found: Estimate) -> Peak:
+def peak_of(estimate: Estimate) -> Peak:
     """The most that a rank holds, and the phase in which it does."""
-    name = max(found.phases, key=lambda n: found.phases[n].total)
-    return Peak(name, math.ceil(found.phases[name].total))
+    name = max(estimate.phases, key=lambda n: estimate.phases[n].total)
+    return Peak(name, math.ceil(estimate.phases[name].total))
 
 
 def written_flags(changes: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from absl import flags
@@ -31,6 +32,7 @@ from funrl.models.huggingface.config import config_from_hf
 
 
 def define_flags(table: flags.FlagValues) -> None:
+    """Define this program's flags."""
     model = "Hugging Face directory or config.json, of which only config.json is read; it must be given"
     flags.DEFINE_string("model", None, model, table)
     flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2", table)
@@ -56,8 +58,16 @@ def main(argv: Sequence[str]) -> int:
         if values.model is None:
             raise ValueError("--model=DIR_OR_CONFIG is needed; --help lists all flags")
         generate_mesh = values.generate_mesh or values.mesh
-        options = values.fsdp, values.dtype, values.ranks_per_node, values.picture
-        print(resharding_report(values.model, values.mesh, generate_mesh, *options))
+        request = ReshardingRequest(
+            model=values.model,
+            mesh=values.mesh,
+            generate_mesh=generate_mesh,
+            fsdp=values.fsdp,
+            dtype=values.dtype,
+            ranks_per_node=values.ranks_per_node,
+            picture=values.picture,
+        )
+        print(resharding_report(request))
     except flags.UnrecognizedFlagError as error:
         return _refuse(f"--{error.flagname} is not a flag; --help lists all flags")
     except (MeshError, ValueError, OSError, flags.Error) as error:
@@ -70,14 +80,33 @@ def _refuse(problem: str) -> int:
     return 2
 
 
-def resharding_report(
-    model: str, mesh: str, generate_mesh: str, fsdp: bool, dtype: str | None, near: int, picture: str | None
-) -> str:
-    """Everything that the command prints.
+class ReshardingRequest(NamedTuple):
+    """Values of the command's flags.
+
+    Attributes:
+      model, mesh, generate_mesh: as the flags.
+      fsdp: shard every weight over data in training.
+      dtype: of the weights; None: the model's.
+      ranks_per_node: neighboring ranks of a node.
+      picture: an SVG file to write; None: none.
+    """
+
+    model: str
+    mesh: str
+    generate_mesh: str
+    fsdp: bool = False
+    dtype: str | None = None
+    ranks_per_node: int = RANKS_PER_NODE
+    picture: str | None = None
+
+
+def resharding_report(request: ReshardingRequest) -> str:
+    """Report of the weights' way from training to generation, as the command prints it.
 
     Raises:
       ModelError: the model cannot be read. MeshError: a mesh cannot be built, or a tensor does not divide over it.
     """
+    model, mesh, generate_mesh, fsdp, dtype, ranks_per_node, picture = request
     folder = hf.find_directory(model)
     path = folder / "config.json" if folder.is_dir() else folder
     if not path.is_file():
@@ -87,23 +116,24 @@ def resharding_report(
     except json.JSONDecodeError as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     built = decoder_model(config)
-    shapes, logical = built.shapes, built.axes
+    shapes = built.shapes
+    logical = built.axes
     start = time.perf_counter()
     train_rules = rules.fully_sharded(rules.STORED) if fsdp else rules.STORED
     src = rules.layouts(shapes, logical, train_rules, parse(mesh))
     dst = rules.layouts(shapes, logical, rules.GENERATE, parse(generate_mesh))
-    made = plan(src, dst, getattr(torch, dtype or config.source.dtype), near)
+    transfer = plan(src, dst, getattr(torch, dtype or config.source.dtype), ranks_per_node)
     seconds = time.perf_counter() - start
     axes: dict[str, tuple[str, ...]] = {}
     trees.map_named(lambda name, _, its: axes.setdefault(name, its), shapes, logical)
     millions = trees.count(shapes) / 1e6
     train = meshes.text(parse(mesh)) + (" fully sharded" if fsdp else "")
     title = f"{config.source.family}, {millions:,.1f} M parameters in {dtype or config.source.dtype}, "
-    title += f"{made.world} devices: train {train}, generate {meshes.text(parse(generate_mesh))}"
-    lines = [title, "", explain(made, axes), f"planned in {seconds:.2f} s"]
+    title += f"{transfer.world} devices: train {train}, generate {meshes.text(parse(generate_mesh))}"
+    lines = [title, "", explain(transfer, axes), f"planned in {seconds:.2f} s"]
     if picture is not None:
-        moving = [kind for kind in kinds(made, axes) if kind.route.way != "alias"]
-        Path(picture).write_text(plan_picture(made, [kind.leaf for kind in moving], [kind.name for kind in moving]))
+        moving = [kind for kind in kinds(transfer, axes) if kind.route.way != "alias"]
+        Path(picture).write_text(plan_picture(transfer, [kind.leaf for kind in moving], [kind.name for kind in moving]))
         lines.append(f"picture in {picture}")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""Rows in a dry run: the ranks that have them from phase to phase, what their moves send, how well they are packed.
+"""Rows in a dry run: the rank that holds each row in each phase, the traffic of moves, and the use of packed batches.
 
-Every row is as long as it may be. The ranks are those of the trainer's own plans, of all rows and all ranks.
+Every row has the greatest length. The trainer's own plans, over all rows and ranks, decide who holds them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ WORD = 8  # bytes of a number of the row table when it is sent
 
 
 class Holders(NamedTuple):
-    """The rank that has each row at some time.
+    """The rank that holds each row at some time.
 
     Attributes:
-      owner: [B] by its index over the row axes of `mesh`.
+      owner: [B] index of the rank over the row axes of `mesh`.
+      mesh: of the ranks.
     """
 
     owner: np.ndarray
@@ -47,7 +48,7 @@ class RowPlan(NamedTuple):
 
     Attributes:
       lengths: [B] tokens of each row.
-      before: who has them, from those that make them to those that score them.
+      before: ranks that hold the rows from generation to scoring.
       epochs: passes over them.
     """
 
@@ -57,19 +58,20 @@ class RowPlan(NamedTuple):
 
     @property
     def again(self) -> list[Holders]:
-        """Ranks that have the rows when they are scored, and in each pass over them."""
+        """Ranks that hold the rows while they are scored, then in each epoch."""
         return [self.before[-1], *(Holders(epoch.to, self.before[-1].mesh) for epoch in self.epochs)]
 
 
 def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
-    """Rows of `width` tokens in a step of the job on a mesh of which this is a rank."""
-    settings, mesh = job.settings, parts.mesh
+    """Plan the rows of a step, each of `width` tokens."""
+    settings = job.settings
+    mesh = parts.mesh
     samples = rows_of_step(job) // settings.run.batch_prompts
     source = mesh if parts.generator is None else parts.generator.mesh
     lengths = np.full(settings.run.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
-    made = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
-    before = [Holders(made, source)]
+    generating = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
+    before = [Holders(generating, source)]
     for name in READERS if job.generates else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
@@ -80,35 +82,37 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
 
 
 def rows_of_step(job: Job) -> int:
-    """Rows of a step: of the completions of all prompts, or of texts and what KTO compares them with."""
+    """Number of rows of a step: completions of all prompts, or texts with KTO's mismatched ones."""
     samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
     return job.settings.run.batch_prompts * samples
 
 
-def with_moves(job: Job, plan: RowPlan, found: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
-    """Costs by phase with the traffic of the moves of all rows, in place of those that were traced.
+def with_moves(job: Job, plan: RowPlan, phases: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
+    """Replace the traced traffic of moves by that of the moves of all rows.
 
     Args:
-      found: costs by phase; those of a move are of one move.
+      phases: costs by phase; those of a move are of one move.
       token_bytes: that a move sends of a token, before the rows are scored and after it.
     """
-    first, again = _traffic_before(job, plan, token_bytes[0]), _moves(plan.lengths, plan.again, token_bytes[1])
+    first = _traffic_before(job, plan, token_bytes[0])
+    again = _moves(plan.lengths, plan.again, token_bytes[1])
     traffic: dict[str, Any] = dict(zip(MOVES, (first, again), strict=True))
     often: dict[str, int] = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
     return {
         name: dataclasses.replace(times(costs, often[name]), traffic=traffic[name]) if name in traffic else costs
-        for name, costs in found.items()
+        for name, costs in phases.items()
         if traffic.get(name, True)
     }
 
 
 def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str, str], Traffic]:
-    """Traffic of the busiest rank until rows are where they are scored: of the row table's columns, and of moves.
+    """Traffic of the busiest rank before scoring: the shared row table, and the moves of rows.
 
     Args:
       token_bytes: that are sent of a token.
     """
-    source, table = plan.before[0].mesh, {}
+    source = plan.before[0].mesh
+    table = {}
     if source.size(source.row_axes) > 1:
         nbytes = float(WORD * table_columns(job) * len(plan.lengths))
         table["all_reduce", source.group_name(source.row_axes)] = Traffic(1, nbytes)
@@ -116,8 +120,10 @@ def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str
 
 
 def table_columns(job: Job) -> int:
-    """Numbers of each row that its rank tells all others: of a text its length, of a completion its end and rewards
-    too, and whether these failed."""
+    """Columns of the table that all ranks share about each row.
+
+    A text has its length; a completion also its end, its rewards, and whether they failed.
+    """
     if not job.generates:
         return 1
     functions = job.settings.rewards.reward.split(",") if job.settings.rewards.reward else []
@@ -127,13 +133,13 @@ def table_columns(job: Job) -> int:
 
 
 def _count(stops: Sequence[Holders]) -> int:
-    """Moves from one to the next of these."""
+    """Number of moves between consecutive holders."""
     return sum(a.mesh.sizes != b.mesh.sizes or not np.array_equal(a.owner, b.owner) for a, b in pairwise(stops))
 
 
 def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> dict[tuple[str, str], Traffic]:
-    """Traffic of the moves from one to the next of these."""
-    found: dict[tuple[str, str], Traffic] = {}
+    """Traffic of the moves between consecutive holders."""
+    traffic: dict[tuple[str, str], Traffic] = {}
     for (owner, source), (to, target) in pairwise(stops):
         same = source.sizes == target.sizes
         axes = target.row_axes if same else tuple(target.sizes)
@@ -141,31 +147,36 @@ def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> d
         tokens = int(np.maximum(sent.sent, sent.received).max())
         if tokens:
             key = MOVE, target.group_name(axes)
-            add_traffic(found, key, int(sent.messages.max()), float(tokens * token_bytes))
-    return found
+            add_traffic(traffic, key, int(sent.messages.max()), float(tokens * token_bytes))
+    return traffic
 
 
 def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
-    """Share of useful FLOPs in those that all ranks have time for, by phase that packs rows."""
-    mesh, budget, found = parts.mesh, scoring_budget(job.settings), {}
-    ranks, scores = mesh.size(mesh.row_axes), plan.before[-1].owner
+    """Useful share of the FLOPs that all ranks have time for, by phase that packs rows."""
+    mesh = parts.mesh
+    budget = scoring_budget(job.settings)
+    shares = {}
+    ranks = mesh.size(mesh.row_axes)
+    scores = plan.before[-1].owner
     for name, role in parts.roles.items():
         cost = row_cost(role.placed)
-        read, owner = plan.lengths, scores
+        read = plan.lengths
+        owner = scores
         if name in READERS and job.generates:  # one token more, where it reads them
             readers = [reader for reader in READERS if reader in parts.roles]
-            read, owner = plan.lengths + 1, plan.before[1 + readers.index(name)].owner
+            read = plan.lengths + 1
+            owner = plan.before[1 + readers.index(name)].owner
         if role.writes or read is not plan.lengths:
             packing = pack_in_place(read, owner, ranks, budget, cost, token_ranks(mesh))
-            found[f"score_{name}"] = _share([(packing, read)], ranks, cost)
+            shares[f"score_{name}"] = _share([(packing, read)], ranks, cost)
         if role.loss is not None:
             parts_of = [
                 (packing, plan.lengths[part])
                 for epoch in plan.epochs
                 for part, packing in zip(epoch.parts, epoch.packings, strict=True)
             ]
-            found[UPDATES + name] = _share(parts_of, ranks, cost)
-    return found
+            shares[UPDATES + name] = _share(parts_of, ranks, cost)
+    return shares
 
 
 def _share(packings: Sequence[tuple[Packing, np.ndarray]], ranks: int, cost: RowCost) -> float:

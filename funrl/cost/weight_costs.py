@@ -1,4 +1,4 @@
-"""Weights in a dry run: those that a rank makes, what an engine holds beside them, and what the way there costs."""
+"""Weights in a dry run: those of a rank, those of its engine, and the cost of a sync."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from funrl.trainer.steps.roles import BASE
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
-    """Own weights of the roles that learn, and the weights that do not, by name; on no device."""
-    own, frozen = {}, {}
+    """Make fake weights: those of roles that learn, and frozen ones, both by name."""
+    own = {}
+    frozen = {}
     if job.lora is not None:
         base = decoder_of(parts.begin.stored)
         kept = {name: x for name, x in base.items() if name != "unembed" or needs_unembedding(parts)}
@@ -40,59 +41,64 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
 
 
 def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
-    """Bytes that the engine holds beside the trainer's weights, and of them: leaves that keep their box and dtype."""
+    """Bytes of weights that the engine holds by itself, and bytes that it shares with the trainer."""
     own = shared = 0.0
     for _, nbytes, alike in _leaves(job, parts, generator):
         own, shared = (own, shared + nbytes) if alike else (own + nbytes, shared)
     return own, shared
 
 
-def resharding(job: Job, parts: Parts, generator: Generator, kept: dict[str, float]) -> Costs:
-    """The engine's new copy is made when its old one is gone; a few buckets are on their way.
+def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
+    """Cost of a sync: the engine's old copy is freed first, and a few buckets are in flight.
 
-    Weights that adapters are merged in are made for it, and go as they are sent.
+    Weights with merged adapters are temporary: each is freed once it is sent.
     """
     engine, _ = engine_bytes(job, parts, generator)
     names = merged_weights(parts.roles["policy"].placed.model)
     stored = dict(trees.named(parts.begin.stored))
-    made = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
+    merged = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
     most = max(received_bytes(generator.to_engine), default=0)
-    weights = kept["weights"] + max(engine, float(made))
+    weights = resting["weights"] + max(engine, float(merged))
     bucket = max((staged_bytes(route, BUCKET_BYTES) for route in generator.to_engine.routes), default=0)
-    peak = kept | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
+    peak = resting | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
     traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
-def verifying(job: Job, parts: Parts, generator: Generator, kept: dict[str, float], hardware: Hardware) -> Costs:
-    """Digests of the trainer's and of the engine's weights, and their one sum over all ranks."""
-    mesh, seconds = parts.mesh, 0.0
+def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, float], hardware: Hardware) -> Costs:
+    """Cost of digests of the trainer's and of the engine's weights, with one sum over all ranks."""
+    mesh = parts.mesh
+    seconds = 0.0
     for (old, new), _, alike in _leaves(job, parts, generator):
         numbers = sum(volume(box) for box in ([new] if alike else [old, new]) if box is not None)
         seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
     traffic = {}
     if mesh.world > 1:
         traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(generator.to_engine.names)))
-    return Costs({"other": kept | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
+    return Costs({"other": resting | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
 
 
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
-    """Of each weight of the policy its boxes before and after a sync, its bytes in the engine, and whether these are
-    the trainer's own."""
-    plan, merged = generator.to_engine, merged_weights(parts.roles["policy"].placed.model)
+    """Boxes of each weight of the policy before and after a sync, its bytes in the engine, and whether it is shared.
+
+    A shared weight is the trainer's own tensor.
+    """
+    plan = generator.to_engine
+    merged = merged_weights(parts.roles["policy"].placed.model)
     trained = job.master if job.lora is None else job.dtype
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
         yield (has.old, has.new), nbytes, has.old == has.new and dtype == trained and name not in merged
 
 
-def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
-    """The phases without the bytes that are off the device while they run.
+def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
+    """Subtract from each phase the bytes that are offloaded while it runs.
 
     Args:
       rests: bytes of weights and optimizers, by kind.
     """
-    stages, itemsize = offload.frozen_stages(parts.roles), job.dtype.itemsize
+    stages = offload.frozen_stages(parts.roles)
+    itemsize = job.dtype.itemsize
     own = {name: role for name, role in parts.roles.items() if role.loss is None and not role.on_base}
     stored = {name: trees.leaves(role.stored) for name, role in own.items()}
     frozen = {
@@ -104,7 +110,7 @@ def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: di
         "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
     }
     away = offload.offloaded_parts(job.settings.devices.offload)
-    for name, costs in found.items():
+    for name, costs in phases.items():
         stage = "update" if stage_of(name) == "reshard" else stage_of(name)
         stage = "generate" if name == MOVES[0] else stage
         for part in away.difference(offload.NEEDS[stage], ["reference"]):
@@ -112,5 +118,5 @@ def without_offloaded(job: Job, parts: Parts, found: dict[str, Costs], rests: di
         if "reference" in away:
             gone = sum(nbytes for role, nbytes in frozen.items() if stage not in stages.get(role, {stage}))
             costs = plus(costs, {"weights": -gone})
-        found[name] = costs
-    return found
+        phases[name] = costs
+    return phases

@@ -118,7 +118,7 @@ def find_recipe(text: str) -> Callable[..., Any]:
 
 
 def full_source(text: str) -> str:
-    """ "module:function" of a bare recipe name such as "dr_grpo"; any other text as it is.
+    """The "module:function" of a bare recipe name such as "dr_grpo"; any other text as it is.
 
     Raises:
       LoadError: there is no recipe of that name.

@@ -89,13 +89,13 @@ def program(
         for leaf, index, count in bucket:
             key = plan.takes[leaf], count, dtype.itemsize
             if key not in mine:
-                mine[key] = _mine(plan, plan.routes[key[0]], rank, count, direct // dtype.itemsize)
+                mine[key] = _mine(plan, plan.routes[key[0]], rank, count=count, large=direct // dtype.itemsize)
             for by_peer, pieces in zip(channels, mine[key], strict=True):
                 for peer, boxes, alone in pieces:
                     if index < len(boxes):
                         by_peer.setdefault(peer, Channel(peer)).put(Part(leaf, boxes[index]), alone[index])
         sends, receives = (_messages(by_peer, rank) for by_peer in channels)
-        steps.append(Step(dtype, finished, sends, receives))
+        steps.append(Step(dtype, finished, sends, receives=receives))
     return tuple(steps)
 
 
@@ -200,7 +200,7 @@ def _buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
         for leaf in leaves:
             key = plan.takes[leaf], dtype.itemsize
             if key not in costs:
-                costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, most)
+                costs[key] = _parts(plan.route(leaf), plan.world, dtype.itemsize, bucket_bytes=most)
             count, cost = costs[key]
             for index in range(count):
                 if room < cost:

@@ -194,8 +194,10 @@ def _send_rows(x: Tensor, send: list[int], receive: list[int], group: str) -> Te
 
 
 def _constant(backward):
-    """A backward whose result is a constant: the functional collectives have derivatives of their own, which are not
-    these and which `torch.func` refuses."""
+    """Make the result of a backward a constant.
+
+    The functional collectives have derivatives of their own, which are not these and which `torch.func` refuses.
+    """
 
     def without_grad(ctx, grad):
         with torch.no_grad():
@@ -237,7 +239,7 @@ class _PBroadcast(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, dim):
-        return _gather(x, size, group, dim)
+        return _gather(x, size, group, dim=dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -252,7 +254,7 @@ class _AllGather(torch.autograd.Function):
 class _PSumScatter(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, dim):
-        return _scatter(x, size, group, dim)
+        return _scatter(x, size, group, dim=dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -267,7 +269,7 @@ class _PSumScatter(torch.autograd.Function):
 class _OwnShard(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, dim, index):
-        return _own(x, size, dim, index).contiguous()
+        return _own(x, size, dim, index=index).contiguous()
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -282,7 +284,7 @@ class _OwnShard(torch.autograd.Function):
 class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, dim, index):
-        return _gather(x, size, group, dim)
+        return _gather(x, size, group, dim=dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -291,13 +293,13 @@ class _GatherReplicated(torch.autograd.Function):
     @staticmethod
     @_constant
     def backward(ctx, grad):
-        return _own(grad, ctx.size, ctx.dim, ctx.index).contiguous(), None, None, None, None
+        return _own(grad, ctx.size, ctx.dim, index=ctx.index).contiguous(), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, split, concat):
-        return _exchange(x, size, group, split, concat)
+        return _exchange(x, size, group, split=split, concat=concat)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -306,13 +308,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @_constant
     def backward(ctx, grad):
-        return _exchange(grad, ctx.size, ctx.group, ctx.concat, ctx.split), None, None, None, None
+        return _exchange(grad, ctx.size, ctx.group, split=ctx.concat, concat=ctx.split), None, None, None, None
 
 
 class _RaggedAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(x, send, receive, group):
-        return _send_rows(x, send, receive, group)
+        return _send_rows(x, send, receive, group=group)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -321,4 +323,4 @@ class _RaggedAllToAll(torch.autograd.Function):
     @staticmethod
     @_constant
     def backward(ctx, grad):
-        return _send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return _send_rows(grad, ctx.receive, ctx.send, group=ctx.group), None, None, None

@@ -88,7 +88,7 @@ _made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] =
 
 
 def device_type() -> str:
-    """ "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
+    """Device type: "cuda" where torch sees a GPU (ROCm included), else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -161,11 +161,13 @@ def launch(
         local = int(os.environ.get("LOCAL_RANK", 0))
         own = _Rank(rank, local, local_ranks(world))
         group = functools.partial(_process_group, sizes, own, device, ENVIRONMENT, waiting.timeout)
-        link = StoreLink(rank, world, waiting.heartbeat_s, waiting.timeout.total_seconds(), waiting.stalled_s)
-        return _on_rank(program, before, rank, group, link)
+        link = StoreLink(
+            rank, world, waiting.heartbeat_s, timeout_s=waiting.timeout.total_seconds(), stalled_s=waiting.stalled_s
+        )
+        return _on_rank(program, before, rank, mesh_of=group, link=link)
     if world == 1:
-        return _on_rank(program, before, 0, functools.partial(_single, device), Alone(waiting.heartbeat_s))
-    run = functools.partial(_run, _Program(program, before, sizes, device, plain, waiting.timeout))
+        return _on_rank(program, before, 0, mesh_of=functools.partial(_single, device), link=Alone(waiting.heartbeat_s))
+    run = functools.partial(_run, _Program(program, before, sizes, device=device, plain=plain, timeout=waiting.timeout))
     return run_processes(
         RankProgram(run, plain),
         world,
@@ -184,7 +186,7 @@ def _run(program: _Program, rank: int, folder: str) -> Any:
     group = functools.partial(_process_group, program.sizes, own, program.device, rendezvous, program.timeout)
     report = functools.partial(report_failure, folder, rank, plain=program.plain)
     progress = SharedProgress(folder, world, report=report)
-    return _on_rank(program.run, program.before, rank, group, progress, record=progress.record(rank))
+    return _on_rank(program.run, program.before, rank, mesh_of=group, link=progress, record=progress.record(rank))
 
 
 def _on_rank(
@@ -239,7 +241,7 @@ def _process_group(
         if rendezvous == ENVIRONMENT:
             _check_same_mesh(sizes, rank)
         names = groups(sizes, timeout=timeout)
-    yield Mesh(sizes, rank, where, names, timeout=timeout)
+    yield Mesh(sizes, rank, where, groups=names, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
     heartbeat.closing()
     heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]
@@ -296,7 +298,7 @@ def submesh(mesh: Mesh, sizes: Mapping[str, int], ranks: Sequence[int]) -> Mesh:
         raise MeshError(f"the mesh {shape} is to be over the ranks {list(ranks)}; this run has {run}")
     rank = ranks.index(process) if process in ranks else -1
     names = groups(sizes, ranks, mesh.timeout)
-    return Mesh(sizes, rank, mesh.device, names, over=ranks, process=process, timeout=mesh.timeout)
+    return Mesh(sizes, rank, mesh.device, groups=names, over=ranks, process=process, timeout=mesh.timeout)
 
 
 def groups(

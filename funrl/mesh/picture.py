@@ -29,14 +29,19 @@ def plan_picture(plan: Plan, leaves: list[int], names: list[str]) -> str:
         raise MeshError(f"a picture shows at most {MOST_RANKS} devices, there are {plan.world}")
     width = _LEFT + plan.world * (_CELL + _GAP)
     height = _TOP + len(leaves) * (_CELL + _GAP) + 10
-    shapes = [_text(_LEFT + i * (_CELL + _GAP) + _CELL / 2, 52, f"rank {i}", 13, "middle") for i in range(plan.world)]
-    shapes.append(_text(14, 24, "light: held before, let go; dark: kept; coloured: arrives, from the rank shown", 13))
+    shapes = [
+        _text(_LEFT + i * (_CELL + _GAP) + _CELL / 2, 52, f"rank {i}", size=13, anchor="middle")
+        for i in range(plan.world)
+    ]
+    shapes.append(
+        _text(14, 24, "light: held before, let go; dark: kept; coloured: arrives, from the rank shown", size=13)
+    )
     for row, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         y = _TOP + row * (_CELL + _GAP)
-        shapes.append(_text(14, y + _CELL / 2, name, 13))
-        shapes.append(_text(14, y + _CELL / 2 + 17, plan.route(leaf).way, 12, colour="#666"))
+        shapes.append(_text(14, y + _CELL / 2, name, size=13))
+        shapes.append(_text(14, y + _CELL / 2 + 17, plan.route(leaf).way, size=12, colour="#666"))
         for rank in range(plan.world):
-            shapes += _square(plan, leaf, rank, _LEFT + rank * (_CELL + _GAP), y)
+            shapes += _square(plan, leaf, rank, x=_LEFT + rank * (_CELL + _GAP), y=y)
     body = "\n".join(shapes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '

@@ -135,7 +135,7 @@ def held(plan: Plan, rank: int) -> tuple[Held, ...]:
             continue
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
         stays = both if all(high > low for low, high in both) else None
-        of.append(Held(old, new, stays, slices(both, old), slices(both, new)))
+        of.append(Held(old, new, stays, taken=slices(both, old), put=slices(both, new)))
     return tuple(of[take] for take in plan.takes)
 
 
@@ -191,7 +191,7 @@ def plan(
     pairs = tuple((layout, theirs[name]) for name, layout in ours)
     first = pairs[0][0].world if pairs else 1
     ranks = src_ranks or dst_ranks or range(first), dst_ranks or src_ranks or range(first)
-    return _plan(optree.tree_structure(src), names, kinds, pairs, ranks, ranks_per_node)
+    return _plan(optree.tree_structure(src), names, kinds, pairs=pairs, ranks=ranks, near=ranks_per_node)
 
 
 @functools.lru_cache(maxsize=64)
@@ -218,7 +218,7 @@ def _plan(
     takes = [0] * len(names)
     load = np.zeros(1 + max(ranks[0][-1], ranks[1][-1]))
     for (src, dst), its in members.items():
-        variants = _routes(src, dst, ranks, [dtypes[leaf].itemsize for leaf in its], load, near)
+        variants = _routes(src, dst, ranks, itemsizes=[dtypes[leaf].itemsize for leaf in its], load=load, near=near)
         for turn, leaf in enumerate(its):
             takes[leaf] = len(routes) + turn % len(variants)
         routes.extend(variants)
@@ -253,7 +253,7 @@ def _routes(
         return [Route(src, dst, "alias")]
     axes = _gather_axes(src, list(old.values()), list(new.values())) if same else ()
     if axes:
-        return [Route(src, dst, "gather", axes)]
+        return [Route(src, dst, "gather", axes=axes)]
     wanted = _wanted(old, new)
     if not wanted:
         return [Route(src, dst, "local")]
@@ -264,7 +264,7 @@ def _routes(
         weight = sum(itemsizes[turn::turns])
         transfers = []
         for box, holders, needers in wanted:
-            transfers += _assign(box, holders, needers, weight * volume(box), load, near)
+            transfers += _assign(box, holders, needers, nbytes=weight * volume(box), load=load, near=near)
         routes.append(Route(src, dst, "pieces", transfers=tuple(transfers)))
     return routes
 

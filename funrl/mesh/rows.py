@@ -57,12 +57,12 @@ def across(owner: np.ndarray, mesh: Mesh, axes: Axes) -> Across:
     own = own_rows(owner, mesh, axes)
 
     def sums(x_bT: Tensor) -> Tensor:
-        return gather_table({"sum": row_sums(x_bT)}, owner, mesh, axes)["sum"]
+        return gather_table({"sum": row_sums(x_bT)}, owner, mesh, axes=axes)["sum"]
 
     def take_own(x_B: Tensor) -> Tensor:
         return x_B[own.to(x_B.device)]
 
-    return Across(sums, take_own, lambda x_bT, k: kth_largest(x_bT, k, mesh, axes))
+    return Across(sums, take_own, lambda x_bT, k: kth_largest(x_bT, k, mesh, axes=axes))
 
 
 def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
@@ -178,9 +178,9 @@ def move_rows(
     coming = np.flatnonzero(to == me)
     sends = [mine[to[mine] == peer] for peer in range(ranks)]
     receives = [coming[owner[coming] == peer] for peer in range(ranks)]
-    route = RowRoute(mine, coming, sends, receives, mesh, axes)
-    counts = _row_counts(fields, kinds or {}, lengths, Owners(owner, mesh))
-    return _moved(fields, kinds or {}, lengths, counts, route)
+    route = RowRoute(mine, coming, sends, receives=receives, mesh=mesh, axes=axes)
+    counts = _row_counts(fields, kinds or {}, lengths, owners=Owners(owner, mesh))
+    return _moved(fields, kinds or {}, lengths, counts=counts, route=route)
 
 
 def hand_over(
@@ -215,9 +215,9 @@ def hand_over(
     receives = [none] * world
     for index, peer in enumerate(from_peer):
         receives[peer] = np.concatenate([receives[peer], by_index[index]])
-    route = RowRoute(mine, coming, sends, receives, target, everyone)
-    counts = _row_counts(fields, kinds or {}, lengths, before)
-    return _moved(fields, kinds or {}, lengths, counts, route)
+    route = RowRoute(mine, coming, sends, receives=receives, mesh=target, axes=everyone)
+    counts = _row_counts(fields, kinds or {}, lengths, owners=before)
+    return _moved(fields, kinds or {}, lengths, counts=counts, route=route)
 
 
 def _senders(has: np.ndarray, index: int, peers: np.ndarray) -> np.ndarray:
@@ -294,7 +294,7 @@ def _row_counts(
         for name, x in fields.items()
         if not kinds.get(name, TOKEN).per_token
     }
-    return {name: x.numpy() for name, x in gather_table(columns, owner, mesh, axes).items()} if columns else {}
+    return {name: x.numpy() for name, x in gather_table(columns, owner, mesh, axes=axes).items()} if columns else {}
 
 
 def _moved(
@@ -318,7 +318,7 @@ def _moved(
     received = 0
     for group, of_rows in groups:
         some = {name: kinds.get(name, TOKEN) for name in group}
-        moved = _exchange_lines(group, some, of_rows, width, route)
+        moved = _exchange_lines(group, some, of_rows, width=width, route=route)
         out |= moved.fields
         sent += moved.sent
         received += moved.received
@@ -344,7 +344,9 @@ def _exchange_lines(
     for name, x in fields.items():
         source = line_places(kinds[name].begins(x)[sent_places], counts[sent_rows]).to(lines[name].device)
         columns.append(_bytes(lines[name][source].to(_sent_dtype(lines[name], kinds[name].per_token))))
-    arrived = ragged_all_to_all(torch.cat(columns, 1), send, receive, route.mesh, route.axes)  # one line of bytes each
+    arrived = ragged_all_to_all(
+        torch.cat(columns, 1), send, receive, mesh=route.mesh, axes=route.axes
+    )  # one line of bytes each
     del columns
     received_places = np.searchsorted(route.after, received_rows)
     begin = 0

@@ -51,7 +51,7 @@ def sum_rest(
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
     leaves = trees.leaves(grads)
-    rest = rest_axes(stored, compute, mesh, partial)
+    rest = rest_axes(stored, compute, mesh, partial=partial)
     of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
     for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]

@@ -53,7 +53,7 @@ def read_mesh(text: str, flag: str = "mesh", automatic: bool = True) -> MeshFlag
       MeshError: the text is not a mesh.
     """
     wanted = wanted_devices(text, flag) if automatic else None
-    return MeshFlag(flag, text, parse(text if wanted is None else f"dp{wanted}", flag), wanted)
+    return MeshFlag(flag, text, parse(text if wanted is None else f"dp{wanted}", flag), wanted=wanted)
 
 
 def devices(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> int:

@@ -39,11 +39,13 @@ class Deployed(NamedTuple):
         return trees.from_named(self.model.shapes, ((name, self.weight(name)) for name in self.stored))
 
     def exported(self, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under other names, one after the other, as `export_weights` gives them; a layer's merged
-        weights at a time."""
+        """Whole weights under other names, one after the other, as `export_weights` gives them.
+
+        The merged weights of one layer at a time are held.
+        """
         for part in self._parts():
             layouts = {name: self.stored[name] for name in part}
-            yield from export_weights({name: self.weight(name) for name in part}, layouts, self.mesh, names)
+            yield from export_weights({name: self.weight(name) for name in part}, layouts, self.mesh, names=names)
 
     def _parts(self) -> list[list[str]]:
         if not self.merged:
@@ -66,7 +68,7 @@ def deployed(placed: Placed, params: trees.Tree) -> Deployed:
     plain = dict(trees.named(params))
     mesh = placed.mesh
     if model.adapters is None:
-        return Deployed(model, mesh, dict(trees.named(placed.stored)), plain.__getitem__)
+        return Deployed(model, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
     factors = factored(model, params)
     without = model.adapters.plain
     names = {name for name, _ in trees.named(without.shapes)}
@@ -75,4 +77,4 @@ def deployed(placed: Placed, params: trees.Tree) -> Deployed:
     def weight(name: str) -> Tensor:
         return merged(factors[name]) if name in factors else plain[name].detach()
 
-    return Deployed(without, mesh, stored, weight, frozenset(factors))
+    return Deployed(without, mesh, stored, weight=weight, merged=frozenset(factors))

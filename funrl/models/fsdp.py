@@ -98,7 +98,9 @@ def gathered(
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
         return cast_weights(params, dtype)
     groups: list[Group] = []
-    tree = _numbered(params, stored, compute, functools.partial(_group, groups, mesh, dtype), dtype.itemsize)
+    tree = _numbered(
+        params, stored, compute, number=functools.partial(_group, groups, mesh, dtype), itemsize=dtype.itemsize
+    )
     again = None if last is None or not isinstance(tree, dict) else tree.get(last)
     return _view(tree, GatherSchedule(groups, again if isinstance(again, int) else None))
 
@@ -113,7 +115,10 @@ def regathering(layers: Any) -> contextlib.AbstractContextManager:
 def _numbered(params: Any, stored: Any, compute: Any, number: Any, itemsize: int) -> Any:
     """The tree with the number of its group in place of each group: a leaf, some layers, or a dict of leaves."""
     if isinstance(params, dict) and not all(isinstance(x, Tensor) for x in params.values()):
-        return {name: _numbered(params[name], stored[name], compute[name], number, itemsize) for name in sorted(params)}
+        return {
+            name: _numbered(params[name], stored[name], compute[name], number=number, itemsize=itemsize)
+            for name in sorted(params)
+        }
     if isinstance(params, tuple):
         count = layers_of_group(stored, compute, itemsize)
         runs = [slice(low, low + count) for low in range(0, len(params), count)]
@@ -134,15 +139,18 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
     if not any(have and message_bytes(have[0].world, 0) for have, _ in pairs):
         return 1
     kinds = dict.fromkeys((tuple(have), tuple(want)) for have, want in pairs)
-    plans = [buffers_of(("a weight of a layer",) * len(have), have, want, (True,) * len(have)) for have, want in kinds]
+    plans = [
+        buffers_of(("a weight of a layer",) * len(have), have, want, trained=(True,) * len(have))
+        for have, want in kinds
+    ]
     return min(layers_together(buffers, itemsize) for buffers in plans)
 
 
 def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
-    buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained)
-    groups.append(Group(shards, buffers, mesh, dtype))
+    buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)
+    groups.append(Group(shards, buffers, mesh, dtype=dtype))
     return len(groups) - 1
 
 
@@ -206,7 +214,7 @@ class Layers:
         if self.at is not None:
             for bucket, buffer in enumerate(self.at[1]):
                 if _same_memory(x, buffer):
-                    return Saved(self.at[0], bucket, x.shape, x.stride(), int(x.storage_offset()))
+                    return Saved(self.at[0], bucket, x.shape, stride=x.stride(), offset=int(x.storage_offset()))
         return x
 
     def remember(self, kept: Any) -> Tensor:
@@ -313,7 +321,7 @@ def _spread(group: Group, arriving: list[Tensor]) -> list[Tensor]:
     buffers = [x.new_empty(x.numel()) for x in rows]
     for place in filter(None, group.buffers.places):
         bucket = buckets[place.bucket]
-        put_together(rows[place.bucket], whole_of(buffers[place.bucket], place, bucket), place, bucket)
+        put_together(rows[place.bucket], whole_of(buffers[place.bucket], place, bucket), place, bucket=bucket)
     return buffers
 
 
@@ -352,7 +360,7 @@ class _Gather(torch.autograd.Function):
         }
         for grad, place in zip(grads, places, strict=True):
             if grad is not None:
-                take_apart(grad, rows[place.bucket], place, buffers.buckets[place.bucket])
+                take_apart(grad, rows[place.bucket], place, bucket=buffers.buckets[place.bucket])
         _land(schedule.leaving)
         for number, x in rows.items():
             axes = buffers.buckets[number].axes

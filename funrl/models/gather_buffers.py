@@ -92,14 +92,16 @@ def buffers_of(
             places.append(None)
             continue
         key = axes, learns
-        bucket = buckets.get(key) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0, learns)
+        bucket = buckets.get(key) or Bucket(axes, tuple(sizes[axis] for axis in axes), 0, trained=learns)
         shard = have.local_shape()
         padded = tuple(n * math.prod(sizes[axis] for axis in dims) for n, dims in zip(shard, over, strict=True))
         grid = [part for dim, dims in enumerate(over) for part in (*dims, dim)]
         lengths = tuple(shard[part] if isinstance(part, int) else sizes[part] for part in grid)
         order = tuple(grid.index(part) for part in (*axes, *range(len(shard))))
         number = list({**buckets, key: bucket}).index(key)
-        places.append(Place(number, bucket.elements, shard, want.local_shape(), padded, lengths, order))
+        places.append(
+            Place(number, bucket.elements, shard, whole=want.local_shape(), padded=padded, grid=lengths, order=order)
+        )
         elements = bucket.elements + -(-math.prod(shard) // ALIGNMENT) * ALIGNMENT
         buckets[key] = bucket._replace(elements=elements)
     return Buffers(tuple(buckets.values()), tuple(places))

@@ -151,7 +151,7 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     weights = dict(trees.named(params))
     scale = model.adapters.lora.alpha / model.adapters.lora.rank
     names = merged_weights(model)
-    return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale) for name in names}
+    return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
 
 
 def _with_low_rank(layer: Layer, scale: float) -> Layer:
@@ -159,7 +159,7 @@ def _with_low_rank(layer: Layer, scale: float) -> Layer:
 
     def adapted(config: ModelConfig, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: LayerContext) -> Tensor:
         parts = {
-            name: _low_rank(part, mesh, scale, context.split) if isinstance(part, dict) else part
+            name: _low_rank(part, mesh, scale, split=context.split) if isinstance(part, dict) else part
             for name, part in params.items()
         }
         return layer(config, mesh, parts, x_BTD, context)
@@ -183,7 +183,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
                 b = pbroadcast(b, mesh, "tensor")
             elif split or weight not in REPLICATED:
                 a = pbroadcast(a, mesh, "tensor")
-            weights[weight] = LowRank(weights[weight], a, b, scale)
+            weights[weight] = LowRank(weights[weight], a, b, scale=scale)
     return weights
 
 

@@ -170,10 +170,14 @@ class Output(NamedTuple):
 
 
 class Init(Protocol):
+    """Function that makes random weights."""
+
     def __call__(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> trees.Tree: ...
 
 
 class Apply(Protocol):
+    """Function that runs the model, or one layer of it."""
+
     def __call__(
         self,
         params: trees.Tree,
@@ -185,6 +189,8 @@ class Apply(Protocol):
 
 
 class InitCache(Protocol):
+    """Function that makes an empty cache."""
+
     def __call__(
         self, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> trees.Tree: ...

@@ -102,14 +102,28 @@ class Placed:
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
         after_N = self._own_next(batch.tokens)[at_N].long()
         scores = linear_logprob(
-            hidden_ND, w_VD, after_N, over, temperature, want=want, topk_TK=topk_NK, cap=self.model.abilities.logit_cap
+            hidden_ND,
+            w_VD,
+            after_N,
+            mesh=over,
+            temperature=temperature,
+            want=want,
+            topk_TK=topk_NK,
+            cap=self.model.abilities.logit_cap,
         )
         if teacher is not None:
             with torch.no_grad():
                 (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
             caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
             divergence_N = linear_divergence(
-                hidden_ND, w_VD, teacher_NE, teacher_VE, teacher.beta, over, teacher.temperature, caps=caps
+                hidden_ND,
+                w_VD,
+                teacher_NE,
+                teacher_unembed_VE=teacher_VE,
+                beta=teacher.beta,
+                mesh=over,
+                temperature=teacher.temperature,
+                caps=caps,
             )
             scores = scores._replace(divergence=divergence_N)
         return TokenScores(*(None if x is None else self._spread(x, at_N, batch) for x in scores))._replace(load=load)
@@ -123,7 +137,9 @@ class Placed:
         """
         with torch.no_grad():
             (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
-            ids_NK, logp_NK = kernel.topk(hidden_ND, w_VD, k, over, temperature, cap=self.model.abilities.logit_cap)
+            ids_NK, logp_NK = kernel.topk(
+                hidden_ND, w_VD, k, mesh=over, temperature=temperature, cap=self.model.abilities.logit_cap
+            )
             return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:
@@ -136,10 +152,10 @@ class Placed:
         """
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
-        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+        weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype)
         value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
         over = (SEQUENCE, "tensor") if self._splits(batch) else SEQUENCE
-        return _shifted(gather_replicated(value_Bt, self.mesh, over, 1), batch)
+        return _shifted(gather_replicated(value_Bt, self.mesh, over, dim=1), batch)
 
     def copy_from(self, source: Placed, params: trees.Tree, dtype: torch.dtype | None = None) -> trees.Tree:
         """Weights of this model that begin as those of another one. Collective; the copy shares no memory.
@@ -168,7 +184,7 @@ class Placed:
         shared = [name for name in dst if name in src]
         weights, src = ({name: tree[name] for name in shared} for tree in (weights, src))
         dtypes = None if dtype is None else weight_dtypes(src, dtype)
-        copies = copied(weights, src, {name: dst[name] for name in shared}, self.mesh, dtypes)
+        copies = copied(weights, src, {name: dst[name] for name in shared}, mesh=self.mesh, dtypes=dtypes)
         for name in set(HEADS) & (dst.keys() - copies.keys()):
             copies[name] = next(iter(copies.values())).new_zeros(dst[name].local_shape(self.mesh.rank))
         return trees.fill(self.stored, [copies[name] for name in dst])
@@ -176,12 +192,15 @@ class Placed:
     def _before_tokens(
         self, params: trees.Tree, batch: Batch
     ) -> tuple[tuple[Tensor, Tensor, Mesh, Tensor | slice], RouterLoad | None]:
-        """Hidden states before the tokens of the mask, the unembedding, the mesh that splits it, and which of this
-        rank's B t hidden states these are; and the load of experts, where there are some."""
+        """Hidden states before the tokens of the mask, and the load of experts, where there are some.
+
+        With the hidden states come the unembedding, the mesh that splits it, and which of this rank's B t hidden states
+        these are.
+        """
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         tied = "embed" if self.model.config.tied else None  # is the unembedding
-        weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype, tied)
+        weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype, last=tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
         hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
         load = RouterLoad(**aux) if aux else None
@@ -199,7 +218,7 @@ class Placed:
     def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
         """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
         with torch.no_grad():
-            weights = gathered(params, self.stored, self.compute, self.mesh, self.dtype)
+            weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype)
             return self._apply(weights, batch).aux["counts_E"]
 
     def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
@@ -218,7 +237,7 @@ class Placed:
     def _own_next(self, x_BT: Tensor) -> Tensor:
         """[B t, ...] of this rank's tokens, a field of the token behind each; 0 behind the last of a row."""
         after_BT = torch.cat([x_BT[:, 1:], torch.zeros_like(x_BT[:, :1])], 1)
-        return own_shard(after_BT, self.mesh, SEQUENCE, 1).flatten(0, 1)
+        return own_shard(after_BT, self.mesh, SEQUENCE, dim=1).flatten(0, 1)
 
     def _spread(self, x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
         """Numbers of some of this rank's tokens, [N, ...], beside those of all, among 0s as [B, T, ...]."""
@@ -226,7 +245,7 @@ class Placed:
         t = T // self.mesh.size(SEQUENCE)
         if isinstance(at_N, Tensor):
             x = x.new_zeros(B * t, *x.shape[1:]).index_copy(0, at_N, x)
-        return _shifted(gather_replicated(x.unflatten(0, (B, t)), self.mesh, SEQUENCE, 1), batch)
+        return _shifted(gather_replicated(x.unflatten(0, (B, t)), self.mesh, SEQUENCE, dim=1), batch)
 
 
 class Teacher(NamedTuple):
@@ -268,14 +287,18 @@ def place(
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
     """
-    stored, compute = (layouts(model.shapes, model.axes, rules, mesh.sizes) for rules in (stored_rules, compute_rules))
-    return Placed(model, mesh, stored, compute, dtype, layer or model.layer, replay, splits)
+    stored, compute = (
+        layouts(model.shapes, model.axes, rules, sizes=mesh.sizes) for rules in (stored_rules, compute_rules)
+    )
+    return Placed(
+        model, mesh, stored, compute=compute, dtype=dtype, layer=layer or model.layer, replay=replay, splits=splits
+    )
 
 
 def inputs_of(batch: Batch) -> Inputs:
     """The inputs of a forward pass over the rows of a batch: models index with int64."""
     positions, segments = (x if x is None else x.long() for x in (batch.get("positions"), batch.get("segments")))
-    return Inputs(batch.tokens.long(), positions, segments, batch.get("offsets"))
+    return Inputs(batch.tokens.long(), positions, segments, offsets=batch.get("offsets"))
 
 
 def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
@@ -293,7 +316,7 @@ def own_inputs(inputs: Inputs, mesh: Mesh) -> Inputs:
     if inputs.positions is None:
         inputs = inputs._replace(positions=torch.arange(T, device=inputs.tokens.device).expand_as(inputs.tokens))
     split = {name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor) and name != "offsets"}
-    return inputs._replace(**{name: own_shard(x, mesh, SEQUENCE, 1) for name, x in split.items()})
+    return inputs._replace(**{name: own_shard(x, mesh, SEQUENCE, dim=1) for name, x in split.items()})
 
 
 def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:

@@ -1,9 +1,8 @@
-"""The residual stream of packed rows split over the mesh axis `tensor`: between the halves of a layer each tensor rank
-holds a contiguous part of the tokens.
+"""Residual stream of packed rows, split over the mesh axis `tensor`.
 
-What is computed of single tokens there (embedding, norms, biases behind sums, residual additions) is then done, and
-kept for the backward pass, once and not by every tensor rank. Within a half a rank has all tokens and its part of the
-weights, as it has without the split.
+Between the halves of a layer each tensor rank holds a contiguous part of the tokens. What is computed of single tokens
+there (embedding, norms, biases behind sums, residual additions) is then done, and kept for the backward pass, once and
+not by every tensor rank. Within a half a rank has all tokens and its part of the weights, as it has without the split.
 
 | residual stream | a half begins with | and ends with |
 |---|---|---|
@@ -26,7 +25,7 @@ from funrl.mesh.mesh import Mesh
 
 def enter(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """All tokens of the stream, which a half of a layer begins with; the tensor ranks have parts of their gradient."""
-    return all_gather(x_BTD, mesh, "tensor", 1) if split else pbroadcast(x_BTD, mesh, "tensor")
+    return all_gather(x_BTD, mesh, "tensor", dim=1) if split else pbroadcast(x_BTD, mesh, "tensor")
 
 
 def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
@@ -34,14 +33,14 @@ def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     if not split:
         return psum(x_BTD, mesh, "tensor")
     # One packed row; its strides are those of any other: a compiled layer asks for them.
-    return psum_scatter(x_BTD, mesh, "tensor", 1).flatten(0, 1).unsqueeze(0)
+    return psum_scatter(x_BTD, mesh, "tensor", dim=1).flatten(0, 1).unsqueeze(0)
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """This rank's tokens of what all tensor ranks have made alike."""
-    return own_shard(x_BTD, mesh, "tensor", 1) if split else x_BTD
+    return own_shard(x_BTD, mesh, "tensor", dim=1) if split else x_BTD
 
 
 def all_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     """All tokens, for a use that is the same on every tensor rank."""
-    return gather_replicated(x_BTD, mesh, "tensor", 1) if split else x_BTD
+    return gather_replicated(x_BTD, mesh, "tensor", dim=1) if split else x_BTD

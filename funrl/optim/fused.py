@@ -34,7 +34,7 @@ def fused_adamw(
 
     Args: those of `adamw`.
     """
-    init = adamw(learning_rate, b1, b2, eps, weight_decay, mask, mu_dtype).init
+    init = adamw(learning_rate, b1, b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype).init
 
     def update(grads: trees.Tree, state: Any, params: trees.Tree) -> tuple[trees.Tree, Any]:
         adam: AdamState = state["adam"]

@@ -95,7 +95,7 @@ def orthogonalize(
                 f"{name} has shape {tuple(x.shape)}: how it is a matrix is said by its logical axes, `axes`"
             )
         its = view(name, logical[name]) if axes is not None else MatrixView(0, 1)
-        return _Kind(its, tuple(x.shape), x.dtype, layout_of.get(name))
+        return _Kind(its, tuple(x.shape), x.dtype, layout=layout_of.get(name))
 
     def scaled(whole: Tensor, its: MatrixView) -> Tensor:
         rows = whole.shape[its.batch : its.batch + its.rows].numel()
@@ -108,7 +108,7 @@ def orthogonalize(
         done = {}
         for own in dict.fromkeys(kinds):
             members = [(name, x) for (name, x), other in zip(named, kinds, strict=True) if other == own]
-            results = _on_owners(lambda x, its=own.view: scaled(x, its), [x for _, x in members], own, world)
+            results = _on_owners(lambda x, its=own.view: scaled(x, its), [x for _, x in members], own, mesh=world)
             done |= {name: x for (name, _), x in zip(members, results, strict=True)}
         return trees.map_named(lambda name, grad: done[name].to(accumulator_dtype(grad)), grads)
 
@@ -171,12 +171,12 @@ def _on_owners(fn: Callable[[Tensor], Tensor], shards: Sequence[Tensor], kind: _
         x = _padded(x, kind.layout.local_shape() if kind.layout else own)
         x = collectives.own_shard(x, mesh, tuple(copies))
         for axis, dim in split:  # the innermost axis of a dim first
-            x = collectives.all_to_all(x, mesh, axis, 0, dim)
+            x = collectives.all_to_all(x, mesh, axis, split=0, concat=dim)
         together = tuple(x.shape[1:])
         matrix = (*together[: kind.view.batch], *(kind.layout.shape if kind.layout else own)[kind.view.batch :])
         x = _padded(torch.stack([fn(_cut(whole, matrix)) for whole in x.unbind(0)]), together)
         for axis, dim in reversed(split):
-            x = collectives.all_to_all(x, mesh, axis, dim, 0)
+            x = collectives.all_to_all(x, mesh, axis, split=dim, concat=0)
         x = collectives.all_gather(x, mesh, tuple(copies))
         yield from (_cut(padded, own) for padded in x[:count].unbind(0))
 

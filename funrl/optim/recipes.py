@@ -49,7 +49,7 @@ def adamw(
     Warning: the default decay is 0; optax has 1e-4 and torch.optim.AdamW 1e-2.
     """
     return chain(
-        scale_by_adam(b1, b2, eps, mu_dtype),
+        scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
         name="adamw",
@@ -98,12 +98,12 @@ def muon(
     """
     inside = chain(
         trace(momentum, nesterov),
-        orthogonalize(scaling, coefficients, ns_dtype, axes, layouts, mesh, view),
+        orthogonalize(scaling, coefficients, ns_dtype, axes=axes, layouts=layouts, mesh=mesh, view=view),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
-    rest = adamw(rate, b1, b2, eps, weight_decay, mask)
+    rest = adamw(rate, b1, b2, eps=eps, weight_decay=weight_decay, mask=mask)
     known = axes_by_name(axes)
 
     def label(name: str, is_matrix: bool) -> str:

@@ -129,7 +129,8 @@ class Heartbeat:
     """The record of this rank, and the thread that keeps it ticking."""
 
     def __init__(self, record: Any, link: Link) -> None:
-        """
+        """Prepare the record; the thread starts later.
+
         Args:
           record: `RECORD_BYTES` of writable memory.
         """
@@ -257,7 +258,7 @@ def entered(name: str, group: str = "") -> None:
     if torch.compiler.is_compiling() or _own is None:
         return
     heart = _own
-    (axes, everyone) = _groups.get(group, (b"", False))
+    axes, everyone = _groups.get(group, (b"", False))
     if everyone:
         heart.collectives += 1
         heart.put("<I", _COLLECTIVES, heart.collectives)

@@ -41,7 +41,8 @@ class SharedProgress:
     def __init__(
         self, folder: str, ranks: int, create: bool = False, report: Callable[[BaseException], None] | None = None
     ) -> None:
-        """
+        """Make or open the shared memory.
+
         Args:
           folder: that all ranks of the run share.
           ranks: how many there are.
@@ -115,7 +116,8 @@ class Supervision:
         timeout_s: float | None,
         stalled_s: float | None = None,
     ) -> None:
-        """
+        """Begin to supervise the ranks of a run.
+
         Args:
           heartbeat_s: seconds without progress after which it says for whom the run waits; None: it says nothing.
           timeout_s: how long ranks wait in a collective; None: that is not known here.

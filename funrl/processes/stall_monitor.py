@@ -20,7 +20,8 @@ class StallMonitor:
     """Monitor of some ranks: it warns when one has made no progress for a heartbeat, then less and less often."""
 
     def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None) -> None:
-        """
+        """Make a monitor.
+
         Args:
           heartbeat_s: seconds without progress.
           ending: continues a line, such as "; --timeout=60 ends the run".

@@ -283,6 +283,7 @@ def picklable(outcome: RewardOutcome) -> RewardOutcome:
 
 
 def too_slow(timeout_s: float) -> str:
+    """Describe a call that exceeded its timeout."""
     return f"took longer than {timeout_s:g} s"
 
 

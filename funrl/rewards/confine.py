@@ -313,6 +313,7 @@ def run(task: dict, result: int) -> None:
 
 
 def main() -> None:
+    """Confine this process, then run its task."""
     task_file, result = map(int, sys.argv[1:3])
     with open(task_file) as file:
         task = json.load(file)

@@ -21,6 +21,7 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
     Args:
       n: words of an n-gram, at least 1.
       penalty: in units of reward, at least 0; subtracted in full if all n-grams were repetitions.
+
     Raises:
       ValueError: n is below 1 or the penalty below 0.
 
@@ -75,6 +76,7 @@ def cosine_length(
       right_range: reward of a right completion of length 0, and of the longest one.
       wrong_range: the same for a wrong completion.
       length: text -> its length, for example a tokenizer's count of tokens.
+
     Raises:
       ValueError: longest is not above 0.
 

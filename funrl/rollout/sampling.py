@@ -70,6 +70,7 @@ def sample_tokens(
     Returns: token [R] int64; its log-probability under the distribution that was sampled from (greedy: the model's
       own), and under the model's own (temperature 1, no penalty, whole vocabulary), [R] nats each. They are NaN where
       the logits are not finite.
+
     Raises:
       ValueError: there is a repetition penalty and no `seen_RV`.
     """

@@ -160,6 +160,7 @@ def reward(prompt: str, completion: str, **fields: Any) -> float:
 
 
 def prompt_text(pair: np.ndarray) -> str:
+    """Prompt that asks for the sum of two numbers."""
     return f"{pair[0]}+{pair[1]}="
 
 

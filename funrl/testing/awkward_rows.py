@@ -158,7 +158,8 @@ class ThreadRanks:
     """Threads that stand for ranks, each with some of the rows, and the exchange between them."""
 
     def __init__(self, owned: Sequence[Sequence[int]]):
-        """
+        """Prepare one thread per rank.
+
         Args:
           owned: rows of each rank.
         """

@@ -306,8 +306,9 @@ def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
 def scoring_ranks(
     job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int
 ) -> tuple[np.ndarray, Epoch | None]:
-    """[B] the ranks where the first pass over the rows is balanced, with that pass; where advantages need whole groups
-    the ranks of these, without a pass.
+    """Ranks [B] on which the first pass over the rows is balanced, with that pass.
+
+    Where advantages need whole groups, they are the ranks of the groups, without a pass.
 
     Args:
       lengths: [B] tokens of each row.

@@ -90,12 +90,16 @@ def test_a_deep_model_is_on_the_line_however_many_rows_fit(together, monkeypatch
     assert shallow.flops == pytest.approx(whole.flops) and shallow.seconds == pytest.approx(whole.seconds, rel=0.02)
 
 
+def engine_work(job, generator, prompt_tokens):
+    return decoding.EngineWork(job, generator, generator, prompt_tokens, room=1e9, hardware=CPU)
+
+
 def test_the_last_rows_are_decoded_by_themselves():
     job = small("grpo")
     parts = trainer_build.build(job, single(), lambda _: None)
     rows = {16: [(1, 16)], 5: [(3, 5), (1, 1)], 1: [(16, 1)], 100: [(1, 16)]}
     for most, expected in rows.items():
-        found = decoding.waves(with_cache(job, None, most), parts.generator, job.sampling, 8, 1e9, CPU)
+        found = decoding.waves(engine_work(with_cache(job, None, most), parts.generator, 8), job.sampling)
         assert found == expected
 
 
@@ -120,7 +124,7 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
         assert found[name].peak["weights"] - costs.peak["weights"] == trees.nbytes(job.judge.model.shapes), name
     one = plain("grpo", model=config, prompts="p.jsonl", batch_prompts=16, samples_per_prompt=1, max_new_tokens=8)
     generator = trainer_build.build(one, single(), lambda _: None).generator
-    alone = decoding.generation(one, generator, generator, 8 + 24 + 3, 1e9, CPU)
+    alone = decoding.generation(engine_work(one, generator, 8 + 24 + 3))
     assert found["score_judge"].flops == pytest.approx(alone.flops)
     assert found["score_judge"].seconds == pytest.approx(alone.seconds, rel=0.05)  # it draws greedily
     assert found["score_judge"].peak["cache"] == alone.peak["cache"]

@@ -13,7 +13,7 @@ from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cost import dry_run
 from funrl.cost.tracing import estimate as cost_estimate
-from funrl.cost.tracing.estimate import at_rows, depths_of, pretended
+from funrl.cost.tracing.estimate import at_rows, depths_of, pretended, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
@@ -31,7 +31,7 @@ TAUGHT = ("distillation", "gkd")
 
 def trace(job, tokens, rows, real=False):
     parts = build(job, single(), lambda _: None)
-    return dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, tokens, rows), CPU, real=real)
+    return dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, tokens, rows), tracer_of(job, parts, CPU, real))
 
 
 def assert_alike(found, exact, flops=1e-6):
@@ -167,7 +167,7 @@ def test_deep_sharded_models_are_on_the_line():
     shallow = dry_run.estimate(job, 8, CPU).phases
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
-        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 8), CPU).phases
+        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 8), tracer_of(job, parts, CPU)).phases
     for name in ("update_critic", "update_policy"):
         for kind in ("optimizer", "gradients", "activations", "staging"):  # the engine has weights of its own
             assert shallow[name].peak[kind] == pytest.approx(exact[name].peak[kind], rel=0.02), (name, kind)
@@ -398,7 +398,7 @@ def test_no_more_collectives_are_called_on_more_ranks(name):
         job = small(name, mesh=f"dp{data},tp2", fsdp=True, batch_prompts=128)
         with pretended(job.sizes) as mesh:
             parts = build(job, mesh, lambda _: None)
-            found = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 4), CPU)
+            found = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 4), tracer_of(job, parts, CPU))
         counts.append(
             {phase: sum(one.count for one in costs.traffic.values()) for phase, costs in found.phases.items()}
         )

@@ -7,6 +7,7 @@ from dry_jobs import CPU, H100, plain, small, write_config
 from funrl import trees
 from funrl.cost import dry_run
 from funrl.cost.full_rows import full_batch
+from funrl.cost.tracing.estimate import tracer_of
 from funrl.mesh.mesh import single
 from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.declaration import SettingsError
@@ -47,7 +48,7 @@ def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
 def test_deep_models_and_many_micro_batches_are_on_the_line():
     job = small("dpo", sizes={"layers": 5}, batch_prompts=32)
     parts = build(job, single(), lambda _: None)
-    exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 32), CPU)
+    exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 32), tracer_of(job, parts, CPU))
     found = dry_run.estimate(job, 30, CPU)
     for phase, costs in exact.phases.items():
         assert found.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from funrl.cost.resharding import main, resharding_report
+from funrl.cost.resharding import ReshardingRequest, main, resharding_report
 from funrl.mesh import rules
 from funrl.mesh.mesh import MeshError, parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes
@@ -54,7 +54,7 @@ def config(tmp_path):
 
 
 def explained(model, mesh, generate_mesh, fsdp=False, picture=None):
-    return resharding_report(model, mesh, generate_mesh, fsdp, None, 8, picture)
+    return resharding_report(ReshardingRequest(model, mesh, generate_mesh, fsdp=fsdp, picture=picture))
 
 
 def test_numbers_by_hand(config):

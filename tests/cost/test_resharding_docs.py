@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_resharding import SMALL
 
-from funrl.cost.resharding import resharding_report
+from funrl.cost.resharding import ReshardingRequest, resharding_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 PICTURED = SMALL | {
@@ -28,7 +28,7 @@ def test_the_snippets_run():
 def test_the_table_and_the_picture_are_what_the_command_makes(tmp_path):
     model, picture = tmp_path / "config.json", tmp_path / "resharding.svg"
     model.write_text(json.dumps(PICTURED))
-    printed = resharding_report(str(model), "dp4,tp2", "dp2,tp4", True, None, 8, str(picture))
+    printed = resharding_report(ReshardingRequest(str(model), "dp4,tp2", "dp2,tp4", fsdp=True, picture=str(picture)))
     assert picture.read_text() == (DOCS / "resharding.svg").read_text()
     page = (DOCS / "resharding.md").read_text()
     shown = page[page.index("    llama, 16.8 M") : page.index("and draws this")].splitlines()

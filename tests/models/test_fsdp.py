@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo  # checkpointing imports it: here once, and not in every rank
+import torch._dynamo  # noqa: F401  (checkpointing imports it: here once, and not in every rank)
 
 from funrl import trees
 from funrl.batch import Batch

@@ -212,7 +212,7 @@ def unchanged(x, mesh, axes, split, concat):
 
 
 def doubled(name):
-    return lambda *x: 2 * getattr(collectives, name)(*x)
+    return lambda *args, **dims: 2 * getattr(collectives, name)(*args, **dims)
 
 
 def own_only(x, mesh, axes, dim):

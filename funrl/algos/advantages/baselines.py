@@ -37,6 +37,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
     Args:
       eps: in the unit of x, at least 0.
     Needs: group [B].
+
     Raises:
       ValueError: eps is below 0.
     References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
@@ -65,6 +66,7 @@ def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
       alone: count rows that are alone in their group. False is for what comes after `leave_one_out`: their 0 then says
         nothing of the scale, and a deviation that counted it would be too small.
     Needs: group [B] unless alone.
+
     Raises:
       ValueError: eps is below 0.
     """
@@ -127,6 +129,7 @@ def optimal_value_baseline(beta: float = 0.5) -> Advantage:
     Args:
       beta: in units of reward per nat, above 0. Large, it is the group's mean; small, the group's best.
     Needs: group [B].
+
     Raises:
       ValueError: beta is not above 0.
     References: A*-PO, Brantley et al., 2025, https://arxiv.org/abs/2505.20686
@@ -153,6 +156,7 @@ def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
       beta: in units of reward per nat, above 0.
       against: field of the log-probabilities of pi'.
     Needs: old_logp and `against` [B, T] (nats), group [B].
+
     Raises:
       ValueError: beta is not above 0.
     References: GVPO, Zhang et al., 2025, https://arxiv.org/abs/2504.19599
@@ -178,7 +182,8 @@ def class_sizes() -> Advantage:
     """
 
     def count(x_B: Tensor, batch: Batch) -> Tensor:
-        groups, good_B = groups_of(batch.group), x_B > 0
+        groups = groups_of(batch.group)
+        good_B = x_B > 0
         good_rows_B = group_sum(good_B.to(x_B.dtype), groups)
         other_rows_B = groups.size.to(x_B.dtype) - good_rows_B
         mixed_B = (good_rows_B > 0) & (other_rows_B > 0)
@@ -284,13 +289,13 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
     Args:
       eps: in the unit of x, at least 0; None: no division.
     Needs: group [B].
+
     Raises:
       ValueError: eps is below 0.
     References: Tang et al., 2025, https://arxiv.org/abs/2503.19595
 
     Warning: a group of one row gets 0; verl's grpo_passk raises. Of two rows that are equally best neither gets any.
     """
-
     check_eps("best_of_group", eps)
 
     def lead(x_B: Tensor, batch: Batch) -> Tensor:

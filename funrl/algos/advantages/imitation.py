@@ -27,6 +27,7 @@ def weigh_demonstrations(peak: float = 0.9, valley: float = 0.05, warmup: int = 
       peak, valley: of mu, from 0 to 1.
       warmup, decay: steps, at least 0.
     Needs: demonstration [B, T]. Makes: weight. The state counts the steps. Metric: "actor/imitation_weight".
+
     Raises:
       ValueError: a weight is not from 0 to 1, or a number of steps is below 0.
     References: CHORD, Zhang et al., 2025, https://arxiv.org/abs/2508.11408
@@ -45,7 +46,8 @@ def weigh_demonstrations(peak: float = 0.9, valley: float = 0.05, warmup: int = 
 
     def update(signal: Signal, step: Tensor, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        given_BT, mu = batch.demonstration, share(step.double())
+        given_BT = batch.demonstration
+        mu = share(step.double())
         weight_BT = torch.where(given_BT, mu.to(signal.x), (1 - mu).to(signal.x))
         if signal.weight is not None:
             weight_BT = weight_BT * where_masked(signal.weight, signal.mask)

@@ -20,6 +20,7 @@ def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -
     Args:
       kind: "pow", "max_min" or "max_random".
       power: of the score, for "pow".
+
     Raises:
       ValueError: the kind is unknown.
 
@@ -54,6 +55,7 @@ def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advan
     Needs: score [B], as it came, before shaping.
     Metrics: "resampling/rows", the share of rows that were drawn at least once; "resampling/effective", how many rows
       of equal weight would be as diverse, 1 / sum w^2, as a share of all; "resampling/largest", the largest weight.
+
     Raises:
       ValueError: the kind is unknown.
     References: PF-PPO, Zhang et al., 2024, https://arxiv.org/abs/2409.06957

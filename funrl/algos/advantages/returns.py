@@ -69,7 +69,8 @@ def _advantages_of_rows(
     gae_lambda: float | Tensor,
     critic_lambda: float | Tensor | None,
 ) -> AdvantagesAndReturns:
-    reward_BT, value_BT = where_masked(reward_BT, mask_BT), where_masked(value_BT, mask_BT).to(reward_BT.dtype)
+    value_BT = where_masked(value_BT, mask_BT).to(reward_BT.dtype)
+    reward_BT = where_masked(reward_BT, mask_BT)
     delta_BT = where_masked(reward_BT + gamma * next_sampled(value_BT, mask_BT) - value_BT, mask_BT)
 
     def accumulated(decay: float | Tensor) -> Tensor:
@@ -93,6 +94,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
         row its own, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
       critic_lambda: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
     Needs: value [B, T] in units of reward. Makes: returns.
+
     Raises:
       ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal is of outcomes [B].
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
@@ -107,7 +109,9 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
             own_lambda = gae_lambda(batch.mask.sum(1, keepdim=True).to(signal.x.dtype))
         else:
             own_lambda = gae_lambda
-        out = generalised_advantages(signal.x, batch.value, signal.mask, gamma, own_lambda, critic_lambda)
+        out = generalised_advantages(
+            signal.x, batch.value, signal.mask, gamma=gamma, gae_lambda=own_lambda, critic_lambda=critic_lambda
+        )
         return signal._replace(x=out.advantage, returns=out.returns), state
 
     return Advantage(lambda: (), update)
@@ -172,7 +176,8 @@ def whiten(eps: float = 1e-8) -> Advantage:
     """
 
     def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
-        mask_BT, dtype = batch.mask, x_BT.dtype
+        mask_BT = batch.mask
+        dtype = x_BT.dtype
         count = total(mask_BT, mask_BT, batch)
         largest_b1 = where_masked(x_BT.abs(), mask_BT).amax(1, keepdim=True)
         unit = power_of_two(batch.across.sums(largest_b1).amax())  # the squares of large rewards are beyond float32

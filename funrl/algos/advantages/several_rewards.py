@@ -32,6 +32,7 @@ def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, 
       eps: in the unit of the rewards, at least 0.
       deviation: divide by the group's deviation; False: sum_k w_k (s_k - mean_G).
     Needs: score [B], scores [B, K], group [B].
+
     Raises:
       ValueError: eps is below 0; in a run, there are not as many weights as reward functions.
     References: GDPO, Liu et al., 2026, https://arxiv.org/abs/2601.05242
@@ -39,14 +40,16 @@ def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, 
     check_eps("decoupled_groups", eps)
 
     def decouple(x_B: Tensor, batch: Batch) -> Tensor:
-        groups, shaped_B = groups_of(batch.group), x_B - batch.score.to(x_B.dtype)
+        groups = groups_of(batch.group)
+        shaped_B = x_B - batch.score.to(x_B.dtype)
         total_B = shaped_B - group_mean(shaped_B, groups)
         alone_B = groups.count + torch.arange(len(x_B), device=x_B.device)
         for weight, s_B in zip(_weights(weights, batch.scores), batch.scores.to(x_B.dtype).unbind(1), strict=True):
             applies_B = ~s_B.isnan()
             own = groups_of(torch.where(applies_B, groups.index, alone_B))
             s_B = torch.where(applies_B, s_B, torch.zeros_like(s_B))
-            centred_B, std_B = s_B - group_mean(s_B, own), group_std(s_B, own)
+            centred_B = s_B - group_mean(s_B, own)
+            std_B = group_std(s_B, own)
             if deviation:
                 centred_B = centred_B / torch.where(std_B > 0, std_B + eps, 1)
             total_B = total_B + weight * centred_B
@@ -61,6 +64,7 @@ def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
     Args:
       weights: one number a reward function; None: all 1.
     Needs: scores [B, K].
+
     Raises:
       ValueError: in a run, there are not as many weights as reward functions.
     """

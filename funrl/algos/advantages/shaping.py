@@ -31,7 +31,8 @@ def to_last_token() -> Advantage:
     """
 
     def place(x_B: Tensor, batch: Batch) -> Tensor:
-        x_b1, reward_BT = batch.across.own(x_B)[:, None], batch.get("token_reward")
+        x_b1 = batch.across.own(x_B)[:, None]
+        reward_BT = batch.get("token_reward")
         at_end_BT = torch.where(last_of(batch.mask), x_b1, torch.zeros_like(x_b1))
         return at_end_BT if reward_BT is None else at_end_BT + where_masked(reward_BT, batch.mask)
 
@@ -69,6 +70,7 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
       kl_coef: at the start, in reward per nat.
       kl_target: KL in nats per token.
       horizon: rows.
+
     Raises:
       ValueError: kl_target or horizon is not above 0.
     References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is of a whole sequence; here, as
@@ -98,10 +100,13 @@ def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
     estimate = kl_estimate(kind)
 
     def update(signal: Signal, beta: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
-        mask_BT, dtype = signal.mask, signal.x.dtype
-        old_BT, ref_BT = where_masked(batch.old_logp, mask_BT), where_masked(batch.ref_logp, mask_BT)
+        mask_BT = signal.mask
+        dtype = signal.x.dtype
+        old_BT = where_masked(batch.old_logp, mask_BT)
+        ref_BT = where_masked(batch.ref_logp, mask_BT)
         kl_BT = where_masked(estimate(old_BT, ref_BT), mask_BT).to(dtype)
-        kl_B, lengths_B = batch.across.sums(kl_BT), batch.across.sums(mask_BT)
+        kl_B = batch.across.sums(kl_BT)
+        lengths_B = batch.across.sums(mask_BT)
         kl = in_order(kl_B / lengths_B.clamp_min(1)) / (lengths_B > 0).sum().clamp_min(1)
         penalty = kl_B.to(dtype) if signal.x.dim() == 1 else kl_BT
         metrics = {
@@ -131,6 +136,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
       limit: the longest completion allowed, tokens.
       buffer: over how many tokens the penalty grows, > 0.
       factor: the penalty at the limit, in units of reward.
+
     Raises:
       ValueError: the buffer is not above 0, or longer than the limit.
     References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476
@@ -180,8 +186,10 @@ def running_normalise(eps: float = 1e-8) -> Advantage:
     def update(signal: Signal, state: tuple[Tensor, Tensor, Tensor], batch: Batch):
         rows, mean, squares = state
         x_B = signal.x.to(mean)
-        new, new_mean = x_B.numel(), x_B.mean()
-        total, step = rows + new, new_mean - mean
+        new = x_B.numel()
+        new_mean = x_B.mean()
+        total = rows + new
+        step = new_mean - mean
         mean = mean + step * new / total
         squares = squares + (x_B - new_mean).square().sum() + step.square() * rows * new / total
         scaled_B = (x_B - mean) / (squares / total + eps).sqrt()

@@ -34,13 +34,15 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        mask_BT, dtype = signal.mask, signal.x.dtype
+        mask_BT = signal.mask
+        dtype = signal.x.dtype
         pi_BT = where_masked(batch.old_logp, mask_BT).exp()
         norm_BT = where_masked(1 - 2 * pi_BT + batch.sum_pi_squared, mask_BT).to(dtype)
         if signal.weight is not None:
             norm_BT = norm_BT * where_masked(signal.weight, mask_BT).square()
-        groups, slots_BT = groups_of(batch.across.own(batch.group)), token_slots(batch.mask, turns)
-        baseline_BT, rows_BT = slot_baseline(signal.x, norm_BT.cumsum(1), mask_BT, slots_BT, groups)
+        groups = groups_of(batch.across.own(batch.group))
+        slots_BT = token_slots(batch.mask, turns)
+        baseline_BT, rows_BT = slot_baseline(signal.x, norm_BT.cumsum(1), mask_BT, slot_BT=slots_BT, groups=groups)
         lonely_BT = signal.x if raw_tail else torch.zeros_like(signal.x)
         compared_BT = torch.where(rows_BT > 1, signal.x - baseline_BT, lonely_BT)
         return signal._replace(x=where_masked(compared_BT, mask_BT & (groups.size > 1)[:, None])), state
@@ -95,7 +97,9 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
     """
 
     def add_rewards(x_BT: Tensor, batch: Batch) -> Tensor:
-        groups, mask_BT, own = groups_of(batch.group), batch.mask, batch.across.own
+        groups = groups_of(batch.group)
+        mask_BT = batch.mask
+        own = batch.across.own
         q_BT = where_masked(beta * (batch.implicit_logp - batch.ref_logp), mask_BT).to(x_BT.dtype)
         mean_B = (batch.across.sums(q_BT) / batch.across.sums(mask_BT).clamp_min(1)).to(x_BT.dtype)
         others_B = (group_sum(mean_B, groups) - mean_B) / (groups.size - 1).clamp_min(1)
@@ -111,6 +115,7 @@ def label_outcomes() -> Advantage:
     It is what `implicit_reward_loss` learns from.
 
     Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is left alone.
+
     Raises:
       ValueError: in a run, a score is not in 0 to 1.
     """

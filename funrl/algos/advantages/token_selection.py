@@ -42,7 +42,8 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor, batch: Batch) -
     """
     x_BT = torch.where(eligible_BT, x_BT, torch.full_like(x_BT, -torch.inf))
     least = batch.across.kth_largest(x_BT, count)
-    above_BT, tied_BT = eligible_BT & (x_BT > least), eligible_BT & (x_BT == least)
+    above_BT = eligible_BT & (x_BT > least)
+    tied_BT = eligible_BT & (x_BT == least)
     ties_B = batch.across.sums(tied_BT)
     before_B = batch.across.own(ties_B.cumsum(0) - ties_B)
     place_BT = before_B[:, None] + tied_BT.cumsum(1)  # of a tie among all ties, from 1
@@ -80,11 +81,11 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
     def update(signal: Signal, draw: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
         check_rank(signal, "token")
         mask_BT = signal.mask
-        cov_BT = covariance(signal.x, batch.old_logp, mask_BT, batch)
+        cov_BT = covariance(signal.x, batch.old_logp, mask_BT, batch=batch)
         eligible_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
         rows_B = batch.across.own(torch.arange(len(batch.across.sums(mask_BT)), device=mask_BT.device))
         random_BT = noise(rows_B, mask_BT.shape[1], draw.to(mask_BT.device))
-        chosen_BT = top_tokens(random_BT, eligible_BT, share_of(mask_BT, share, batch), batch)
+        chosen_BT = top_tokens(random_BT, eligible_BT, share_of(mask_BT, share, batch), batch=batch)
         return _selecting(signal, chosen_BT, batch), draw + 1
 
     return Advantage(lambda: torch.zeros((), dtype=torch.int64), update)
@@ -102,9 +103,9 @@ def select_highest_covariance(share: float = 0.0002) -> Advantage:
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        cov_BT = covariance(signal.x, batch.old_logp, signal.mask, batch)
+        cov_BT = covariance(signal.x, batch.old_logp, signal.mask, batch=batch)
         count = share_of(signal.mask, share, batch)
-        return _selecting(signal, top_tokens(cov_BT, signal.mask, count, batch), batch), state
+        return _selecting(signal, top_tokens(cov_BT, signal.mask, count, batch=batch), batch), state
 
     return Advantage(lambda: (), update)
 
@@ -125,6 +126,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
     Args:
       share: of the batch's tokens, in (0, 1].
     Needs: old_entropy [B, T]. Makes: weight.
+
     Raises:
       ValueError: the share is not in (0, 1].
 
@@ -134,11 +136,14 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
         raise ValueError(f"share is {share}: it must be above 0 and at most 1")
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
-        mask_BT, entropy_BT = signal.mask, where_masked(batch.old_entropy, signal.mask)
+        mask_BT = signal.mask
+        entropy_BT = where_masked(batch.old_entropy, signal.mask)
         known_BT = torch.where(mask_BT, entropy_BT, torch.full_like(entropy_BT, -torch.inf))
         count = total(mask_BT, mask_BT, batch)
         place = (1 - share) * (count - 1).clamp_min(0)  # of the quantile in ascending order, from 0
-        below, above = (batch.across.kth_largest(known_BT, (count - at).long()) for at in (place.floor(), place.ceil()))
+        below, above = (
+            batch.across.kth_largest(known_BT, (count - number).long()) for number in (place.floor(), place.ceil())
+        )
         threshold = torch.where(below == above, below, below + (place - place.floor()).to(below) * (above - below))
         keep_BT = (mask_BT & (entropy_BT >= threshold)).to(signal.x.dtype)
         weight_BT = keep_BT if signal.weight is None else torch.where(keep_BT > 0, signal.weight, keep_BT)
@@ -166,7 +171,7 @@ def adapt_entropy(
     def update(signal: Signal, c: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
         short = mean_over_tokens(batch.old_entropy, signal.mask, batch).value <= target
         applied = torch.where(short.to(c.device), c, torch.zeros_like(c))
-        after = (c + either(short.to(c.device), step, -step, c)).clamp(low, high)
+        after = (c + either(short.to(c.device), step, -step, like=c)).clamp(low, high)
         field_BT = where_masked(applied.to(signal.x).expand(signal.mask.shape), signal.mask)
         metrics = signal.metrics | {"actor/entropy_coefficient": Mean(applied, torch.ones_like(applied))}
         return signal._replace(extra=signal.extra | {"entropy_coefficient": field_BT}, metrics=metrics), after

@@ -53,6 +53,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
       low, high: bounds of the ratio trainer / engine.
     Needs: old_logp, rollout_logp [B, T] (nats). Makes: weight.
     Metrics: "rollout_corr/is_mean", "rollout_corr/is_clipped", "rollout_corr/kl" (engine to trainer, k3, nats).
+
     Raises:
       ValueError: over is unknown, or the bounds are not 0 <= low <= high.
 

@@ -35,6 +35,7 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
       low, high: bounds of the ratio trainer / engine.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: over is unknown, or the bounds are not 0 <= low <= high.
 
@@ -63,6 +64,7 @@ def reject_divergence(
       high: bound, in nats, at least 0.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: kind or over is unknown, or the bound is below 0.
     """
@@ -85,8 +87,7 @@ def reject_divergence(
 
 
 def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:
-    """Take out the tokens whose log-ratio to the engine is largest, until the mean of d^2 over the others is at most a
-    bound.
+    """Take out the tokens whose log-ratio d to the engine is largest, until the mean of d^2 is at most a bound.
 
     d is `log_gap`: it is large where tokens are stale, that is where a version of the weights sampled them that is some
     updates old. Tokens of equal d^2 stay or go together. If all tokens are beyond the bound, all go.
@@ -96,6 +97,7 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
       harmful: count and take out only the tokens that the update would move on in the same direction: ratio above 1
         and x > 0, or below 1 and x < 0. Put the piece behind `to_tokens` then.
     Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+
     Raises:
       ValueError: the bound is below 0.
     References: M2PO, Zheng et al., 2025, https://arxiv.org/abs/2510.01161
@@ -113,8 +115,8 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
             check_rank(signal, "token")
             counted_BT = counted_BT & (d_BT * where_masked(signal.x, signal.mask) > 0)
         moment_BT = d_BT.square()
-        most = _largest_kept(moment_BT, counted_BT, high, batch)
-        return _rejected(signal, ~(counted_BT & (moment_BT > most)), False, batch), state
+        most = _largest_kept(moment_BT, counted_BT, high, batch=batch)
+        return _rejected(signal, ~(counted_BT & (moment_BT > most)), False, batch=batch), state
 
     return Advantage(lambda: (), update)
 
@@ -154,7 +156,7 @@ def keep_best(threshold: float = 0.0) -> Advantage:
         check_rank(signal, "row")
         best_B = (signal.x == group_max(signal.x, groups_of(batch.group))) & (signal.x > threshold)
         signal = signal._replace(x=best_B.to(signal.x.dtype))
-        return _rejected(signal, batch.across.own(best_B)[:, None], False, batch), state
+        return _rejected(signal, batch.across.own(best_B)[:, None], False, batch=batch), state
 
     return Advantage(lambda: (), update)
 
@@ -179,7 +181,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
 def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
-        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch), state
+        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch=batch), state
 
     return Advantage(lambda: (), update)
 

@@ -37,18 +37,18 @@ def every(*filters: Filter) -> Filter:
     Filters that read no groups are of single rows and come first: those of groups then see what these have left
     of them, so that a group that lost its only different row is not taken for an unequal one.
     """
-    of_groups = [one for one in filters if "group" in reads(one).required]
-    of_rows = [one for one in filters if one not in of_groups]
+    of_groups = [rule for rule in filters if "group" in reads(rule).required]
+    of_rows = [rule for rule in filters if rule not in of_groups]
 
     def chosen(batch: Batch) -> Tensor:
         row = next(x for name, x in as_dict(batch).items() if kind_of(batch, name).everywhere)
         kept_B = torch.ones(len(row), dtype=torch.bool, device=row.device)
-        for one in of_rows:
-            kept_B = kept_B & one(batch)
+        for rule in of_rows:
+            kept_B = kept_B & rule(batch)
         left = kept_B.nonzero().squeeze(1)
         rest = _rows_left(batch, kept_B, left)
-        for one in of_groups if len(left) else ():
-            kept_B = kept_B.index_put((left,), kept_B[left] & one(rest))
+        for rule in of_groups if len(left) else ():
+            kept_B = kept_B.index_put((left,), kept_B[left] & rule(rest))
         return kept_B
 
     return chosen
@@ -60,7 +60,8 @@ def _rows_left(batch: Batch, kept_B: Tensor, left: Tensor) -> Batch:
     Args:
       kept_B: [B] bool, the rows; left: their numbers.
     """
-    across, own_b = batch.across, batch.across.own(kept_B)
+    across = batch.across
+    own_b = batch.across.own(kept_B)
     here = own_b.nonzero().squeeze(1)
 
     def among(x: Tensor, at: Tensor, like: Tensor) -> Tensor:

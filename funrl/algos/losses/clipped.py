@@ -70,6 +70,7 @@ def clipped_surrogate(
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the clip decides the loss),
       "actor/pg_clipfrac_lower" (the dual clip does), "actor/ppo_kl" (nats, log pi_old - log pi).
+
     Raises:
       ValueError: clip_low or clip_high is below 0, dual_clip is not above 1, or delta not above 1 + clip_high.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; dual clip, Ye et al., 2019,
@@ -87,7 +88,9 @@ def clipped_surrogate(
 
     def term(logp_BT: Tensor, batch: Batch):
         r_BT = ratio(logp_BT, batch)
-        out = clipped_surrogate_loss(r_BT, batch.advantage, clip_low, clip_high, dual_clip, delta)
+        out = clipped_surrogate_loss(
+            r_BT, batch.advantage, clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta
+        )
         return out.loss, {
             "actor/pg_clipfrac": out.clipped,
             "actor/pg_clipfrac_lower": out.dual_clipped,

@@ -31,13 +31,15 @@ def implicit_reward_loss(beta: float = 0.05) -> Loss:
     """
 
     def numerators(logp_BT: Tensor, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Metric]]:
-        mask_BT, segments_BT = batch.mask, batch.get("segments")
+        mask_BT = batch.mask
+        segments_BT = batch.get("segments")
         batch = clean(batch)
         q_BT = beta * (where_masked(logp_BT, mask_BT) - batch.ref_logp)
         q_BS, label_BS, length_BS = (
             sequence_sums(z, mask_BT, segments_BT) for z in (q_BT, batch.label.to(q_BT.dtype), torch.ones_like(q_BT))
         )
-        label_BS, there_BS = label_BS / length_BS.clamp_min(1), length_BS > 0
+        label_BS = label_BS / length_BS.clamp_min(1)
+        there_BS = length_BS > 0
         entropy_BS = binary_cross_entropy_with_logits(q_BS, label_BS, reduction="none")
         rounding_BS = beta * sequence_sums(rounding(logp_BT), mask_BT, segments_BT)
         side_BS = torch.where(q_BS.abs() <= rounding_BS, 0, q_BS.sign())

@@ -34,6 +34,7 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     Args:
       kind: "k1", "k2", "k3" or "abs", or one of these with "+".
     Returns: (logp, other_logp) -> KL; all in nats and of one shape.
+
     Raises:
       ValueError: the kind is unknown.
 
@@ -57,7 +58,8 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     if not kind.endswith("+"):
         return estimate
-    value, gradient = kl_estimate(kind[:-1]), kl_estimate("k2")
+    value = kl_estimate(kind[:-1])
+    gradient = kl_estimate("k2")
 
     def straight_through(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
         moves_BT = gradient(logp_BT, other_BT)
@@ -89,6 +91,7 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
       bias_corrected: weigh by the importance ratio, as DeepSeek-V3.2 does (with k3).
     Needs: ref_logp [B, T]; old_logp [B, T] if bias_corrected.
     Returns: a term; loss [B, T] in nats; metric "actor/kl_loss" (nats).
+
     Raises:
       ValueError: the kind is unknown, or has a "+" while the ratio corrects the bias: the gradient through the ratio
         is a part of the right one already, and that of k2 would come on top of it.

@@ -42,6 +42,7 @@ def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
       scale: nats at which a token counts fully, above 0; ln 20 is nearly 3.
     Needs: entropy [B, T], of the policy as it is trained.
     Returns: a term; loss [B, T] in nats; metrics "actor/nll" (nats, not weighed), "actor/entropy" (nats).
+
     Raises:
       ValueError: alpha is below 0, or the scale not above 0.
     References: EAFT, Diao et al., 2026, https://arxiv.org/abs/2601.02151

@@ -24,6 +24,7 @@ def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sums of x over the masked tokens of the chosen and of the rejected sequences.
 
     Returns: two tensors [P]; in packed rows P counts every pair that would fit, those that are not there sum to 0.
+
     Raises:
       ValueError: an odd number of interleaved rows.
     """
@@ -90,7 +91,8 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
     """
     rows, width = batch.mask.shape
     place_T = torch.arange(width, device=batch.mask.device)
-    length_B, positions_BT = batch.get("length"), batch.get("positions")
+    length_B = batch.get("length")
+    positions_BT = batch.get("positions")
     length_B = torch.full((rows,), width, device=batch.mask.device) if length_B is None else length_B
     real_BT = (place_T < length_B[:, None]).long()
     positions_BT = place_T.expand(rows, width) if positions_BT is None else positions_BT
@@ -113,7 +115,8 @@ def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     group = group_B[highest]
     first = torch.ones_like(group, dtype=torch.bool)
     first[1:] = group[1:] != group[:-1]
-    best_G, worst_G = highest[first], lowest[first]
+    best_G = highest[first]
+    worst_G = lowest[first]
     differ = score_B[best_G] > score_B[worst_G]
     return best_G[differ], worst_G[differ]
 
@@ -140,7 +143,8 @@ def pair_metrics(
       rounding_P: differences up to this are ties: without it a mesh whose sums have another order would break them.
     """
     present_P = pairs_present(batch)
-    chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+    chosen_P = chosen_P.detach()
+    rejected_P = rejected_P.detach()
     margin_P = chosen_P - rejected_P
     wins_P = (1 + torch.where(margin_P.abs() <= rounding_P, 0, margin_P.sign())) / 2
 

@@ -60,6 +60,7 @@ def reference_log_ratio(
       divergence_alpha: of "alpha", in (0, 1).
       length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; below 1 is LD-DPO.
     Needs: ref_logp [B, T].
+
     Raises:
       ValueError: the divergence is unknown, or a factor is outside its bounds.
     References: f-DPO, Wang et al., 2023, https://arxiv.org/abs/2309.16240; LD-DPO, Liu et al., 2024,
@@ -125,7 +126,8 @@ def of_completions(x_BT: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor,
 
 def beyond_shorter(batch: Batch) -> Tensor:
     """[B, T] bool, the tokens of a completion beyond the length of the shorter one of its pair."""
-    mask_BT, segments_BT = batch.mask, batch.get("segments")
+    mask_BT = batch.mask
+    segments_BT = batch.get("segments")
     ones_BT = torch.ones_like(mask_BT, dtype=torch.float32)
     shorter_BT = to_pair_tokens(torch.minimum(*pair_sums(ones_BT, batch)), batch)
     lengths_BS = sequence_sums(ones_BT, mask_BT, segments_BT)
@@ -142,6 +144,7 @@ def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
       bound: the largest weight; None: none.
     Needs: sum_pi_squared [B, T].
     Returns: (logp, batch) -> [P].
+
     Raises:
       ValueError: the bound is not above 0.
     References: WPO, Zhou et al., 2024, https://arxiv.org/abs/2406.11827
@@ -181,10 +184,14 @@ def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = N
         chosen_P, rejected_P = reward(logp_BT, batch)
         loss_P = loss(chosen_P, rejected_P)
         metrics = pair_metrics(
-            loss.beta * chosen_P, loss.beta * rejected_P, batch, loss.beta * reward_rounding(reward, logp_BT, batch)
+            loss.beta * chosen_P,
+            loss.beta * rejected_P,
+            batch,
+            rounding_P=loss.beta * reward_rounding(reward, logp_BT, batch),
         )
         if weight is not None:
-            weight_P, present_P = weight(logp_BT, batch), pairs_present(batch)
+            weight_P = weight(logp_BT, batch)
+            present_P = pairs_present(batch)
             loss_P = weight_P * loss_P
             metrics["preference/weight"] = Mean(
                 where_masked(weight_P, present_P).sum(), present_P.sum().to(weight_P.dtype)
@@ -224,19 +231,23 @@ def aot(beta: float = 0.1, smoothing: float = 0.0, paired: bool = True) -> Term:
 
     def term(logp_BT: Tensor, batch: Batch):
         present_P = pairs_present(batch)
-        policy, reference = pair_sums(logp_BT, batch), pair_sums(batch.ref_logp, batch)
-        chosen_P, rejected_P = policy[0] - reference[0], policy[1] - reference[1]
+        policy = pair_sums(logp_BT, batch)
+        reference = pair_sums(batch.ref_logp, batch)
+        chosen_P = policy[0] - reference[0]
+        rejected_P = policy[1] - reference[1]
         if paired:
-            upper_P, lower_P = policy[0] - policy[1], reference[0] - reference[1]
+            upper_P = policy[0] - policy[1]
+            lower_P = reference[0] - reference[1]
         else:
-            upper_P, lower_P = chosen_P, rejected_P
+            upper_P = chosen_P
+            lower_P = rejected_P
         last_P = torch.full_like(upper_P, torch.inf)
         rank_P = torch.where(present_P, upper_P, last_P).argsort(stable=True).argsort(stable=True)
         sorted_P = torch.where(present_P, lower_P, last_P).sort(stable=True).values
         gap_P = upper_P - torch.where(present_P, sorted_P[rank_P], torch.zeros_like(upper_P))
         loss_BT = to_pair_tokens(smoothed(beta * gap_P, smoothing), batch)
         rounding_P = beta * sum(pair_sums(rounding(logp_BT), batch))
-        return loss_BT, pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P)
+        return loss_BT, pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P=rounding_P)
 
     return term
 
@@ -256,7 +267,7 @@ def odds_ratio(beta: float = 0.1) -> Term:
         chosen_P, rejected_P = reward(logp_BT, batch)
         odds_P = _log_odds(chosen_P) - _log_odds(rejected_P)
         rounding_P = beta * reward_rounding(reward, logp_BT, batch)
-        metrics = pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P)
+        metrics = pair_metrics(beta * chosen_P, beta * rejected_P, batch, rounding_P=rounding_P)
         return to_pair_tokens(-beta * logsigmoid(odds_P), batch), metrics
 
     return term
@@ -299,7 +310,7 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
         h_BT = sum_of_sequence(logp_BT - batch.ref_logp, batch)
         gain_BT = beta * (h_BT - batch.kl_baseline if baseline else h_BT)
         good_BT = batch.label > 0.5
-        weight_BT = either(good_BT, desirable, undesirable, h_BT)
+        weight_BT = either(good_BT, desirable, undesirable, like=h_BT)
         loss_BT = weight_BT * torch.sigmoid(torch.where(good_BT, -gain_BT, gain_BT))
         kinds = {"chosen": batch.mask & good_BT, "rejected": batch.mask & ~good_BT}
         return loss_BT, {f"preference/{name}": token_mean_of(beta * h_BT, of) for name, of in kinds.items()}

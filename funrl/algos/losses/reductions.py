@@ -60,6 +60,7 @@ def constant_mean(length: float) -> Reduction:
 
     Args:
       length: tokens, the same for every sequence of the run, above 0; usually the longest completion allowed.
+
     Raises:
       ValueError: the length is not above 0.
     References: Dr. GRPO, Liu et al., 2025, https://arxiv.org/abs/2503.20783

@@ -50,7 +50,7 @@ def pairwise_reward(center: float = 0.0, margin: bool = False) -> Term:
             gap_P = gap_P - pair_sums(where_masked(batch.margin, at_end_BT), batch)[0]
         loss_P = -logsigmoid(gap_P) + center * (chosen_P + rejected_P).square()
         rounding_P = sum(pair_sums(where_masked(rounding(x_BT), at_end_BT), batch))
-        return to_pair_tokens(loss_P, batch), pair_metrics(chosen_P, rejected_P, batch, rounding_P)
+        return to_pair_tokens(loss_P, batch), pair_metrics(chosen_P, rejected_P, batch, rounding_P=rounding_P)
 
     return term
 

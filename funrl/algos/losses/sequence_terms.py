@@ -37,6 +37,7 @@ def geometric_mean(clip_low: float = 0.4, clip_high: float = 0.4) -> Term:
       clip_low, clip_high: how far a log-ratio may fall below and rise above 0, in nats, at least 0.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T], the same on all tokens of a sequence; metrics "actor/pg_clipfrac", "actor/ppo_kl".
+
     Raises:
       ValueError: a clip is below 0.
     References: GMPO, Zhao et al., 2025, https://arxiv.org/abs/2507.20673
@@ -44,14 +45,15 @@ def geometric_mean(clip_low: float = 0.4, clip_high: float = 0.4) -> Term:
     Warning: verl takes the mean over the sequences of a micro-batch, so its loss grows with their number, and folds
     importance weights in as a geometric mean; here the reduction is apart, and `weighted` multiplies token by token.
     """
-
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"geometric_mean(clip_low={clip_low}, clip_high={clip_high}): both must be at least 0")
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, x_BT = batch.advantage, log_ratio(logp_BT, batch)
+        a_BT = batch.advantage
+        x_BT = log_ratio(logp_BT, batch)
         sign_BT = torch.sign(a_BT)
-        open_BT, clipped_BT = sign_BT * x_BT, sign_BT * x_BT.clamp(-clip_low, clip_high)
+        open_BT = sign_BT * x_BT
+        clipped_BT = sign_BT * x_BT.clamp(-clip_low, clip_high)
         d_BT = sign_BT * torch.minimum(open_BT, clipped_BT)
         loss_BT = -mean_of_sequence(a_BT, batch) * bounded_exp(mean_of_sequence(d_BT, batch))
         return loss_BT, {"actor/pg_clipfrac": (clipped_BT < open_BT).to(a_BT.dtype), "actor/ppo_kl": -x_BT}
@@ -84,11 +86,12 @@ def gamma_weighted(
     """
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, moved_BT = batch.advantage, logp_BT.detach() - getattr(batch, sampled_by)
+        a_BT = batch.advantage
+        moved_BT = logp_BT.detach() - getattr(batch, sampled_by)
         log_w_BT = sum_of_sequence(moved_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), batch)
         log_w_BT = log_w_BT.clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_BOUND)
-        k_BT = either(a_BT >= 0, positive[0], negative[0], a_BT)
-        lam_BT = either(a_BT >= 0, positive[1], negative[1], a_BT)
+        k_BT = either(a_BT >= 0, positive[0], negative[0], like=a_BT)
+        lam_BT = either(a_BT >= 0, positive[1], negative[1], like=a_BT)
         phi_BT = (lam_BT + k_BT * log_w_BT - lam_BT * log_w_BT.exp()).exp()
         return -a_BT * phi_BT * logp_BT, {"actor/vespo_weight": phi_BT, "actor/ppo_kl": -moved_BT}
 
@@ -126,6 +129,7 @@ def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
     Needs: advantage (the mean over the sequence's tokens is taken) and `against` [B, T].
     Returns: a term; loss [B, T] in squared units of the advantage, the same on all tokens of a sequence; metric
       "actor/regression_error" (its square root).
+
     Raises:
       ValueError: beta is not above 0.
     References: A*-PO, Brantley et al., 2025, https://arxiv.org/abs/2505.20686; GVPO, Zhang et al., 2025,
@@ -152,6 +156,7 @@ def classification(tau: float = 0.5) -> Term:
       tau: nats per token over which a weight changes, above 0.
     Needs: old_logp [B, T]; advantage [B, T], of `class_sizes`.
     Returns: a term; loss [B, T] in nats, the same on all tokens of a sequence; metric "actor/ppo_kl" (nats).
+
     Raises:
       ValueError: tau is not above 0.
     References: REAL, Zhai et al., 2026, https://arxiv.org/abs/2602.05630
@@ -165,7 +170,8 @@ def classification(tau: float = 0.5) -> Term:
         raise ValueError(f"classification(tau={tau}): the temperature must be above 0")
 
     def term(logp_BT: Tensor, batch: Batch):
-        moved_BT, class_BT = log_ratio(logp_BT, batch), mean_of_sequence(batch.advantage, batch)
+        moved_BT = log_ratio(logp_BT, batch)
+        class_BT = mean_of_sequence(batch.advantage, batch)
         odds_BT = bounded_exp(-class_BT.sign() * mean_of_sequence(moved_BT, batch) / tau)
         return (class_BT.abs() + odds_BT).log(), {"actor/ppo_kl": -moved_BT}
 
@@ -193,6 +199,7 @@ def future_weighted(
       safe_ratio: where A < 0 and r is larger, f is at most 1; None: nowhere.
     Needs: old_logp, and advantage [B, T] with a `safe_ratio`; what the term needs.
     Returns: a term; its metrics, and "actor/future_weight" (f).
+
     Raises:
       ValueError: half_life is not above 0, or low or high is below 0.
     References: FIPO, Ma et al., 2026, https://arxiv.org/abs/2603.19835
@@ -222,8 +229,9 @@ def future_weighted(
 
 def _discounted_rest(x_BT: Tensor, gamma: float, batch: Batch) -> Tensor:
     """sum_{k >= t} gamma^(k - t) x[k] over the masked tokens of each token's own sequence."""
-    mask_BT, segments_BT = batch.mask, batch.get("segments")
-    carry_BT = either(mask_BT, gamma, 1.0, x_BT)
+    mask_BT = batch.mask
+    segments_BT = batch.get("segments")
+    carry_BT = either(mask_BT, gamma, 1.0, like=x_BT)
     if segments_BT is not None:
         after_BT = torch.nn.functional.pad(segments_BT[:, 1:], (0, 1))
         carry_BT = torch.where(segments_BT == after_BT, carry_BT, torch.zeros_like(carry_BT))

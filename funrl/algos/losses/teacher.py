@@ -52,8 +52,11 @@ def forward_kl_topk(rest: bool = False) -> Term:
     """
 
     def term(logp_BT: Tensor, batch: Batch):
-        p_BTK, teacher_BTK, student_BTK = batch.teacher_topk_logp.exp(), batch.teacher_topk_logp, batch.topk_logp
-        teacher_BT, student_BT = p_BTK.sum(-1), student_BTK.exp().sum(-1)
+        p_BTK = batch.teacher_topk_logp.exp()
+        teacher_BTK = batch.teacher_topk_logp
+        student_BTK = batch.topk_logp
+        teacher_BT = p_BTK.sum(-1)
+        student_BT = student_BTK.exp().sum(-1)
         loss_BT = (p_BTK * (teacher_BTK - student_BTK)).sum(-1)
         if rest:
             p_BT, q_BT = ((1 - mass_BT).clamp_min(REST) for mass_BT in (teacher_BT, student_BT))

@@ -1,5 +1,6 @@
-"""Policy terms with other gates on the ratio than the clipped surrogate: what CISPO, SAPO, GPG, DPPO, TOPR and DRO
-minimise.
+"""Policy terms with other gates on the ratio than the clipped surrogate.
+
+CISPO, SAPO, GPG, DPPO, TOPR and DRO minimise them.
 
 | term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
 |---|---|---|
@@ -59,6 +60,7 @@ def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ra
       ratio: how the ratio is taken; None is `token_ratio()`.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (the weight was bounded), "actor/ppo_kl".
+
     Raises:
       ValueError: a clip is outside its bounds.
     References: CISPO, MiniMax, 2025, https://arxiv.org/abs/2506.13585
@@ -96,6 +98,7 @@ def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by:
         twice; or "old_logp".
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (out of range), "actor/ppo_kl" (nats, to the sampler).
+
     Raises:
       ValueError: a clip is outside its bounds.
     References: GLM-5, section 4.1.2, 2026, https://arxiv.org/abs/2602.15763; SkyRL's rollout_is.
@@ -139,7 +142,8 @@ def tapered(ratio: Ratio | None = None) -> Term:
     ratio = product_ratio() if ratio is None else or_token_ratio(ratio)
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, r_BT = batch.advantage, ratio(logp_BT, batch).detach()
+        a_BT = batch.advantage
+        r_BT = ratio(logp_BT, batch).detach()
         weight_BT = torch.where(a_BT < 0, r_BT.clamp(max=1), torch.ones_like(r_BT))
         return -a_BT * weight_BT * logp_BT, {
             "actor/pg_clipfrac": ((a_BT < 0) & (r_BT > 1)).to(r_BT.dtype),
@@ -158,6 +162,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
       ratio: how the ratio is taken; None is `token_ratio()`.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit; metric "actor/ppo_kl".
+
     Raises:
       ValueError: a tau is not above 0.
     References: SAPO, Gao et al., 2025, https://arxiv.org/abs/2511.20347
@@ -168,7 +173,7 @@ def soft_gate(positive: float = 1.0, negative: float = 1.05, ratio: Ratio | None
 
     def term(logp_BT: Tensor, batch: Batch):
         a_BT = batch.advantage
-        tau_BT = either(a_BT > 0, positive, negative, a_BT)
+        tau_BT = either(a_BT > 0, positive, negative, like=a_BT)
         gate_BT = torch.sigmoid(tau_BT * (ratio(logp_BT, batch) - 1)) * 4 / tau_BT
         return -a_BT * gate_BT, {"actor/ppo_kl": -log_ratio(logp_BT, batch)}
 
@@ -201,6 +206,7 @@ def divergence_mask(
         engine and trainer counts too (then without `importance_weights`, which would count it twice); or "old_logp".
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl" (nats, to the sampler).
+
     Raises:
       ValueError: the kind is unknown, a bound is below 0, or the cap is not above 0.
     References: DPPO, Qi et al., 2026, https://arxiv.org/abs/2602.04879
@@ -217,10 +223,14 @@ def divergence_mask(
         )
 
     def term(logp_BT: Tensor, batch: Batch):
-        a_BT, old_BT, now_BT = batch.advantage, getattr(batch, sampled_by), logp_BT.detach()
-        p_BT, q_BT = now_BT.exp(), old_BT.exp()
+        a_BT = batch.advantage
+        old_BT = getattr(batch, sampled_by)
+        now_BT = logp_BT.detach()
+        p_BT = now_BT.exp()
+        q_BT = old_BT.exp()
         if kind == "tv":
-            rising_BT, falling_BT = p_BT - q_BT <= above, p_BT - q_BT >= -below
+            rising_BT = p_BT - q_BT <= above
+            falling_BT = p_BT - q_BT >= -below
         else:
             other_BT = (1 - q_BT) * ((1 - q_BT + 1e-8) / (1 - p_BT + 1e-8)).log()
             divergence_BT = q_BT * (old_BT - now_BT) + other_BT
@@ -241,6 +251,7 @@ def direct_reward(beta: float = 0.1) -> Term:
       beta: strength of the leash, in the advantage's unit per nat, above 0.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T]; metric "actor/ppo_kl".
+
     Raises:
       ValueError: beta is not above 0.
     References: DRO, Richemond et al., 2024, https://arxiv.org/abs/2405.19107

@@ -18,6 +18,7 @@ def clipped_value_loss(value_clip: float | None = 0.5) -> Term:
       value_clip: c, in units of reward; None: L = (v - R)^2 / 2.
     Needs: returns [B, T]; value [B, T] where there is a clip.
     Returns: a term; loss in squared reward; metrics "critic/vpred_mean", "critic/vf_clipfrac".
+
     Raises:
       ValueError: value_clip is below 0.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; verl's default c is 0.5, TRL's 0.2.

@@ -49,6 +49,8 @@ def chord(
     learning = restrict(reduce(surrogate, token_mean()), sampled_tokens)
     imitation = restrict(reduce(likelihood, token_mean()), demonstrated_tokens)
     return Algorithm(
-        advantage=chain(group_center(), group_scale(), to_tokens(), weigh_demonstrations(peak, valley, 0, decay_steps)),
+        advantage=chain(
+            group_center(), group_scale(), to_tokens(), weigh_demonstrations(peak, valley, 0, decay=decay_steps)
+        ),
         losses={"policy": sum_losses(learning, imitation)},
     )

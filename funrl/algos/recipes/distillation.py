@@ -35,6 +35,7 @@ def distillation(
       rest: of forward: count all other tokens as one more outcome.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1, without `direct`.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+
     Raises:
       ValueError: k1 directly, whose gradient has a mean of 0; rest without forward.
 
@@ -46,7 +47,8 @@ def distillation(
         raise ValueError(f"distillation(rest=True, kind={kind!r}): the other tokens are one outcome of 'forward' only")
     kind = kind or ("k1+" if direct else "k1")
     if kind == "forward":
-        term, advantage = forward_kl_topk(rest), to_tokens()
+        term = forward_kl_topk(rest)
+        advantage = to_tokens()
     else:
         term = kl_to_teacher(kind) if direct else clipped_surrogate(clip_low, clip_high)
         advantage = teacher_advantage(kind.removesuffix("+"))

@@ -63,10 +63,11 @@ def dpo(
       on_policy: weigh pairs by how likely the policy is to write them itself; WPO.
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood; RPO.
       weight_bound: the largest weight of a pair with on_policy; None: no bound, as in TRL.
+
     Raises:
       ValueError: a loss is unknown, or an argument is given that it does not have.
     """
-    reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha)
+    reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha=length_alpha)
     weight = on_policy_weight(weight_bound) if on_policy else None
     asked = {k: v for k, v in {"smoothing": smoothing, "margin": margin}.items() if v is not None}
     parts = loss_factors(loss)

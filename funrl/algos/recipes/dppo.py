@@ -39,7 +39,7 @@ def dppo(
     Warning: with rollout_logp the weight min(r, cap) holds the gap between engine and trainer already: do not put
     `importance_weights` before.
     """
-    near = divergence_mask(kind, low, high, cap, sampled_by)
+    near = divergence_mask(kind, low, high, cap=cap, sampled_by=sampled_by)
     return Algorithm(
         advantage=chain(group_center(), group_scale(), to_tokens()),
         losses={"policy": reduce(with_regularizers(near, kl_coef, entropy_coef), token_mean())},

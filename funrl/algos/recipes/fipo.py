@@ -40,7 +40,9 @@ def fipo(
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, dual_clip)
-    term = future_weighted(surrogate, half_life, future_low, future_high, dual_clip, safe_ratio)
+    term = future_weighted(
+        surrogate, half_life, future_low, high=future_high, most_ratio=dual_clip, safe_ratio=safe_ratio
+    )
     return Algorithm(
         advantage=chain(group_center(), group_scale(), to_tokens()),
         losses={"policy": reduce(with_regularizers(term, 0.0, entropy_coef), token_mean())},

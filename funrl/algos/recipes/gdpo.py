@@ -38,6 +38,7 @@ def gdpo(
       deviation: divide each reward function's scores by their deviation in the group; False: centre them only.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
+
     Raises:
       ValueError: the text is not of numbers with commas between.
     """

@@ -25,6 +25,7 @@ def gkd(beta: float = 0.5, temperature: float = 1.0, entropy_coef: float = 0.0) 
         divergence.
       temperature: of both distributions.
       entropy_coef: factor of the entropy bonus.
+
     Raises:
       ValueError: beta is not from 0 to 1, or the temperature is not above 0.
     """

@@ -40,7 +40,7 @@ def grpo(
       std_eps: added to the deviation that a group's rewards are divided by; 1e-4 in TRL.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, dual_clip)
-    term = with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind, kl_bias_corrected)
+    term = with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind=kl_kind, kl_bias_corrected=kl_bias_corrected)
     return Algorithm(
         advantage=chain(group_center(), group_scale(std_eps), to_tokens()),
         losses={"policy": reduce(term, sequence_mean() if per_sequence else token_mean())},

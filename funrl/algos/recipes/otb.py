@@ -35,7 +35,8 @@ def otb(
       kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
-    rewards, surrogate = token_rewards(kl_controller(kl_coef, kl_target)), clipped_surrogate(clip_low, clip_high)
+    rewards = token_rewards(kl_controller(kl_coef, kl_target))
+    surrogate = clipped_surrogate(clip_low, clip_high)
     return Algorithm(
         advantage=chain(rewards, reward_to_go(), optimal_token_baseline(turns, raw_tail)),
         losses={"policy": reduce(with_regularizers(surrogate, 0.0, entropy_coef), token_mean())},

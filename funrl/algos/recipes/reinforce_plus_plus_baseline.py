@@ -38,5 +38,5 @@ def reinforce_plus_plus_baseline(
     surrogate = clipped_surrogate(clip_low, clip_high)
     return Algorithm(
         advantage=chain(group_center(), to_tokens(), whiten()),
-        losses={"policy": reduce(with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind), token_mean())},
+        losses={"policy": reduce(with_regularizers(surrogate, kl_coef, entropy_coef, kl_kind=kl_kind), token_mean())},
     )

@@ -13,24 +13,26 @@ from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
 
 
-def as_object(found: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:
+def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:
     """The numbers of a dry run; bytes, FLOPs and seconds are of one rank."""
-    job, settings, rates = found.job, found.job.settings, rates_of(found, hardware)
+    job = estimate.job
+    settings = estimate.job.settings
+    rates = rates_of(estimate, hardware)
     return {
         "model": {
             "family": job.model.config.source.family,
-            "parameters": found.parameters,
-            "trained_parameters": found.trained,
+            "parameters": estimate.parameters,
+            "trained_parameters": estimate.trained,
             "dtype": settings.models.dtype,
         },
         "hardware": {"name": settings.estimate.hardware, "memory_bytes": hardware.memory, "usable_bytes": verdict.room},
         "devices": rates.devices,
         "mesh": meshes.text(job.sizes),
-        "generate_mesh": meshes.text(job.generate_sizes) if "generate" in found.phases else None,
+        "generate_mesh": meshes.text(job.generate_sizes) if "generate" in estimate.phases else None,
         "fsdp": settings.devices.fsdp,
         "step": {
             "rows": rows_of_step(job),
-            "tokens_per_row": found.tokens,
+            "tokens_per_row": estimate.tokens,
             "tokens": rates.tokens,
             "seconds": rates.seconds,
         },
@@ -40,14 +42,14 @@ def as_object(found: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str
             "tokens_per_second": rates.tokens_per_second,
             "tokens_per_second_per_device": rates.tokens_per_second_per_device,
         },
-        "phases": {name: _phase(found, name, costs, hardware) for name, costs in found.phases.items()},
+        "phases": {name: _phase(estimate, name, costs, hardware) for name, costs in estimate.phases.items()},
         "fits": verdict.fits,
         "peak": peak_object(verdict.peak),
         "suggestions": [
             {"flags": flags, "peak": peak_object(peak), "seconds": seconds, "fits": fits}
             for flags, peak, seconds, fits in verdict.suggestions
         ],
-        "not_counted": list(found.left_out),
+        "not_counted": list(estimate.left_out),
     }
 
 
@@ -56,10 +58,10 @@ def peak_object(peak: Peak) -> dict[str, Any]:
     return {"phase": peak.phase, "bytes": peak.nbytes}
 
 
-def _phase(found: Estimate, name: str, costs: Costs, hardware: Hardware) -> dict[str, Any]:
+def _phase(estimate: Estimate, name: str, costs: Costs, hardware: Hardware) -> dict[str, Any]:
     traffic = [
         {
-            "axes": found.axes[group][0] if group in found.axes else group,
+            "axes": estimate.axes[group][0] if group in estimate.axes else group,
             "collective": op,
             "count": count,
             "bytes": nbytes,
@@ -70,8 +72,8 @@ def _phase(found: Estimate, name: str, costs: Costs, hardware: Hardware) -> dict
         "peak_bytes": {"total": costs.total} | {kind: nbytes for kind, nbytes in costs.peak.items() if nbytes >= 1},
         "flops": costs.flops,
         "kernel_seconds": costs.seconds,
-        "collective_seconds": communication(found, costs, hardware),
-        "hidden_seconds": hidden(found, costs, hardware),
-        "useful": found.useful.get(name),
+        "collective_seconds": communication(estimate, costs, hardware),
+        "hidden_seconds": hidden(estimate, costs, hardware),
+        "useful": estimate.useful.get(name),
         "traffic": traffic,
     }

@@ -60,18 +60,18 @@ def searched(
       line: as in `dry_run`.
     """
     hardware = HARDWARE[str(settings.estimate.hardware)]
-    found = search(settings, algorithm, hardware)
-    best = found.best[0]
-    fits = verdict_of(best.found, best.settings, hardware, lambda settings: costs(settings, hardware))
-    needed = needs_of(settings, algorithm, found, fits)
+    result = search(settings, algorithm, hardware)
+    best = result.best[0]
+    fits = verdict_of(best.estimate, best.settings, hardware, lambda settings: costs(settings, hardware))
+    needed = needs_of(settings, algorithm, result, fits)
     if settings.estimate.json:
-        return search_json(found, needed, fits)
+        return search_json(result, needed, fits)
 
-    def describe(one: Traced) -> str:
-        parts = [title(one.found, one.settings), rate(one.found, hardware), verdict(fits, hardware)]
-        return "\n".join([*parts, f"not counted: {', '.join(one.found.left_out)}"])
+    def describe(traced: Traced) -> str:
+        parts = [title(traced.estimate, traced.settings), rate(traced.estimate, hardware), verdict(fits, hardware)]
+        return "\n".join([*parts, f"not counted: {', '.join(traced.estimate.left_out)}"])
 
-    return search_text(found, line, needed, describe)
+    return search_text(result, line, needed, describe)
 
 
 def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
@@ -82,52 +82,60 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> st
       costs: estimates such flags.
     """
     hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
-    found = costs(settings, hardware)
-    fits = verdict_of(found, settings, hardware, lambda settings: costs(settings, hardware))
+    estimate = costs(settings, hardware)
+    fits = verdict_of(estimate, settings, hardware, lambda settings: costs(settings, hardware))
     if settings.estimate.json:
-        return json.dumps(as_object(found, fits, hardware), indent=1)
-    parts = [title(found, settings), memory(found), work(found, hardware), rate(found, hardware), traffic(found)]
-    return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(found.left_out)}"])
+        return json.dumps(as_object(estimate, fits, hardware), indent=1)
+    parts = [
+        title(estimate, settings),
+        memory(estimate),
+        work(estimate, hardware),
+        rate(estimate, hardware),
+        traffic(estimate),
+    ]
+    return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(estimate.left_out)}"])
 
 
-def title(found: Estimate, settings: Settings) -> str:
-    job = found.job
+def title(estimate: Estimate, settings: Settings) -> str:
+    """First lines of a report: the model, the meshes and the step."""
+    job = estimate.job
     train = meshes.text(job.sizes) + (" fully sharded" if settings.devices.fsdp else "")
     if settings.devices.fsdp_models is not None:
         train += f" ({settings.devices.fsdp_models})"
-    generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in found.phases else ""
+    generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in estimate.phases else ""
     world = meshes.Mesh(job.sizes).world
-    trained = "" if job.lora is None else f", of which {found.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
+    trained = "" if job.lora is None else f", of which {estimate.trained / 1e6:,.1f} M learn (rank {job.lora.rank})"
     return (
-        f"{job.model.config.source.family}, {found.parameters / 1e6:,.1f} M parameters{trained}, "
+        f"{job.model.config.source.family}, {estimate.parameters / 1e6:,.1f} M parameters{trained}, "
         f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
         f"train {train}{generate}\n"
-        f"a step: {found.step}"
+        f"a step: {estimate.step}"
     )
 
 
-def memory(found: Estimate) -> str:
+def memory(estimate: Estimate) -> str:
     """The worst moment of each phase by kind, on the rank that holds most."""
-    kinds = [k for k in MEMORY_KINDS if any(c.peak.get(k, 0) >= 1 for c in found.phases.values())]
+    kinds = [k for k in MEMORY_KINDS if any(c.peak.get(k, 0) >= 1 for c in estimate.phases.values())]
     rows = [
         (name, size(c.total), *(size(c.peak.get(k, 0)) if c.peak.get(k, 0) >= 1 else "-" for k in kinds))
-        for name, c in found.phases.items()
+        for name, c in estimate.phases.items()
     ]
     return "\n".join(table(("peak memory of a rank", "total", *kinds), rows))
 
 
-def work(found: Estimate, hardware: Hardware) -> str:
+def work(estimate: Estimate, hardware: Hardware) -> str:
     """FLOPs and seconds of each phase."""
-    rows, whole = [], [0.0, 0.0, 0.0, 0.0]
-    for name, costs in found.phases.items():
-        sent = communication(found, costs, hardware)
-        spent = (costs.flops, costs.seconds, sent, hidden(found, costs, hardware))
+    rows = []
+    whole = [0.0, 0.0, 0.0, 0.0]
+    for name, costs in estimate.phases.items():
+        sent = communication(estimate, costs, hardware)
+        spent = (costs.flops, costs.seconds, sent, hidden(estimate, costs, hardware))
         whole = [a + b for a, b in zip(whole, spent, strict=True)]
-        useful = f"{100 * found.useful[name]:.1f}%" if name in found.useful else "-"
+        useful = f"{100 * estimate.useful[name]:.1f}%" if name in estimate.useful else "-"
         rows.append((name, *_spent(*spent), useful))
     of_peak, of_bandwidth = hardware.efficiency
     notes = [f"at {of_peak:.0%} of peak FLOPs and {of_bandwidth:.0%} of every bandwidth"]
-    if found.useful:
+    if estimate.useful:
         notes.append("useful: of the FLOPs of all ranks, where each waits for the slowest at every micro-batch")
     head = ("a step of a rank", "FLOPs", "kernels", "collectives", "hidden", "seconds", "useful")
     return "\n".join([*table(head, [*rows, ("all", *_spent(*whole), "")]), *notes])
@@ -135,19 +143,19 @@ def work(found: Estimate, hardware: Hardware) -> str:
 
 def _spent(flops: float, kernels: float, collectives: float, behind: float) -> tuple[str, ...]:
     times = (kernels, collectives, behind, kernels + collectives - behind)
-    return (f"{flops:.3g}", *(duration_text(one, 3) if one else "-" for one in times))
+    return (f"{flops:.3g}", *(duration_text(seconds, 3) if seconds else "-" for seconds in times))
 
 
-def traffic(found: Estimate) -> str:
+def traffic(estimate: Estimate) -> str:
     """Bytes by mesh axes and collective, of one step and one rank."""
     stages: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for name, costs in found.phases.items():
+    for name, costs in estimate.phases.items():
         for (op, group), (count, nbytes) in costs.traffic.items():
-            axes = found.axes[group][0] if group in found.axes else group
+            axes = estimate.axes[group][0] if group in estimate.axes else group
             total = stages.setdefault((axes, op), {}).setdefault(stage_of(name), [0.0, 0.0])
             total[0] += count
             total[1] += nbytes
-    columns = list(dict.fromkeys(map(stage_of, found.phases)))
+    columns = list(dict.fromkeys(map(stage_of, estimate.phases)))
     rows = []
     for (axes, op), of in sorted(stages.items()):
         cells = [f"{of[c][0]:,.0f} x {size(of[c][1] / of[c][0])}" if c in of else "-" for c in columns]
@@ -157,9 +165,9 @@ def traffic(found: Estimate) -> str:
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
 
 
-def rate(found: Estimate, hardware: Hardware) -> str:
+def rate(estimate: Estimate, hardware: Hardware) -> str:
     """Hours of the run and tokens a second."""
-    rates = rates_of(found, hardware)
+    rates = rates_of(estimate, hardware)
     devices = f", {rates.tokens_per_second_per_device:,.0f} of each device" if rates.devices > 1 else ""
     return (
         f"a step takes {duration_text(rates.seconds)}, --steps={rates.steps} take {duration_text(3600 * rates.hours)}: "
@@ -167,14 +175,14 @@ def rate(found: Estimate, hardware: Hardware) -> str:
     )
 
 
-def verdict(found: Verdict, hardware: Hardware) -> str:
+def verdict(outcome: Verdict, hardware: Hardware) -> str:
     """The verdict in words: the job fits, or what flags bring it to, and cost."""
-    ratio = f"{size(found.peak.nbytes)} of the {size(found.room)} that can be used of {size(hardware.memory)}"
-    if found.fits:
-        return f"fits: the most that a rank holds, in {found.peak.phase}, is {ratio}"
-    lines = [f"does not fit: a rank needs {ratio}, in {found.peak.phase}; too large: {', '.join(found.too_large)}"]
-    for flags, peak, seconds, fits in found.suggestions:
-        more = seconds / found.seconds - 1 if found.seconds else 0.0
+    ratio = f"{size(outcome.peak.nbytes)} of the {size(outcome.room)} that can be used of {size(hardware.memory)}"
+    if outcome.fits:
+        return f"fits: the most that a rank holds, in {outcome.peak.phase}, is {ratio}"
+    lines = [f"does not fit: a rank needs {ratio}, in {outcome.peak.phase}; too large: {', '.join(outcome.too_large)}"]
+    for flags, peak, seconds, fits in outcome.suggestions:
+        more = seconds / outcome.seconds - 1 if outcome.seconds else 0.0
         compared = f", {abs(more):.0%} {'longer' if more > 0 else 'shorter'}" if abs(more) >= 0.005 else ""
         fitting = " (fits)" if fits else ""
         reached = f"{size(peak.nbytes)}, in {peak.phase}{fitting}; a step takes {duration_text(seconds)}{compared}"

@@ -16,34 +16,39 @@ from funrl.trainer.settings.settings import Settings, with_flags
 MORE = (2, 4, 8)  # times the devices that are tried
 
 
-def needs_of(settings: Settings, algorithm: Algorithm, found: Search, verdict: Verdict) -> tuple[str, ...]:
+def needs_of(settings: Settings, algorithm: Algorithm, result: Search, verdict: Verdict) -> tuple[str, ...]:
     """Lines on what would make a sensible mesh fit; none if one does.
 
     Args:
       settings: the flags of the search.
       verdict: on the best mesh.
     """
-    if found.best[0].sensible:
+    if result.best[0].sensible:
         return ()
-    ranked = found.ranked
-    lines = [_engine(ranked), _devices(settings, algorithm, found, ranked)]
-    lines += [_dtype(settings, algorithm, found), _hardware(settings, algorithm, found)]
+    ranked = result.ranked
+    lines = [_engine(ranked), _devices(settings, algorithm, result, ranked)]
+    lines += [_dtype(settings, algorithm, result), _hardware(settings, algorithm, result)]
     lines += [*_other_flags(verdict), _pipeline(ranked)]
-    if found.best[0].fits:  # else the verdict has tried it
-        lines.insert(-1, _offload(settings, algorithm, found))
+    if result.best[0].fits:  # else the verdict has tried it
+        lines.insert(-1, _offload(settings, algorithm, result))
     return tuple(line for line in lines if line)
 
 
 def sensible_fit(ranked: Ranked, room: float) -> Candidate | None:
     """The fastest candidate by formula that fits, and whose tensor parallel groups stay inside a node."""
-    fitting = [one for candidates in ranked.splits for one in candidates if one.nodes == 1 and one.rough.nbytes <= room]
-    return min(fitting, key=lambda one: one.rough.seconds, default=None)
+    fitting = [
+        candidate
+        for candidates in ranked.splits
+        for candidate in candidates
+        if candidate.nodes == 1 and candidate.rough.nbytes <= room
+    ]
+    return min(fitting, key=lambda candidate: candidate.rough.seconds, default=None)
 
 
 def leanest(ranked: Ranked) -> Candidate | None:
     """The candidate of least memory by formula whose tensor parallel groups stay inside a node."""
-    inside = [one for candidates in ranked.splits for one in candidates if one.nodes == 1]
-    return min(inside, key=lambda one: one.rough.nbytes, default=None)
+    inside = [candidate for candidates in ranked.splits for candidate in candidates if candidate.nodes == 1]
+    return min(inside, key=lambda candidate: candidate.rough.nbytes, default=None)
 
 
 def _engine(ranked: Ranked) -> str:
@@ -57,32 +62,34 @@ def _engine(ranked: Ranked) -> str:
     )
 
 
-def _devices(settings: Settings, algorithm: Algorithm, found: Search, ranked: Ranked) -> str:
+def _devices(settings: Settings, algorithm: Algorithm, result: Search, ranked: Ranked) -> str:
     if ranked.space.base.generates and not engine_fits_node(ranked.space):
         return ""
     room = ranked.space.room
-    for world in (found.world * times for times in MORE):
-        wider = ranked_splits(settings, algorithm, world, found.hardware)
+    for world in (result.world * times for times in MORE):
+        wider = ranked_splits(settings, algorithm, world, result.hardware)
         fit = sensible_fit(wider, room)
         if fit is not None:
             return f"more devices: {world:,} with {_candidate(fit, settings)}"
     least = leanest(wider)
     held = "" if least is None else f"; the least of their meshes needs {size(least.rough.nbytes)}"
-    return f"more devices alone do not help: {found.world * MORE[-1]:,} are not enough{held}"
+    return f"more devices alone do not help: {result.world * MORE[-1]:,} are not enough{held}"
 
 
-def _dtype(settings: Settings, algorithm: Algorithm, found: Search) -> str:
+def _dtype(settings: Settings, algorithm: Algorithm, result: Search) -> str:
     if settings.models.dtype == "bfloat16":
         return ""
     changed = with_flags(settings, dtype="bfloat16")
-    fit = sensible_fit(ranked_splits(changed, algorithm, found.world, found.hardware), found.hardware.memory * USABLE)
+    fit = sensible_fit(
+        ranked_splits(changed, algorithm, result.world, result.hardware), result.hardware.memory * USABLE
+    )
     return "" if fit is None else f"another dtype: --dtype=bfloat16 with {_candidate(fit, settings)}"
 
 
-def _hardware(settings: Settings, algorithm: Algorithm, found: Search) -> str:
-    larger = [(one.memory, name) for name, one in HARDWARE.items() if one.memory > found.hardware.memory]
+def _hardware(settings: Settings, algorithm: Algorithm, result: Search) -> str:
+    larger = [(device.memory, name) for name, device in HARDWARE.items() if device.memory > result.hardware.memory]
     for memory, name in sorted(larger):
-        fit = sensible_fit(ranked_splits(settings, algorithm, found.world, HARDWARE[name]), memory * USABLE)
+        fit = sensible_fit(ranked_splits(settings, algorithm, result.world, HARDWARE[name]), memory * USABLE)
         if fit is not None:
             return f"larger devices: --hardware={name} ({size(memory)}) with {_candidate(fit, settings)}"
     return ""
@@ -95,12 +102,13 @@ def _other_flags(verdict: Verdict) -> list[str]:
         kind = "offloading" if "offload" in flags else "other flags"
         enough = "fits" if fits else "is not enough"
         lines.append(f"{kind}: {written_flags(flags)} with the mesh above needs {size(peak.nbytes)}, which {enough}")
-    return [line for one, line in zip(verdict.suggestions, lines, strict=True) if "mesh" not in one.flags]
+    return [line for suggestion, line in zip(verdict.suggestions, lines, strict=True) if "mesh" not in suggestion.flags]
 
 
-def _offload(settings: Settings, algorithm: Algorithm, found: Search) -> str:
+def _offload(settings: Settings, algorithm: Algorithm, result: Search) -> str:
     """Memory of the leanest mesh with --offload, traced."""
-    ranked, hardware = found.ranked, found.hardware
+    ranked = result.ranked
+    hardware = result.hardware
     least = leanest(ranked)
     if (
         least is None

@@ -20,7 +20,7 @@ from funrl.trainer.settings.settings import settings_flags
 SHOWN_WAYS = 10  # of the table
 
 
-def search_text(found: Search, line: Sequence[str], needed: Sequence[str], describe: Callable[[Traced], str]) -> str:
+def search_text(result: Search, line: Sequence[str], needed: Sequence[str], describe: Callable[[Traced], str]) -> str:
     """The answer of a search, then its tables.
 
     Args:
@@ -28,32 +28,33 @@ def search_text(found: Search, line: Sequence[str], needed: Sequence[str], descr
       needed: what would be needed if nothing sensible fits.
       describe: tells of the best in words.
     """
-    best = found.best[0]
-    parts = [_answer(found, line)]
+    best = result.best[0]
+    parts = [_answer(result, line)]
     if needed:
-        parts.append("\n".join(["what would be needed instead:", *(f"  {one}" for one in needed)]))
-    rough = [one for one in found.others if one.rough is not None]
-    shown = rough[: max(0, SHOWN_WAYS - len(found.best))]
+        parts.append("\n".join(["what would be needed instead:", *(f"  {need}" for need in needed)]))
+    rough = [other for other in result.others if other.rough is not None]
+    shown = rough[: max(0, SHOWN_WAYS - len(result.best))]
     head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "how it was found")
-    rows = [*(_traced_row(one) for one in found.best), *(_rough_row(found, one) for one in shown)]
-    rest = [one for one in found.others if all(one is not other for other in shown)]
+    rows = [*(_traced_row(traced) for traced in result.best), *(_rough_row(result, other) for other in shown)]
+    rest = [other for other in result.others if all(other is not row for row in shown)]
     parts.append("\n".join([*table(head, rows), *_summary(rest)]))
-    if found.unused:
-        parts.append("\n".join(f"no {axis}: {reason}" for axis, reason in found.unused.items()))
+    if result.unused:
+        parts.append("\n".join(f"no {axis}: {reason}" for axis, reason in result.unused.items()))
     return "\n\n".join([*parts, describe(best)])
 
 
-def _answer(found: Search, line: Sequence[str]) -> str:
+def _answer(result: Search, line: Sequence[str]) -> str:
     """The best way in two lines: its command, and what it costs."""
-    best, rates = found.best[0], found.best[0].rates
-    count = len(found.ranked.splits) + len(found.ranked.others)
+    best = result.best[0]
+    rates = result.best[0].rates
+    count = len(result.ranked.splits) + len(result.ranked.others)
     if not best.fits:
-        verdict = f"nothing fits {found.world} devices; of {count} ways to split the run this needs least:"
+        verdict = f"nothing fits {result.world} devices; of {count} ways to split the run this needs least:"
     elif not best.sensible:
-        verdict = f"nothing sensible fits {found.world} devices; of {count} ways to split the run this is the fastest:"
+        verdict = f"nothing sensible fits {result.world} devices; of {count} ways to split the run this is the fastest:"
     else:
-        verdict = f"the best of {count} ways to split the run over {found.world} devices:"
-    held = f"{size(best.peak.nbytes)} of a device's {size(found.hardware.memory * USABLE)}"
+        verdict = f"the best of {count} ways to split the run over {result.world} devices:"
+    held = f"{size(best.peak.nbytes)} of a device's {size(result.hardware.memory * USABLE)}"
     time = f"{duration_text(rates.seconds)} a step, {duration_text(3600 * rates.hours)} for --steps={rates.steps}"
     cost = f"{held}, {time}, {rates.tokens_per_second_per_device:,.0f} tokens/s a device"
     lines = [verdict, f"  {command_text(line, best.flags)}", f"  {cost}"]
@@ -72,13 +73,13 @@ def command_text(line: Sequence[str], flags: dict[str, Any]) -> str:
     """
     if not line:
         return written_flags(flags)
-    replaced = {*flags, "dry_run", *(name for name, one in settings_flags().items() if one.requires == "dry_run")}
+    replaced = {*flags, "dry_run", *(name for name, flag in settings_flags().items() if flag.requires == "dry_run")}
     names = [argument.removeprefix("--").partition("=")[0].replace("-", "_") for argument in line]
     kept = [argument for name, argument in zip(names[1:], line[1:], strict=True) if name not in replaced]
     return " ".join([line[0], *map(shlex.quote, kept), written_flags(flags)])
 
 
-def search_json(found: Search, needed: Sequence[str], verdict: Verdict) -> str:
+def search_json(result: Search, needed: Sequence[str], verdict: Verdict) -> str:
     """The same as one JSON object.
 
     Args:
@@ -86,58 +87,64 @@ def search_json(found: Search, needed: Sequence[str], verdict: Verdict) -> str:
       verdict: on the best.
     """
     whole: dict[str, Any] = {
-        "devices": found.world,
-        "best": as_object(found.best[0].found, verdict, found.hardware),
+        "devices": result.world,
+        "best": as_object(result.best[0].estimate, verdict, result.hardware),
         "traced": [
             {
-                "flags": one.flags,
-                "peak": peak_object(one.peak),
-                "seconds": one.rates.seconds,
-                "hours": one.rates.hours,
-                "tokens_per_second_per_device": one.rates.tokens_per_second_per_device,
-                "fits": one.fits,
-                "sensible": one.sensible,
+                "flags": traced.flags,
+                "peak": peak_object(traced.peak),
+                "seconds": traced.rates.seconds,
+                "hours": traced.rates.hours,
+                "tokens_per_second_per_device": traced.rates.tokens_per_second_per_device,
+                "fits": traced.fits,
+                "sensible": traced.sensible,
             }
-            for one in found.best
+            for traced in result.best
         ],
         "not_traced": [
             {
-                "flags": one.flags,
-                "bytes": one.rough.nbytes if one.rough else None,
-                "seconds": one.rough.seconds if one.rough else None,
-                "reason": one.reason,
+                "flags": other.flags,
+                "bytes": other.rough.nbytes if other.rough else None,
+                "seconds": other.rough.seconds if other.rough else None,
+                "reason": other.reason,
             }
-            for one in found.others
+            for other in result.others
         ],
         "needed": list(needed),
-        "unused_axes": found.unused,
+        "unused_axes": result.unused,
     }
     return json.dumps(whole, indent=1)
 
 
-def _traced_row(one: Traced) -> tuple[str, ...]:
-    rates, spans = one.rates, "" if one.nodes == 1 else f", {spans_text(one.nodes)}"
+def _traced_row(traced: Traced) -> tuple[str, ...]:
+    rates = traced.rates
+    spans = "" if traced.nodes == 1 else f", {spans_text(traced.nodes)}"
     return (
-        written_flags(one.flags), size(one.peak.nbytes), "yes" if one.fits else "no", duration_text(rates.seconds),
-        duration_text(3600 * rates.hours), f"{rates.tokens_per_second:,.0f}",
-        f"{rates.tokens_per_second_per_device:,.0f}", f"traced, largest in {one.peak.phase}{spans}",
-    )  # fmt: skip
+        written_flags(traced.flags),
+        size(traced.peak.nbytes),
+        "yes" if traced.fits else "no",
+        duration_text(rates.seconds),
+        duration_text(3600 * rates.hours),
+        f"{rates.tokens_per_second:,.0f}",
+        f"{rates.tokens_per_second_per_device:,.0f}",
+        f"traced, largest in {traced.peak.phase}{spans}",
+    )
 
 
-def _rough_row(found: Search, one: Other) -> tuple[str, ...]:
-    assert one.rough is not None
-    fits = "yes" if one.rough.nbytes <= found.hardware.memory * USABLE else "no"
-    cost = (size(one.rough.nbytes), fits, duration_text(one.rough.seconds))
-    return (written_flags(one.flags), *cost, "-", "-", "-", f"by formula: {one.reason}")
+def _rough_row(result: Search, other: Other) -> tuple[str, ...]:
+    assert other.rough is not None
+    fits = "yes" if other.rough.nbytes <= result.hardware.memory * USABLE else "no"
+    cost = (size(other.rough.nbytes), fits, duration_text(other.rough.seconds))
+    return (written_flags(other.flags), *cost, "-", "-", "-", f"by formula: {other.reason}")
 
 
 def _summary(rest: Sequence[Other]) -> list[str]:
     """Lines that count the ways which are not in the table."""
     if not rest:
         return []
-    reasons = collections.Counter(one.reason for one in rest if one.rough is not None)
+    reasons = collections.Counter(other.reason for other in rest if other.rough is not None)
     parts = [f"{count} {reason}" for reason, count in reasons.most_common()]
-    impossible = [one for one in rest if one.rough is None]
+    impossible = [other for other in rest if other.rough is None]
     if impossible:
         flags = written_flags(impossible[0].flags)
         parts.append(f"{len(impossible)} cannot be, such as {flags}: {impossible[0].reason}")

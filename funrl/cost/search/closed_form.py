@@ -28,8 +28,10 @@ from funrl.trainer.settings.settings import scoring_budget
 # by the dry runs of a Llama 8B and a 70B on tp8. Where tensor ranks share the stream, what enters the halves is whole.
 SAVED_SIZES = (8, 4, 4)
 ENTERING = 2
-DISPATCHED = 3  # of a token for each of its experts, in sizes of the residual stream
-MOMENTS, GRADIENT = 8, 4  # bytes of a weight that learns: its moments and its gradient in float32
+SAVED_DISPATCHED = 3  # of a token for each of its experts, in sizes of the residual stream
+# Bytes of a weight that learns: its moments and its gradient in float32.
+MOMENT_BYTES = 8
+GRADIENT_BYTES = 4
 
 
 class Rough(NamedTuple):
@@ -51,7 +53,8 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
       width: tokens of a row.
     """
     split = split_of(job, width, hardware)
-    resting, seconds = _resting(job, split), training_seconds(job, split, hardware)
+    resting = _resting(job, split)
+    seconds = training_seconds(job, split, hardware)
     if job.generates:
         seconds += sync_seconds(job, split, hardware) + generation_seconds(job, split, hardware, resting)
     return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
@@ -65,7 +68,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
         if job.lora is not None and (name in job.algorithm.losses or name not in job.directories):
             nbytes += count * split.item * (name == job.lead)  # one base for all
         else:
-            nbytes += count * (job.master.itemsize + MOMENTS if name in job.algorithm.losses else split.item)
+            nbytes += count * (job.master.itemsize + MOMENT_BYTES if name in job.algorithm.losses else split.item)
     return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
 
 
@@ -74,7 +77,7 @@ def _learning(job: Job, split: MeshSplit) -> float:
     nbytes = 0.0
     for name, model in job.models.items():
         if name in job.algorithm.losses and job.lora is None:
-            nbytes += GRADIENT * stored(job, split, name)
+            nbytes += GRADIENT_BYTES * stored(job, split, name)
             if name == job.lead and model.generates:
                 nbytes += 4 * model.config.vocab * model.config.embed / split.tensor
         if shards_of(job, split, name) > 1:
@@ -84,7 +87,8 @@ def _learning(job: Job, split: MeshSplit) -> float:
 
 def _activations(job: Job, split: MeshSplit) -> float:
     """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
-    config, settings = job.model.config, job.settings
+    config = job.model.config
+    settings = job.settings
     layer = split.item * _saved(job.model, split)
     learned = pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).tokens
     scored = pieces_of(split, 1, scoring_budget(settings)).tokens
@@ -102,6 +106,6 @@ def _saved(model: Model, split: MeshSplit) -> float:
     sizes = []
     for layer in model.abilities.cost.layers:
         if bool(layer.experts) == routed:
-            rows = DISPATCHED * layer.chosen * embed  # of a token on its way, whole on every tensor rank
+            rows = SAVED_DISPATCHED * layer.chosen * embed  # of a token on its way, whole on every tensor rank
             sizes.append(stream * embed + rows + (mlp * layer.inner + heads * layer.queries) / split.tensor)
     return max(sizes)

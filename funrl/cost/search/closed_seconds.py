@@ -1,8 +1,8 @@
-"""Time of a step by formula: what the dry run's trace counts, summed up by layers instead of kernel by kernel.
+"""Time of a step by formula: the sum over layers that the dry run's trace counts kernel by kernel.
 
-A kernel takes the longest of its arithmetic, its reads and writes, and its launch. Matrix products of a pass take the
-longest of their sums of these; all other kernels read and write, and are so many that in a step of decoding their
-launches take longer than anything else. One comes after the other, and collectives that nothing hides behind them.
+A kernel takes the maximum of its arithmetic, its memory traffic and its launch. Matrix products of a forward pass take
+the maximum of the three sums. All other kernels are bound by memory traffic or, in a step of decoding, by launches.
+Kernels run one after the other, then the collectives that do not overlap with them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,32 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import scoring_budget
 
 # By the dry runs of Qwen2.5 0.5B and 7B, Llama 70B, Qwen3 30B and Mixtral 8x7B, kernel by kernel.
-PRODUCTS, KERNELS = 7, 34  # of a layer's forward pass: matrix products, and all others
+# of a layer's forward pass: matrix products, and all others
+PRODUCTS = 7
+KERNELS = 34
 NORM_KERNELS = 14  # more in a layer that norms queries and keys
-EXPERT_KERNELS, CHOICE_KERNELS = 37, 3  # more in a layer with experts, and for each that a token goes to
+# more in a layer with experts, and for each that a token goes to
+EXPERT_KERNELS = 37
+CHOICE_KERNELS = 3
 TOKEN_KERNELS = 84  # of a step of decoding beside its layers: embedding, norm, logits, drawing
 # Numbers that kernels other than products read and write of a token in a layer's forward pass, in sizes of the residual
 # stream, of the mlp and of the heads of queries and keys, once more where these are normed; and with experts in sizes
 # of the stream for each expert of a token: there, and back from each rank whose experts see all tokens.
 MOVED = (46, 9, 9)
-DISPATCHED, COMBINED = 8, 7
+DISPATCHED = 8
+COMBINED = 7
 LEARNED = 2.7  # of them, and of the kernels, in forward and backward pass together
 # Bytes of a weight in sizes of a number that is computed in: for each gather, each scattered sum, each micro-batch that
 # gives it a gradient, and more where it is of the tables, whose gradient is in float32.
-GATHERED, SCATTERED, GRADIENT, TABLE_GRADIENT = 5.5, 2.5, 6.5, 12.0
+GATHERED = 5.5
+SCATTERED = 2.5
+GRADIENT = 6.5
+TABLE_GRADIENT = 12.0
 UPDATED = 31  # bytes of a weight in an optimizer's step
-SCORED_LOGIT, LEARNED_LOGIT, DRAWN_LOGIT = 28, 90, 28  # bytes of a logit
+# bytes of a logit
+SCORED_LOGIT = 28
+LEARNED_LOGIT = 90
+DRAWN_LOGIT = 28
 
 
 class _Pass(NamedTuple):
@@ -77,20 +88,33 @@ def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
 
 
 def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
-    settings, model, learns = job.settings, job.models[name], name in job.algorithm.losses
+    settings = job.settings
+    model = job.models[name]
+    learns = name in job.algorithm.losses
     scored = (
         int(not learns or settings.updates.epochs * settings.updates.minibatches > 1)
         if job.generates
         else int(not learns)
     )
-    updates, again = settings.updates.epochs * learns, settings.devices.remat != "none"
+    updates = settings.updates.epochs * learns
+    again = settings.devices.remat != "none"
     scoring = scored * pieces_of(split, 1, scoring_budget(settings)).count
     steps = updates * settings.updates.minibatches
     learning = steps * pieces_of(split, settings.updates.minibatches, settings.updates.token_budget).count
-    one = _Pass(model, split.tensor, split.stream, split.experts, split.item, 0, 0, split.width)
-    score = one._replace(tokens=scored * split.tokens, pieces=scoring)
-    update = one._replace(tokens=updates * split.tokens, pieces=learning)
-    kernels, sent = sum(_kernels(score, hardware)), _summed(score, split.sequence, hardware)
+    work = _Pass(
+        model=model,
+        tensor=split.tensor,
+        stream=split.stream,
+        experts=split.experts,
+        item=split.item,
+        tokens=0,
+        pieces=0,
+        width=split.width,
+    )
+    score = work._replace(tokens=scored * split.tokens, pieces=scoring)
+    update = work._replace(tokens=updates * split.tokens, pieces=learning)
+    kernels = sum(_kernels(score, hardware))
+    sent = _summed(score, split.sequence, hardware)
     products, others = _kernels(update, hardware)
     kernels += (3 + again) * products + (LEARNED + again) * others
     sent += (2 + again) * _summed(update, split.sequence, hardware)
@@ -100,27 +124,29 @@ def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> 
     return kernels + sent + summing + (max(0.0, sharding - kernels) if hardware.accelerator else sharding)
 
 
-def _kernels(one: _Pass, hardware: Hardware) -> tuple[float, float]:
+def _kernels(work: _Pass, hardware: Hardware) -> tuple[float, float]:
     """Seconds of matrix products and attention, and of all other kernels, less what the tables do."""
-    cost = one.model.abilities.cost
-    embed = one.model.config.embed
-    pairs = 2 * cost.queries * one.width
-    flops = one.tokens * (2 * (cost.used_parameters(parameters(one.model)) - tables(one.model)) + pairs) / one.tensor
-    weights = (computed(one.model, one.experts) - tables(one.model)) / one.tensor
-    launches = one.pieces * len(cost.layers) * PRODUCTS * hardware.launch
-    read = one.pieces * one.item * weights / _speed(hardware)
-    products = max(flops / _rate(hardware, one.item), read, launches)
+    cost = work.model.abilities.cost
+    embed = work.model.config.embed
+    pairs = 2 * cost.queries * work.width
+    flops = (
+        work.tokens * (2 * (cost.used_parameters(parameters(work.model)) - tables(work.model)) + pairs) / work.tensor
+    )
+    weights = (computed(work.model, work.experts) - tables(work.model)) / work.tensor
+    launches = work.pieces * len(cost.layers) * PRODUCTS * hardware.launch
+    read = work.pieces * work.item * weights / _speed(hardware)
+    products = max(flops / _rate(hardware, work.item), read, launches)
     stream, mlp, heads = MOVED
     moved = count = 0.0
     for layer in cost.layers:
-        moved += stream * embed / one.stream + heads * (1 + layer.normed) * layer.projected / one.tensor
-        moved += mlp * layer.inner / one.tensor
+        moved += stream * embed / work.stream + heads * (1 + layer.normed) * layer.projected / work.tensor
+        moved += mlp * layer.inner / work.tensor
         count += KERNELS + NORM_KERNELS * layer.normed
         if layer.experts:
-            seen = one.experts if one.experts <= layer.chosen else 1
+            seen = work.experts if work.experts <= layer.chosen else 1
             moved += layer.chosen * (DISPATCHED + COMBINED * seen) * embed
             count += EXPERT_KERNELS + CHOICE_KERNELS * layer.chosen
-    return products, one.item * one.tokens * moved / _speed(hardware) + one.pieces * count * hardware.launch
+    return products, work.item * work.tokens * moved / _speed(hardware) + work.pieces * count * hardware.launch
 
 
 def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored: int, updates: int) -> float:
@@ -139,9 +165,10 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
     """Seconds of reading and writing weights and gradients beside products.
 
     Args:
-      often: passes that score, and that learn; optimizer steps.
+      often: forward passes that score, forward passes that learn, optimizer steps.
     """
-    (scoring, learning, steps), model = often, job.models[name]
+    scoring, learning, steps = often
+    model = job.models[name]
     each = computed(model, split.experts) / split.tensor
     numbers = (scoring + 2 * learning) * GATHERED * each if shards_of(job, split, name) > 1 else 0.0
     if job.lora is not None:
@@ -159,8 +186,12 @@ def _sharding(
     Args:
       often: as in `_weights`.
     """
-    (scoring, learning, steps), model, shards = often, job.models[name], shards_of(job, split, name)
-    weights, layers, gathering = computed(model, split.experts) / split.tensor, model.config.layers, 0.0
+    scoring, learning, steps = often
+    model = job.models[name]
+    shards = shards_of(job, split, name)
+    weights = computed(model, split.experts) / split.tensor
+    layers = model.config.layers
+    gathering = 0.0
     if shards > 1:
         near = split.reach <= RANKS_PER_NODE
         gathers = scoring + learning * 2
@@ -176,31 +207,38 @@ def _sharding(
     return gathering, collective_seconds(hardware, "all_reduce", steps * layers, nbytes, ranks, near)
 
 
-def _summed(one: _Pass, sequence: int, hardware: Hardware) -> float:
-    """Seconds of what layers send in passes: two sums over tensor ranks, keys and values to sequence ranks, tokens to
-    their experts."""
-    config = one.model.config
-    cost = one.model.abilities.cost
+def _summed(work: _Pass, sequence: int, hardware: Hardware) -> float:
+    """Seconds of the collectives of layers.
+
+    They are two sums over tensor ranks, the gather of keys and values over sequence ranks, and the exchange of tokens
+    between ranks with experts.
+    """
+    config = work.model.config
+    cost = work.model.abilities.cost
     seconds = 0.0
     if sequence > 1:
-        near, count = one.tensor * sequence <= RANKS_PER_NODE, one.pieces * config.layers
-        nbytes = 2.0 * sum(layer.keys for layer in cost.layers) * one.tokens * sequence * one.item
-        seconds = collective_seconds(hardware, "gather", count, nbytes / one.tensor, sequence, near)
-    routers = one.model.abilities.routers
-    if routers is not None and one.experts > 1:  # there and back
-        near, ways = one.tensor * sequence * one.experts <= RANKS_PER_NODE, 2 * len(routers.layers)
-        nbytes = ways * one.tokens * min(routers.per_token, one.experts) * config.embed * one.item
-        seconds += collective_seconds(hardware, "gather", 2 * ways * one.pieces, float(nbytes), one.experts, near)
-    if one.tensor == 1:
+        near = work.tensor * sequence <= RANKS_PER_NODE
+        count = work.pieces * config.layers
+        nbytes = 2.0 * sum(layer.keys for layer in cost.layers) * work.tokens * sequence * work.item
+        seconds = collective_seconds(hardware, "gather", count, nbytes / work.tensor, sequence, near)
+    routers = work.model.abilities.routers
+    if routers is not None and work.experts > 1:  # there and back
+        near = work.tensor * sequence * work.experts <= RANKS_PER_NODE
+        ways = 2 * len(routers.layers)
+        nbytes = ways * work.tokens * min(routers.per_token, work.experts) * config.embed * work.item
+        seconds += collective_seconds(hardware, "gather", 2 * ways * work.pieces, float(nbytes), work.experts, near)
+    if work.tensor == 1:
         return seconds
-    near, count = one.tensor <= RANKS_PER_NODE, one.pieces * 2 * config.layers
-    nbytes = 2.0 * config.layers * one.tokens * config.embed * one.item
-    return seconds + collective_seconds(hardware, "all_reduce", count, nbytes, one.tensor, near)
+    near = work.tensor <= RANKS_PER_NODE
+    count = work.pieces * 2 * config.layers
+    nbytes = 2.0 * config.layers * work.tokens * config.embed * work.item
+    return seconds + collective_seconds(hardware, "all_reduce", count, nbytes, work.tensor, near)
 
 
 def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
-    """Seconds until the engine has the weights: what a rank receives, and the proof that it has them."""
-    have, wanted = stored(job, split, "policy"), generated(job, split)
+    """Seconds of a weight sync: receiving the weights, and verifying them."""
+    have = stored(job, split, "policy")
+    wanted = generated(job, split)
     seconds = message_seconds(hardware, 0, split.item * max(0.0, wanted - have), near=False)
     if job.settings.engines.verify_sync:
         numbers = wanted + have * copies_weights(job, split)
@@ -209,23 +247,42 @@ def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
 
 
 def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: float) -> float:
-    """Seconds of reading prompts and decoding completions, for as many rows together as there is room for.
+    """Seconds of prefill and decoding, with as many rows together as fit.
 
     Args:
-      resting: bytes that a rank holds meanwhile, beside the cache.
+      job: to estimate.
+      split: over the mesh.
+      hardware: of each rank.
+      resting: bytes that a rank holds besides the cache.
     """
-    model, (tensor, ranks), settings = job.models["policy"], split.generating, job.settings
-    config, device, new = model.config, "cuda" if hardware.accelerator else "cpu", job.sampling.max_new_tokens
-    prompts, prompt, page = math.ceil(settings.run.batch_prompts / ranks), split.width - new, page_tokens(device)
+    model = job.models["policy"]
+    tensor, ranks = split.generating
+    settings = job.settings
+    config = model.config
+    device = "cuda" if hardware.accelerator else "cpu"
+    new = job.sampling.max_new_tokens
+    prompts = math.ceil(settings.run.batch_prompts / ranks)
+    prompt = split.width - new
+    page = page_tokens(device)
     rows = prompts * job.sampling.samples
     keys = model.abilities.cost.cached(tensor) * split.item
     room = (settings.engines.kv_cache_gb or 0) * 1e9 or FREE_SHARE * max(hardware.memory * USABLE - resting, 0.0)
     most = max(1, min(rows, settings.engines.decode_rows, int(room / (keys * page * math.ceil(split.width / page)))))
     waves = math.ceil(rows / most)
-    one = _Pass(model, tensor, 1, 1, split.item, prompts * prompt, 0, prompt)
+    work = _Pass(
+        model=model,
+        tensor=tensor,
+        stream=1,
+        experts=1,
+        item=split.item,
+        tokens=prompts * prompt,
+        pieces=0,
+        width=prompt,
+    )
     at_once = min(max(1, pass_tokens(device) // prompt), math.ceil(most / job.sampling.samples))
     passes = math.ceil(prompts / at_once) * math.ceil(prompt / pass_tokens(device))
-    reading, step = one._replace(pieces=passes), one._replace(tokens=rows / waves, pieces=1, width=0)
+    reading = work._replace(pieces=passes)
+    step = work._replace(tokens=rows / waves, pieces=1, width=0)
     seen = page * math.ceil((prompt + new / 2) / page)
     decoding = sum(_kernels(step, hardware)) + _summed(step, 1, hardware) + _drawing(step, hardware)
     decoding += max(config.layers * hardware.launch, step.tokens * keys * seen / _speed(hardware))
@@ -233,8 +290,9 @@ def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: 
 
 
 def _drawing(step: _Pass, hardware: Hardware) -> float:
-    """Seconds of the two tables, of logits in float32, and of drawing a token of each row."""
-    config, speed = step.model.config, _speed(hardware)
+    """Seconds of the embedding, of the logits in float32, and of sampling a token of each row."""
+    config = step.model.config
+    speed = _speed(hardware)
     table = config.vocab * config.embed / step.tensor
     product = max(2 * step.tokens * table / _rate(hardware, max(step.item, 4)), max(step.item, 4) * table / speed)
     logits = step.tokens * config.vocab
@@ -245,10 +303,10 @@ def _drawing(step: _Pass, hardware: Hardware) -> float:
 
 
 def _rate(hardware: Hardware, item: int) -> float:
-    """FLOPs a second of matrix products of numbers of so many bytes."""
+    """FLOPs a second of matrix products of numbers of `item` bytes."""
     return {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
 
 
 def _speed(hardware: Hardware) -> float:
-    """Bytes a second of memory."""
+    """Bytes a second that memory transfers."""
     return hardware.bandwidth * hardware.efficiency[1]

@@ -97,7 +97,8 @@ def pieces_of(split: MeshSplit, parts: int, budget: int) -> RowPieces:
       parts: mini-batches, of one of which they are.
       budget: tokens of a micro-batch; a longer row raises it.
     """
-    rows, most = math.ceil(split.count / split.rows / parts), max(1, budget * split.sequence // split.width)
+    rows = math.ceil(split.count / split.rows / parts)
+    most = max(1, budget * split.sequence // split.width)
     count = rows / most
     if count <= TRACED:
         count = math.ceil(count)
@@ -114,7 +115,8 @@ def parameters(model: Model) -> int:
 def stored(job: Job, split: MeshSplit, role: str) -> float:
     """Parameters of a role that a rank stores between steps."""
     model = job.models[role]
-    own, sharded = model.abilities.cost.expert_parameters, shards_of(job, split, role) > 1
+    own = model.abilities.cost.expert_parameters
+    sharded = shards_of(job, split, role) > 1
     count = (parameters(model) - own) / (split.tensor * (split.shards if sharded else 1))
     return count + own / (split.tensor * split.experts * (split.alone if sharded else 1))
 
@@ -127,8 +129,8 @@ def computed(model: Model, experts: int) -> float:
 
 def tables(model: Model) -> int:
     """Parameters of the embedding and of the unembedding."""
-    one = model.config.tied or not model.generates
-    return model.config.vocab * model.config.embed * (1 if one else 2)
+    shared = model.config.tied or not model.generates
+    return model.config.vocab * model.config.embed * (1 if shared else 2)
 
 
 def generated(job: Job, split: MeshSplit) -> float:

@@ -1,7 +1,7 @@
 """A search over meshes: all ways to split a run over N devices, ranked by formula, the best of them traced.
 
-`--mesh=auto:64` is such a search. With --dry_run it is printed; a run takes the first of it. What it finds depends on
-flags, the model's config.json and the table of hardware alone, so that all ranks find the same.
+`--mesh=auto:64` is such a search. --dry_run prints it; a run takes its first mesh. The result depends only on flags,
+the model's config.json and the table of hardware, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Traced(NamedTuple):
     """A way to split a run that was traced.
 
     Attributes:
-      settings: of a run that is split so.
-      flags: that differ from those given.
-      found: the estimate.
-      peak: the most that a rank holds.
+      settings: of the run with this split.
+      flags: those that differ from the given ones.
+      estimate: cost of a step, traced.
+      peak: the largest memory of a rank.
       rates: of the run.
       fits: whether a device has room for it.
     """
 
     settings: Settings
     flags: dict[str, Any]
-    found: Estimate
+    estimate: Estimate
     peak: Peak
     rates: Rates
     fits: bool
@@ -64,7 +64,7 @@ class Traced(NamedTuple):
     @property
     def nodes(self) -> int:
         """Nodes that its widest tensor parallel group spans."""
-        return tensor_nodes(self.found.job)
+        return tensor_nodes(self.estimate.job)
 
     @property
     def sensible(self) -> bool:
@@ -76,9 +76,9 @@ class Other(NamedTuple):
     """A way to split a run that was not traced.
 
     Attributes:
-      flags: that split it so.
-      rough: its cost by formula; None: it cannot be.
-      reason: why it falls out.
+      flags: of this split.
+      rough: its cost by formula; None: the split is impossible.
+      reason: why it was dropped.
     """
 
     flags: dict[str, Any]
@@ -92,7 +92,7 @@ class Ranked(NamedTuple):
     Attributes:
       space: the constants of the search.
       splits: the candidates of each split of training, best first.
-      others: splits that cannot be.
+      others: impossible splits.
       unused: axes that the model is not split over, and why.
     """
 
@@ -107,11 +107,10 @@ class Search(NamedTuple):
 
     Attributes:
       world: devices.
-      hardware: by which it was searched.
-      best: the traced ones, those that fit by their time before the others by their memory; tensor parallel groups
-        that span nodes come after all that fit without.
+      hardware: of the devices.
+      best: traced splits in the order of `rank_key`.
       others: the rest, by formula.
-      ranked: all of them by formula.
+      ranked: all splits, by formula.
     """
 
     world: int
@@ -130,24 +129,25 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     """Rank all meshes of --mesh=auto:N by formula and trace the best of them.
 
     Raises:
-      ValueError: a flag that cannot work on any mesh; or the first reason, where no mesh can be.
+      ValueError: a flag cannot work on any mesh, or no mesh is possible; then with the first reason.
     """
-    world, tokens = settings.devices.train.wanted or 1, tokens_of(settings, algorithm)
+    world = settings.devices.train.wanted or 1
+    tokens = tokens_of(settings, algorithm)
     ranked = ranked_splits(settings, algorithm, world, hardware)
 
     def trace(candidate: Candidate) -> Traced:
         changed = candidate.settings
-        found = estimate(plain_job(changed, algorithm, hardware.memory), tokens, hardware)
-        peak = peak_of(found)
+        estimated = estimate(plain_job(changed, algorithm, hardware.memory), tokens, hardware)
+        peak = peak_of(estimated)
         fits = peak.nbytes <= hardware.memory * USABLE
-        return Traced(changed, split_flags(changed, settings), found, peak, rates_of(found, hardware), fits)
+        return Traced(changed, split_flags(changed, settings), estimated, peak, rates_of(estimated, hardware), fits)
 
     best, errors = _traced(ranked, trace)
     others = [_other(ranked, number, errors, settings) for number in _untraced(ranked, best)] + ranked.others
     if not best:
         reason = others[0].reason if others else "there is none"
         raise SettingsError(f"--mesh={settings.devices.mesh}: no mesh of {world} devices can be: {reason}")
-    best.sort(key=lambda one: rank_key(one.fits, one.nodes, one.rates.seconds, one.peak.nbytes))
+    best.sort(key=lambda traced: rank_key(traced.fits, traced.nodes, traced.rates.seconds, traced.peak.nbytes))
     return Search(world, hardware, tuple(best), tuple(others), ranked)
 
 
@@ -170,15 +170,15 @@ def ranked_splits(settings: Settings, algorithm: Algorithm, world: int, hardware
         except ValueError as error:
             reason = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
             others.append(Other(split_flags(changed, settings), None, reason))
-    splits.sort(key=lambda one: rough_key(one[0], space.room))
+    splits.sort(key=lambda candidates: rough_key(candidates[0], space.room))
     return Ranked(space, splits, others, unused)
 
 
 def _traced(ranked: Ranked, trace: Callable[[Candidate], Traced]) -> tuple[list[Traced], dict[int, str]]:
     """Trace the best candidate of each of the first splits.
 
-    Of a split that does not fit after all, a candidate that takes less memory is traced too. If nothing sensible fits,
-    so are candidates of which the formula says that they just do not.
+    If a traced split does not fit, a candidate of it with less memory is traced too. If nothing sensible fits, so are
+    candidates that exceed the memory by a little, by formula.
 
     Returns: what was traced, and for the number of each split that could not be traced the reason.
     """
@@ -193,34 +193,39 @@ def _traced(ranked: Ranked, trace: Callable[[Candidate], Traced]) -> tuple[list[
             return None
         return best[-1]
 
-    room, splits = ranked.space.room, ranked.splits
-    waiting = [(rough_key(one[0], room), number, 0) for number, one in enumerate(splits)]
-    while waiting and len(best) < BEST and sum(one.fits and one.nodes > 1 for one in best) < SPANNING:
+    room = ranked.space.room
+    splits = ranked.splits
+    waiting = [(rough_key(candidates[0], room), number, 0) for number, candidates in enumerate(splits)]
+    while waiting and len(best) < BEST and sum(traced.fits and traced.nodes > 1 for traced in best) < SPANNING:
         _, number, position = heapq.heappop(waiting)
-        found, rough = attempt(number, splits[number][position]), splits[number][position].rough
-        if found is not None and not found.fits and rough.nbytes <= room:
-            leaner = (i for i, one in enumerate(splits[number]) if i > position and one.rough.nbytes < rough.nbytes)
+        traced = attempt(number, splits[number][position])
+        rough = splits[number][position].rough
+        if traced is not None and not traced.fits and rough.nbytes <= room:
+            later = enumerate(splits[number][position + 1 :], position + 1)
+            leaner = (i for i, candidate in later if candidate.rough.nbytes < rough.nbytes)
             for position in leaner:
                 heapq.heappush(waiting, (rough_key(splits[number][position], room), number, position))
                 break
-    if any(one.sensible for one in best):
+    if any(traced.sensible for traced in best):
         return best, errors
-    tried = [one.settings for one in best]
+    tried = [traced.settings for traced in best]
     near = []
     for number, candidates in enumerate(splits):
-        inside = [one for one in candidates if one.nodes == 1 and one.rough.nbytes < TOLERANCE * room]
-        leanest = min(inside, key=lambda one: one.rough.nbytes, default=None)
+        inside = [x for x in candidates if x.nodes == 1 and x.rough.nbytes < TOLERANCE * room]
+        leanest = min(inside, key=lambda candidate: candidate.rough.nbytes, default=None)
         if leanest is not None and number not in errors and leanest.settings not in tried:
             near.append((leanest.rough.nbytes, number, leanest))
-    for _, number, candidate in heapq.nsmallest(RESCUES, near, key=lambda one: one[0]):
+    for _, number, candidate in heapq.nsmallest(RESCUES, near, key=lambda entry: entry[0]):
         attempt(number, candidate)
     return best, errors
 
 
 def _untraced(ranked: Ranked, best: Sequence[Traced]) -> list[int]:
     """The numbers of the splits none of whose candidates was traced."""
-    traced = {_training(one.settings) for one in best}
-    return [number for number, one in enumerate(ranked.splits) if _training(one[0].settings) not in traced]
+    traced = {_training(candidates.settings) for candidates in best}
+    return [
+        number for number, candidates in enumerate(ranked.splits) if _training(candidates[0].settings) not in traced
+    ]
 
 
 def _training(settings: Settings) -> tuple[str, bool, str | None]:
@@ -228,7 +233,7 @@ def _training(settings: Settings) -> tuple[str, bool, str | None]:
 
 
 def _other(ranked: Ranked, number: int, errors: Mapping[int, str], given: Settings) -> Other:
-    """The best candidate by formula of a split that was not traced, and why it falls out."""
+    """The best candidate by formula of a split that was not traced, with the reason why it was dropped."""
     best = ranked.splits[number][0]
     reason = errors.get(number)
     if reason is None and best.rough.nbytes > ranked.space.room:
@@ -244,12 +249,15 @@ def spans_text(nodes: int) -> str:
 
 
 def ways(settings: Settings, world: int, axes: tuple[str, ...], experts: bool) -> Iterator[Settings]:
-    """All ways to split a run: over each factorisation of the devices, with weights whole, sharded over all rows, or
-    sharded inside of groups whose ranks are neighbours. A flag that is given stays.
+    """Enumerate the ways to split a run: each factorisation of the devices with each way to shard weights.
+
+    Weights are whole, sharded over all rows, or sharded inside groups of neighboring ranks. Flags that are given stay.
 
     Args:
-      axes: that the model can be split over.
-      experts: whether it has experts, which the expert axis splits; else that axis only makes such groups.
+      settings: the flags.
+      world: devices.
+      axes: axes that the model can be split over.
+      experts: whether the model has experts to split; if not, the expert axis only forms such groups.
     """
     free = [axis for axis in AXES if axis in axes]
     for sizes in factorisations(world, len(free)):
@@ -275,8 +283,9 @@ def factorisations(world: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def usable_axes(settings: Settings, models: Mapping[str, Model]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The axes that a run may be split over, and why it may not over the others."""
-    usable, unused = ["data", "tensor"], {}
+    """The axes that a run can be split over, and for each other axis the reason why not."""
+    usable = ["data", "tensor"]
+    unused = {}
     for axis in (axis for axis in AXES if axis not in usable):
         short = next(short for short, name in SHORT.items() if name == axis)
         probe = with_flags(settings, mesh=f"{short}2", generate_mesh=None, fsdp=axis in ROW_AXES)
@@ -296,11 +305,11 @@ def has_experts(models: Mapping[str, Model]) -> bool:
 
 def _logical(axes: Any) -> Iterator[tuple[str, ...]]:
     """The logical axes of all leaves."""
-    if isinstance(axes, tuple) and all(isinstance(one, str) for one in axes):
+    if isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes):
         yield axes
     else:
-        for one in axes.values() if isinstance(axes, Mapping) else axes:
-            yield from _logical(one)
+        for child in axes.values() if isinstance(axes, Mapping) else axes:
+            yield from _logical(child)
 
 
 def split_flags(settings: Settings, given: Settings) -> dict[str, Any]:
@@ -314,18 +323,19 @@ def split_flags(settings: Settings, given: Settings) -> dict[str, Any]:
 
 
 def chosen_mesh(settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> tuple[Settings, str]:
-    """Settings with the best mesh instead of auto:N, and a line that tells of it.
+    """Settings with the best mesh instead of auto:N, and a line that describes it.
 
     Raises:
-      SettingsError: the run fits on none, with what the best of them needs.
+      SettingsError: the run fits no mesh; the message has the memory that the best one needs.
     """
-    found = search(settings, compose(), hardware)
-    best = found.best[0]
+    result = search(settings, compose(), hardware)
+    best = result.best[0]
     flags = written_flags(best.flags)
-    held, room = size(best.peak.nbytes), size(hardware.memory * USABLE)
+    held = size(best.peak.nbytes)
+    room = size(hardware.memory * USABLE)
     if not best.fits:
         raise SettingsError(
-            f"--mesh={settings.devices.mesh}: no mesh of {found.world} devices fits: {flags} "
+            f"--mesh={settings.devices.mesh}: no mesh of {result.world} devices fits: {flags} "
             f"needs {held} of {room} a device, "
             f"in {best.peak.phase}; with --dry_run this command says what helps"
         )

@@ -38,7 +38,8 @@ def with_groups(
     ):
         return settings, None
     sizes = settings.devices.train.chosen
-    world, over = devices(sizes), devices(sizes, TOKEN_AXES)
+    world = devices(sizes)
+    over = devices(sizes, TOKEN_AXES)
     if world <= node or world % node:
         return settings, None
     everywhere = f"--fsdp: weights are sharded over all {over} ranks that have other tokens"

@@ -105,7 +105,7 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
     if not base.generates or settings.devices.generate_mesh is not None or settings.engines.engine != "native":
         return []
     widest = RANKS_PER_NODE if engine_fits_node(space) else RANKS_PER_NODE * MOST_NODES
-    found = []
+    texts = []
     for tensor in (n for n in range(1, min(world, widest) + 1) if world % n == 0):
         text = meshes.text({"data": world // tensor, "expert": 1, "sequence": 1, "tensor": tensor})
         probe = with_flags(settings, mesh=text, generate_mesh=text, fsdp=False, fsdp_axes=None)
@@ -113,8 +113,8 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
             check_meshes(probe, {"policy": space.shallow["policy"]}, probe.devices.train.sizes, space.hardware.memory)
         except ValueError:
             continue
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def engine_bytes_of_node(space: SearchSpace) -> float:
@@ -137,23 +137,26 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
       ValueError: the models cannot be laid out so.
     """
     check_together(split)
-    base, sizes, memory = space.base, split.devices.train.chosen, space.hardware.memory
+    base = space.base
+    sizes = split.devices.train.chosen
+    memory = space.hardware.memory
     default = generate_sizes(split, sizes, base.models["policy"], memory) if base.generates else sizes
     laid_out = with_flags(split, generate_mesh=meshes.text(default)) if base.generates else split
     check_meshes(laid_out, space.shallow, sizes, memory)
-    found = list(_with_savings(space, base._replace(settings=split, sizes=sizes, generate_sizes=default)))
+    candidates = list(_with_savings(space, base._replace(settings=split, sizes=sizes, generate_sizes=default)))
     for text in engines:
         generating = meshes.parse(text)
         if generating != default:
             settings = with_flags(split, generate_mesh=text)
             job = base._replace(settings=settings, sizes=sizes, generate_sizes=generating)
-            found += _with_savings(space, job)
-    return sorted(found, key=lambda one: rough_key(one, space.room))
+            candidates += _with_savings(space, job)
+    return sorted(candidates, key=lambda candidate: rough_key(candidate, space.room))
 
 
 def _with_savings(space: SearchSpace, job: Job) -> Iterator[Candidate]:
     """A job as it is, and where memory may be short with flags that save some."""
-    nodes, seen = tensor_nodes(job), set()
+    nodes = tensor_nodes(job)
+    seen = set()
     for settings in _savings(job.settings, space.width):
         rough = closed_form(job._replace(settings=settings), space.width, space.hardware)
         if rough not in seen:  # a budget below a row's tokens changes nothing

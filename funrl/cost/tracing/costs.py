@@ -56,7 +56,8 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
     Args:
       ways: costs one step from `first` in some direction, and how many such steps are taken.
     """
-    seconds, steps = [second for second, _ in ways], [n for _, n in ways]
+    seconds = [second for second, _ in ways]
+    steps = [n for _, n in ways]
 
     def line(a: float, *ends: float) -> float:
         return a + sum((b - a) * n for b, n in zip(ends, steps, strict=True))
@@ -68,7 +69,8 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
     shared = [part for part in first.peaks if all(part in costs.peaks for costs in seconds)]
 
     def sent(*points: dict[tuple[str, str], Traffic]) -> dict[tuple[str, str], Traffic]:
-        keys, none = dict.fromkeys(itertools.chain(*points)), Traffic(0, 0)
+        keys = dict.fromkeys(itertools.chain(*points))
+        none = Traffic(0, 0)
         return {key: Traffic(*map(line, *(point.get(key, none) for point in points))) for key in keys}
 
     return Costs(
@@ -94,11 +96,13 @@ def after(first: Costs, second: Costs) -> Costs:
     peaks = {**first.peaks, **second.peaks}
     for part in peaks:
         peaks[part] = max(first.peaks.get(part, {}), second.peaks.get(part, {}), key=lambda held: sum(held.values()))
-    traffic, early = dict(first.traffic), dict(first.early)
+    traffic = dict(first.traffic)
+    early = dict(first.early)
     for sent, added in ((traffic, second.traffic), (early, second.early)):
         for key, more in added.items():
             add_traffic(sent, key, *more)
-    flops, seconds = first.flops + second.flops, first.seconds + second.seconds
+    flops = first.flops + second.flops
+    seconds = first.seconds + second.seconds
     return Costs(peaks, flops, seconds, traffic, early, first.cover + second.cover)
 
 

@@ -30,7 +30,9 @@ from funrl.trainer.steps.micro import sizes_of, token_ranks
 # Messages of layers that are traced; deeper models are on the line through the two. With fewer than three no layer
 # stands between one whose weights are on their way and one whose gradients are.
 DEPTHS = (3, 4)
-MOVE, RESHARD = "move_rows", "reshard"  # what sends messages from rank to rank, instead of a collective's rings
+# what sends messages from rank to rank, instead of a collective's rings
+MOVE = "move_rows"
+RESHARD = "reshard"
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
 TRACED = 2  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
 
@@ -97,7 +99,8 @@ def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
 
     Of those that share the tokens of rows it is the last: where keys go round a ring it has most to do.
     """
-    world, rank = Mesh(sizes).world, (sizes["sequence"] - 1) * sizes["tensor"]
+    world = Mesh(sizes).world
+    rank = (sizes["sequence"] - 1) * sizes["tensor"]
     if world == 1:
         yield single()
         return
@@ -119,8 +122,8 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
     }
 
 
-def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool) -> Tracer:
-    """A tracer that knows the weights of the roles when it sees them."""
+def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool = False) -> Tracer:
+    """A tracer that recognizes the weights of the roles; a real one computes what it counts."""
     stored = [role.placed.stored for role in parts.roles.values()]
     shapes = {tuple(layout.local_shape(0)) for layout in trees.leaves(stored)}
     shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.devices.fsdp else set()
@@ -136,9 +139,9 @@ def unembedding(parts: Parts) -> trees.Tree:
 
 def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
     """Weights of rank 0 in these layouts, held from now on."""
-    made = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
-    tracer.hold_tree(made, "weights")
-    return made
+    params = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
+    tracer.hold_tree(params, "weights")
+    return params
 
 
 class TracedClock(Clock):
@@ -209,10 +212,10 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     def shallow(model: Model, path: str | None) -> Model:
         return model.with_layers(layers[path]) if path in layers else model
 
-    made = {id(job.model): shallow(job.model, None)}  # roles with equal models go on having one
+    models = {id(job.model): shallow(job.model, None)}  # roles with equal models go on having one
     for name, model in job.models.items():
-        made[id(model)] = made.get(id(model)) or shallow(model, job.directories.get(name))
-    return job._replace(model=made[id(job.model)], models={name: made[id(x)] for name, x in job.models.items()})
+        models[id(model)] = models.get(id(model)) or shallow(model, job.directories.get(name))
+    return job._replace(model=models[id(job.model)], models={name: models[id(x)] for name, x in job.models.items()})
 
 
 def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
@@ -220,21 +223,23 @@ def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
     return sizes_of(np.array([width]), token_budget, token_ranks(mesh))[0][-1] // width
 
 
-def at_rows(at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
+def at_rows(trace_at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
     """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second.
 
     Args:
       at: the trace of a number of rows of this rank.
     """
     if rows <= TRACED * piece:
-        return at(rows).phases
-    few, more = at((TRACED - 1) * piece).phases, at(TRACED * piece).phases
-    found, steps = {}, rows / piece - (TRACED - 1)
+        return trace_at(rows).phases
+    few = trace_at((TRACED - 1) * piece).phases
+    more = trace_at(TRACED * piece).phases
+    phases = {}
+    steps = rows / piece - (TRACED - 1)
     for name, costs in few.items():
-        found[name] = along(costs, (more[name], steps))
+        phases[name] = along(costs, (more[name], steps))
         if name.startswith(UPDATES):  # a gradient is held from the second on, and not once more
-            found[name].peaks = {
-                part: held | {"batch": found[name].peaks.get(part, held).get("batch", 0.0)}
+            phases[name].peaks = {
+                part: held | {"batch": phases[name].peaks.get(part, held).get("batch", 0.0)}
                 for part, held in more[name].peaks.items()
             }
-    return found
+    return phases

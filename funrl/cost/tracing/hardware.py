@@ -38,11 +38,54 @@ class Hardware(NamedTuple):
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
 # of a server with its share of the memory.
 HARDWARE = {
-    "a100": Hardware(80e9, 312e12, 156e12, 19.5e12, 2.04e12, 300e9, 25e9),
-    "h100": Hardware(80e9, 989e12, 495e12, 67e12, 3.35e12, 450e9, 50e9),
-    "h200": Hardware(141e9, 989e12, 495e12, 67e12, 4.8e12, 450e9, 50e9),
-    "mi300x": Hardware(192e9, 1307e12, 654e12, 163e12, 5.3e12, 448e9, 50e9),
-    "cpu": Hardware(16e9, 5e10, 1e11, 5e10, 1e10, 1e9, 1e9, launch=3e-6, latency=5e-3, accelerator=False),
+    "a100": Hardware(
+        memory=80e9,
+        half=312e12,
+        single=156e12,
+        double=19.5e12,
+        bandwidth=2.04e12,
+        link=300e9,
+        network=25e9,
+    ),
+    "h100": Hardware(
+        memory=80e9,
+        half=989e12,
+        single=495e12,
+        double=67e12,
+        bandwidth=3.35e12,
+        link=450e9,
+        network=50e9,
+    ),
+    "h200": Hardware(
+        memory=141e9,
+        half=989e12,
+        single=495e12,
+        double=67e12,
+        bandwidth=4.8e12,
+        link=450e9,
+        network=50e9,
+    ),
+    "mi300x": Hardware(
+        memory=192e9,
+        half=1307e12,
+        single=654e12,
+        double=163e12,
+        bandwidth=5.3e12,
+        link=448e9,
+        network=50e9,
+    ),
+    "cpu": Hardware(
+        memory=16e9,
+        half=5e10,
+        single=1e11,
+        double=5e10,
+        bandwidth=1e10,
+        link=1e9,
+        network=1e9,
+        launch=3e-6,
+        latency=5e-3,
+        accelerator=False,
+    ),
 }
 USABLE = 0.92  # of the memory: the rest is the driver's, the libraries' and lost between blocks
 
@@ -55,9 +98,9 @@ def hardware_of(device: str) -> Hardware:
     """
     if device == "cpu":
         return HARDWARE["cpu"]
-    found = torch.cuda.get_device_properties(0)
-    known = [name for name in HARDWARE if name in found.name.lower().replace(" ", "")]
-    return HARDWARE[known[0]] if known else HARDWARE["h100"]._replace(memory=found.total_memory // 10**9 * 1e9)
+    properties = torch.cuda.get_device_properties(0)
+    known = [name for name in HARDWARE if name in properties.name.lower().replace(" ", "")]
+    return HARDWARE[known[0]] if known else HARDWARE["h100"]._replace(memory=properties.total_memory // 10**9 * 1e9)
 
 
 def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dtype) -> float:

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import funrl.compiled_kernels.gated_delta
-import funrl.compiled_kernels.grouped_linear
-import funrl.compiled_kernels.varlen_attention  # noqa: F401  (these register their operators)
+# These register their operators.
+import funrl.compiled_kernels.gated_delta  # noqa: F401
+import funrl.compiled_kernels.grouped_linear  # noqa: F401
+import funrl.compiled_kernels.varlen_attention  # noqa: F401
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.data.packing import UNIT, RowCost
@@ -53,7 +54,8 @@ class OperatorWork(NamedTuple):
 def operator_facts(func: Any) -> Operator:
     """Facts of an operator, found once."""
     namespace, _, name = func._schema.name.partition("::")
-    own, packet = _FORMULAS.get(func.overloadpacket), func.overloadpacket
+    own = _FORMULAS.get(func.overloadpacket)
+    packet = func.overloadpacket
     flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
     idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
@@ -131,7 +133,15 @@ _BYTES = {  # of operators that read less than all that they are given
         q, latent, up, cache, rest[5]
     ),
 }
-_BY_SHAPES = frozenset((  # beside those that are elementwise; indices are positions then, and no masks
-    _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten.index_copy.default,
-    _aten.index_add_.default, _aten.embedding.default, _aten.gather.default, _aten.scatter_add.default,
-))  # fmt: skip
+_BY_SHAPES = frozenset(
+    (  # beside those that are elementwise; indices are positions then, and no masks
+        _aten.index.Tensor,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten.index_copy.default,
+        _aten.index_add_.default,
+        _aten.embedding.default,
+        _aten.gather.default,
+        _aten.scatter_add.default,
+    )
+)

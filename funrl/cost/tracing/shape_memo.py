@@ -68,7 +68,7 @@ class ShapeMemo:
         if known == IN_PLACE:
             return args[0]
         if isinstance(known, _Several):
-            return known.kind(self._again(one, args) for one in known.results)
+            return known.kind(self._again(result, args) for result in known.results)
         if isinstance(known, torch.dtype):
             return known
         with self.fake:
@@ -98,15 +98,16 @@ def _described(func: Any, args: tuple, out: Any) -> _Result:
         name = func._schema.name.split("::")[1]
         return IN_PLACE if out is args[0] and not name.startswith(RESHAPES) else None
     if isinstance(out, (list, tuple)):
-        results = tuple(_described(func, args, one) for one in out)
-        known = tuple(one for one in results if isinstance(one, _Known))
+        results = tuple(_described(func, args, x) for x in out)
+        known = tuple(result for result in results if isinstance(result, _Known))
         if not known or len(known) < len(results):
             return None
-        storages = [x.untyped_storage()._cdata for x, one in zip(out, known, strict=True) if not one.view]
+        storages = [x.untyped_storage()._cdata for x, result in zip(out, known, strict=True) if not result.view]
         return _Several(type(out), known) if len(set(storages)) == len(storages) else None
     if not isinstance(out, FakeTensor) or out.device != HOST or out.layout != torch.strided:
         return None
-    offset, storage = out.storage_offset(), out.untyped_storage()
+    offset = out.storage_offset()
+    storage = out.untyped_storage()
     # An operator that copies only where it must does so by the shapes, strides and types that it is given.
     view = isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
     if not view and (
@@ -136,40 +137,46 @@ class Scan(NamedTuple):
 
 
 def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
-    """
+    """Key of a call, and the kinds of its tensors.
+
     Args:
-      by_shapes: whether results have shapes that no numbers of a tensor change.
+      func: the operator.
+      args: of the call.
+      kwargs: of the call.
+      by_shapes: whether the shapes of its results depend on no tensor's values.
     """
     parts: list[Any] = [func]
-    found = _scan((*args, *kwargs.items()) if kwargs else args, parts)
-    comparable = found & _COMPARABLE and (by_shapes or not found & _REAL)
-    return Scan(tuple(parts) if comparable else None, bool(found & _FAKE), bool(found & _REAL))
+    kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
+    comparable = kinds & _COMPARABLE and (by_shapes or not kinds & _REAL)
+    return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & _REAL))
 
 
-_COMPARABLE, _FAKE, _REAL = 1, 2, 4
+_COMPARABLE = 1
+_FAKE = 2
+_REAL = 4
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
 def _scan(values: Any, parts: list[Any]) -> int:
-    """Append what values are compared by; what was found, as a sum of flags."""
-    found = _COMPARABLE
+    """Append what values are compared by; return the flags of the values, as a sum."""
+    kinds = _COMPARABLE
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            found |= _FAKE
+            kinds |= _FAKE
             parts.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
         elif kind in _PLAIN:
             parts += (kind, value)
         elif isinstance(value, Tensor):
-            found |= _REAL
+            kinds |= _REAL
             parts.append(("real", value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
             inner: list[Any] = []
             within = _scan(value, inner)
-            found = (found | within) & (within | ~_COMPARABLE)
+            kinds = (kinds | within) & (within | ~_COMPARABLE)
             parts.append(tuple(inner))
         elif isinstance(value, torch.memory_format):
             parts += (torch.memory_format, str(value))
         else:
-            found &= ~_COMPARABLE
-    return found
+            kinds &= ~_COMPARABLE
+    return kinds

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
 from funrl.cost.tracing.hardware import Hardware, op_seconds
-from funrl.cost.tracing.operators import Operator, nbytes_of, operator_facts, work_of
+from funrl.cost.tracing.operators import Operator, OperatorWork, nbytes_of, operator_facts, work_of
 from funrl.cost.tracing.shape_memo import ShapeMemo, scan
 from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, without_masks
 from funrl.optim.base import Transformation
@@ -53,12 +53,12 @@ class _Message(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):
-    """Counts what runs inside it. `phase` has the shape of `Clock.phase`: the trainer's own functions mark the phases.
+    """Dispatch mode that counts memory, FLOPs and traffic. Phases are marked through `phase`, as by `Clock.phase`.
 
     Args:
-      hardware: whose seconds are counted.
-      weights: shapes of parameters: by them gradients, and weights in another dtype, are known.
-      logits: sizes of the vocabulary, of a rank and of all; [tokens, vocabulary] are logits.
+      hardware: the device whose seconds are counted.
+      weights: shapes of parameters, which identify gradients and weights in another dtype.
+      logits: sizes of the vocabulary, of a rank and of all ranks; [tokens, vocabulary] are logits.
       cache: the shape of a layer's keys.
       real: compute instead of faking.
     """
@@ -76,22 +76,28 @@ class Tracer(TorchDispatchMode):
         if self.fake is not None:
             self.fake.cache_enabled = False  # what repeats is remembered by shapes
         self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
-        self.hardware, self.logits, self.cache = hardware, frozenset(logits), cache
+        self.hardware = hardware
+        self.logits = frozenset(logits)
+        self.cache = cache
         self.shapes = frozenset(tuple(s) for s in weights if len(s) > 1)
         self.live: dict[int, tuple[int, str, Any]] = {}
         self.held: dict[str, float] = dict.fromkeys(MEMORY_KINDS, 0.0)
         self.sum = 0.0
         self.phases: dict[str, Costs] = {}
-        self.now, self.highest, self.part = Costs(), {}, "other"
+        self.now = Costs()
+        self.highest = {}
+        self.part = "other"
         self.under_way: dict[int, _Message] = {}  # by the storage of what will arrive
-        self.learns, self.optimizes = False, False
+        self.learns = False
+        self.optimizes = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled under it, and the guard costs more than what it guards
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, operator = kwargs or {}, operator_facts(func)
+        kwargs = kwargs or {}
+        operator = operator_facts(func)
         if operator.namespace == "prim":
             fake = operator.name == "device" and isinstance(args[0], FakeTensor)
             return args[0].device if fake else func(*args, **kwargs)
@@ -103,7 +109,7 @@ class Tracer(TorchDispatchMode):
         if operator.namespace == "_c10d_functional":
             self._count_message(func, operator, args, outs)
         else:
-            self._count(func, operator, key, args, kwargs, out, outs)
+            self._count(key, lambda: work_of(func, operator, args, kwargs, out, outs))
         if self._is_free(func, args, outs):
             return out
         for x in outs:
@@ -124,15 +130,17 @@ class Tracer(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         before, self.now, self.highest, self.learns = self.now, Costs(), {}, name.startswith(UPDATES)
         self.under_way = {}
-        self._look()
+        self._record_peak()
         try:
             yield
         finally:
             self.phases[name] = after(self.phases[name], self.now) if name in self.phases else self.now
-            self.now, self.highest, self.learns = before, {}, False
+            self.now = before
+            self.highest = {}
+            self.learns = False
 
     def marked(self, optimizer: Transformation) -> Transformation:
-        """The same optimizer; what its update makes is of the kind "optimizer"."""
+        """The same optimizer; tensors that its update makes get the kind "optimizer"."""
 
         def update(grads: trees.Tree, *args: Any, **kwargs: Any) -> Any:
             self.hold_tree(grads, "gradients")
@@ -145,20 +153,20 @@ class Tracer(TorchDispatchMode):
         return optimizer._replace(update=update)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A fake tensor; a real one of zeros where the tracer is real, and of whole numbers."""
+        """A fake tensor; real zeros if the tracer is real or for whole numbers."""
         if self.fake is None or not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype)
         with self.fake:
             return torch.empty(tuple(shape), dtype=dtype)
 
     def hold_tree(self, tree: trees.Tree, kind: str) -> None:
-        """Note the kind of a tree's tensors."""
+        """Set the kind of a tree's tensors."""
         for x in trees.leaves(tree):
             if isinstance(x, Tensor):
                 self.hold(x, kind, overwrite=True)
 
     def hold(self, x: Tensor, kind: str, overwrite: bool = False) -> None:
-        """Count the storage of a tensor from now until it is gone."""
+        """Count the storage of a tensor until it is freed."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self.live:
@@ -170,18 +178,19 @@ class Tracer(TorchDispatchMode):
             self.held[kind] += nbytes
 
     def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        nbytes = storage.nbytes()
         self.live[key] = nbytes, kind, weakref.ref(storage, lambda _: self._drop(key))
         self.held[kind] += nbytes
         self.sum += nbytes
-        self._look()
+        self._record_peak()
 
     def _drop(self, key: int) -> None:
         nbytes, kind, _ = self.live.pop(key)
         self.held[kind] -= nbytes
         self.sum -= nbytes
 
-    def _look(self) -> None:
+    def _record_peak(self) -> None:
         backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
         part = "backward" if backward else "forward" if torch.is_grad_enabled() else self.part
         if self.sum > self.highest.get(part, -1.0):
@@ -212,19 +221,20 @@ class Tracer(TorchDispatchMode):
         return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
 
     def _run(self, func: Any, operator: Operator, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """The result, and what calls of as much work have alike; None: it is not known."""
+        """The result, and a key that calls with the same work share; None: the work is not known."""
         if self.memo is None:
             return func(*args, **kwargs), None
         key, faked, real = scan(func, args, kwargs, operator.by_shapes)
         if not faked and (real or not makes_floats(func, args, kwargs)):
-            found = of_peers(func, args)
-            return (func(*args, **kwargs) if found is None else found), None
+            choices = of_peers(func, args)
+            return (func(*args, **kwargs) if choices is None else choices), None
         answer = assumed(func, args, kwargs)
         if answer is not None:
             return answer, None
         positions = without_masks(func, args)
         if positions is not None:
-            args, key = positions, scan(func, positions, kwargs, operator.by_shapes).key
+            args = positions
+            key = scan(func, positions, kwargs, operator.by_shapes).key
         out = self.memo.run(func, args, kwargs, key)
         # A real tensor that was written to stays the tensor that the program goes on with.
         if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
@@ -243,20 +253,20 @@ class Tracer(TorchDispatchMode):
         for x in outs:
             self.under_way[x.untyped_storage()._cdata] = _Message(key, nbytes, self.now.seconds)
 
-    def _count(
-        self, func: Any, operator: Operator, key: Any, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
-    ) -> None:
-        """
+    def _count(self, key: Any, count_work: Callable[[], OperatorWork | None]) -> None:
+        """Add the work of a call to the phase.
+
         Args:
-          key: what calls of as much work have alike; None: this one is counted by itself.
+          key: the same for calls with the same work; None: the work of this call has to be counted.
+          count_work: counts it.
         """
         works = _works()
         if key is None:
-            work = work_of(func, operator, args, kwargs, out, outs)
+            work = count_work()
         elif key in works:
             work = works[key]
         else:
-            work = works[key] = work_of(func, operator, args, kwargs, out, outs)
+            work = works[key] = count_work()
         if work is not None:
             seconds = op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
             self.now.flops += work.flops

@@ -1,4 +1,4 @@
-"""Numbers that a dry run does not have, where the program asks for them: what it is told instead."""
+"""Stand-in answers of data-dependent operators during a dry run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _aten = torch.ops.aten
 
 
 def assumed(func: Any, args: tuple, kwargs: dict) -> Any | None:
-    """The answer to an operator that asks a fake tensor for its numbers; None: it asks for none.
+    """Stand-in result of an operator that reads a fake tensor's values; None: it reads none.
 
     Raises:
-      RuntimeError: it asks for a whole number.
+      RuntimeError: it reads a whole number.
     """
     if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
         like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
@@ -28,16 +28,16 @@ def assumed(func: Any, args: tuple, kwargs: dict) -> Any | None:
 
 
 def of_peers(func: Any, args: tuple) -> Tensor | None:
-    """Choices of experts that a collective brings of ranks that are not there: those of this one; None: not these."""
+    """Stand-in result of a collective that exchanges choices of experts: this rank's own; None: another collective."""
     return _ALIKE[func](*args) if func in _ALIKE else None
 
 
 def without_masks(func: Any, args: tuple) -> tuple | None:
-    """Arguments of an operator that indexes, with positions instead of masks; None: it does not index."""
+    """Arguments of an indexing operator with positions instead of masks; None: it does not index."""
     return (args[0], [p for i in args[1] for p in _positions(i)], *args[2:]) if func in _INDEXING else None
 
 
-_WHOLE = ("arange", "randperm", "randint", "promote_types")  # how the names of those begin that create no such
+_WHOLE = ("arange", "randperm", "randint", "promote_types")  # prefixes of operators that create whole numbers
 
 
 def makes_floats(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -50,7 +50,7 @@ def makes_floats(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
-    """A mask among indices as the positions where it is true; one that is not known is true everywhere."""
+    """Positions where a mask is true; an unknown mask is true everywhere."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     known = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
@@ -63,7 +63,7 @@ def _scalar(x: Tensor) -> bool | float:
     return True if x.dtype == torch.bool else 1.0
 
 
-_SPECIAL: dict[Any, Callable] = {  # what the program asks about numbers that are not there
+_SPECIAL: dict[Any, Callable] = {  # stand-in results for values that do not exist
     _aten._local_scalar_dense.default: _scalar,
     _aten.equal.default: lambda *_: True,
     _aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
@@ -90,12 +90,16 @@ def _arrived(x: Tensor, receive: Sequence[int], *rest: Any) -> Tensor | None:
     return _counts_of_all(x, receive, *rest)
 
 
-_ALIKE: dict[Any, Callable] = {  # the experts that ranks choose which are not there: as this rank does; None: not these
+_ALIKE: dict[Any, Callable] = {  # absent ranks choose experts as this rank does
     torch.ops._c10d_functional.all_gather_into_tensor.default: _choices_of_all,
     torch.ops._c10d_functional.all_to_all_single.default: _arrived,
 }
-_CONSTANT = (  # whole numbers and masks that are known, whatever they are shaped like
-    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
-    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
-)  # fmt: skip
+_CONSTANT = (  # the values of whole numbers and masks are known
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+)
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)

@@ -127,6 +127,11 @@ _PAIR_PROBLEMS: tuple[tuple[Test, Template], ...] = (
 
 
 def pair_loss(text: str, context: NameContext) -> Meaning:
+    """Meaning of a `loss_type`: the losses of pairs with their weights.
+
+    Raises:
+      DifferentError: a weight is below 0, or no loss has one.
+    """
     weights = _pair_weights(text, context)
     likelihood = weights.pop("sft", Fraction(0))
     if not weights or min([*weights.values(), likelihood]) < 0:

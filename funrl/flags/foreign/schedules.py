@@ -54,6 +54,7 @@ lr_schedule = optional(
 
 
 def lr_warmup(text: str, context: NameContext) -> Meaning:
+    """Meaning of a warm-up in steps, or as a share of all steps where the steps are not given."""
     names = ("lr_warmup_steps", "lr_warmup_steps_ratio")
     steps, ratio = (context.number(f"{ACTOR}.optim.{name}", "-1") for name in names)
     note = ""

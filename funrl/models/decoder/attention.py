@@ -148,16 +148,16 @@ class Attention:
             new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
             options["blockwise"] = context.blockwise
             return split_attention(*new, mesh, self.window, context.form, **options)
-        return attention(q_BTHN, k_BTKN, v_BTKN, context.attention_mask_BTS, context.causal, **options)
+        return attention(q_BTHN, k_BTKN, v_BTKN, mask_BTS=context.attention_mask_BTS, causal=context.causal, **options)
 
     def _heads(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [B, T, heads, N] each, not rotated yet."""
         used = self._used_kv_heads(mesh, params["q"].shape[0], params["k"])
-        v_BTKN = _project(h_BTD, *_own_heads(params, "v", used, mesh))
+        v_BTKN = _project(h_BTD, *_own_heads(params, "v", used, mesh=mesh))
         if self.qk_norm == "projection":
             q_BTHN = self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh)
             return q_BTHN, self._normed_keys(params, h_BTD, used, mesh), v_BTKN
-        k_BTKN = _project(h_BTD, *_own_heads(params, "k", used, mesh))
+        k_BTKN = _project(h_BTD, *_own_heads(params, "k", used, mesh=mesh))
         if self.qk_norm is not None:
             q_BTHN = self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"))
             k_BTKN = self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"))
@@ -186,8 +186,10 @@ class Attention:
         return (wide_BTHN * torch.rsqrt(mean_BT11 + self.norm.eps)).to(x_BTHN.dtype) * weight_HN
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
-        """Numbers of the key-value heads that this rank's `heads` query heads use, where every rank holds all of them;
-        None: it uses those that it holds."""
+        """Numbers of the key-value heads that this rank's `heads` query heads use.
+
+        None: it uses all heads that it holds.
+        """
         if mesh.size("tensor") == 1 or weight.shape[0] != self.kv_heads:
             return None
         group = self.heads // self.kv_heads

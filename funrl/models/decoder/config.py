@@ -199,7 +199,7 @@ class Config(ModelConfig):
         rope = self._rope(layer)
         if attention.latent is not None:
             assert rope is not None
-            return LatentAttention(attention.heads, attention.latent, rope, attention.scale)
+            return LatentAttention(attention.heads, attention.latent, rope, scale=attention.scale)
         return Attention(
             heads=attention.heads,
             kv_heads=attention.kv_heads,

@@ -58,7 +58,7 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
     return Abilities(
         cost=cost_of(config),
         compiled_step=step_sizes(config),
-        routers=None if experts is None else Routers(experts.count, experts.per_token, routed, experts.biased),
+        routers=None if experts is None else Routers(experts.count, experts.per_token, routed, biased=experts.biased),
         splits_rows=all(layer.mixer.splits_rows for layer in layers),
         heads=config.attention.heads,
         logit_cap=config.scales.logit_cap,
@@ -101,7 +101,7 @@ def apply(
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
-    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh, inputs.split)
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split)
     kinds = layers_of(config)
     contexts = _contexts(kinds, inputs, x_BTD.dtype)
     run = layer or decoder_layer
@@ -141,16 +141,16 @@ def decoder_layer(
     mixer, mlp = context.layer
     h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
     # No name holds what the mixer adds while the mlp computes: it is as large as the hidden states.
-    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), params.get("attn_out_norm"))
+    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), out_norm=params.get("attn_out_norm"))
     h_BTD = _norm(config, x_BTD, params.get("mlp_norm"))
     out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context)
-    x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"))
+    x_BTD = _add(config, x_BTD, out_BTD, out_norm=params.get("mlp_out_norm"))
     return x_BTD if load is None else (x_BTD, load)
 
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
     """A norm over the last dim; None: there is none here."""
-    return x if weight is None else rms_norm(x, weight, config.norm.eps, config.norm.offset)
+    return x if weight is None else rms_norm(x, weight, config.norm.eps, offset=config.norm.offset)
 
 
 def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
@@ -182,13 +182,13 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
             contexts[number] = context._replace(causal=T > 1)
         else:
             if window not in masks:
-                masks[window] = _attention_mask(T, segments, window, device)
+                masks[window] = _attention_mask(T, segments, window, device=device)
             contexts[number] = context._replace(attention_mask_BTS=masks[window], causal=False)
     return contexts
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:
-    x_BTD = _embedding(config, w_VD, tokens_BT, mesh, split)
+    x_BTD = _embedding(config, w_VD, tokens_BT, mesh=mesh, split=split)
     # Rounded to the dtype before, as in transformers.
     return x_BTD if config.scales.embed == 1 else x_BTD * x_BTD.new_full((), config.scales.embed)
 

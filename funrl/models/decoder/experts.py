@@ -96,7 +96,9 @@ class Moe:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, RouterLoad]:
         """Send tokens to their experts, as `Mlp.apply`."""
         real_BT = None if context.segments_BT is None else context.segments_BT != 0
-        return mixture(self.experts, mesh, params, h_BTD, real_BT, context.routes_BTK, context.split)
+        return mixture(
+            self.experts, mesh, params, h_BTD=h_BTD, real_BT=real_BT, ids_BTK=context.routes_BTK, split=context.split
+        )
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the experts, and the inner sizes that a token meets."""
@@ -131,7 +133,7 @@ def mixture(
     logits_BTE = all_tokens(_logits(experts, params["router"], h_BTD), mesh, split)
     real_T = None if real_BT is None else real_BT.flatten()
     ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
-    routes = _routes(experts, params, logits_BTE.flatten(0, 1), h_BTD.dtype, real_T, ids_TK)
+    routes = _routes(experts, params, logits_BTE.flatten(0, 1), dtype=h_BTD.dtype, real_T=real_T, ids_TK=ids_TK)
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
     h_BTD = enter(h_BTD, mesh, split)
@@ -157,7 +159,7 @@ def dispatch_gathered(
     own = params["expert_gate"].shape[0]
     # One rank has all slots but those of padding: to ask how many these are, the host would wait.
     static = torch.compiler.is_compiling() or not over
-    slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static)
+    slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static=static)
     y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 
@@ -170,15 +172,15 @@ def dispatch_ragged(
     own = params["expert_gate"].shape[0]
     slots = slots_of(ids_TK, 0, experts.count)
     sent_E = expert_counts(ids_TK, experts.count)
-    came_RE = all_to_all(sent_E, mesh, over, 0, 0).view(ranks, own)  # from each rank, for each expert here
+    came_RE = all_to_all(sent_E, mesh, over, split=0, concat=0).view(ranks, own)  # from each rank, for each expert here
     send = sent_E.view(ranks, own).sum(1).tolist()
     receive = came_RE.sum(1).tolist()
-    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh, over)
+    x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh=mesh, axes=over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank
     y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int())
     y_MD = permute(y_MD, order_M.argsort())
-    return combine(ragged_all_to_all(y_MD, receive, send, mesh, over), weights_TK, slots)
+    return combine(ragged_all_to_all(y_MD, receive, send, mesh=mesh, axes=over), weights_TK, slots)
 
 
 def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
@@ -199,9 +201,9 @@ def _routes(
 ) -> Routes:
     bias_E = params["router_bias"] if experts.biased else None
     if ids_TK is not None:
-        own_TK = route(experts, logits_TE.detach(), dtype, bias_E).ids_TK
+        own_TK = route(experts, logits_TE.detach(), dtype, bias_E=bias_E).ids_TK
         ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
-    routes = route(experts, logits_TE, dtype, bias_E, ids_TK)
+    routes = route(experts, logits_TE, dtype, bias_E=bias_E, ids_TK=ids_TK)
     if real_T is None:
         return routes
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))

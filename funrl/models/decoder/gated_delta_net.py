@@ -136,7 +136,9 @@ class GatedDeltaNet:
         segments_BT = _segments(h_BTD, context)
         q_BTKN, k_BTKN, v_BTHM, z_BTHM = self._projected(params, h_BTD, segments_BT)
         log_decay_BTH, beta_BTH = self._gates(params, h_BTD)
-        out_BTHM = gated_delta_rule(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+        out_BTHM = gated_delta_rule(
+            q_BTKN, k_BTKN, v_BTHM, log_decay_BTH=log_decay_BTH, beta_BTH=beta_BTH, segments_BT=segments_BT
+        )
         weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
         out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
         out_BTD = multiply(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"])

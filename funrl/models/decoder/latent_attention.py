@@ -160,8 +160,8 @@ class LatentAttention:
           h_BTD: as in `Mixer.apply`.
         """
         latent = self.latent
-        q_BTHN = _queries(latent, mesh, params, h_BTD, context)
-        latent_BTR = _latent(latent, mesh, params, h_BTD, context)
+        q_BTHN = _queries(latent, mesh, params, h_BTD=h_BTD, context=context)
+        latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
             up = params["kv_b"]
@@ -173,9 +173,11 @@ class LatentAttention:
         q, k, v = (F.pad(x, (0, latent.width - x.shape[-1])) for x in (q_BTHN, k_BTHN, v_BTHN))
         if context.offsets is not None:
             options = {"scale": scale, "blockwise": context.blockwise}
-            out_BTHN = split_attention(q, k, v, context.offsets, mesh, None, context.form, **options)
+            out_BTHN = split_attention(
+                q, k, v, offsets=context.offsets, mesh=mesh, window=None, form=context.form, **options
+            )
         else:
-            out_BTHN = attention(q, k, v, context.attention_mask_BTS, context.causal, scale=scale)
+            out_BTHN = attention(q, k, v, mask_BTS=context.attention_mask_BTS, causal=context.causal, scale=scale)
         return out_BTHN[..., : latent.value]
 
 

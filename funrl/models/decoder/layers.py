@@ -83,8 +83,8 @@ class Rope:
         """Rotations of tokens at these positions."""
         wide = torch.promote_types(dtype, torch.float32)
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
-        turns = frequencies(self.size, self.theta, self.scaling, wide, positions.device)
-        return rotary(positions, turns, dtype, amplitude)
+        turns = frequencies(self.size, self.theta, self.scaling, dtype=wide, device=positions.device)
+        return rotary(positions, turns, dtype, amplitude=amplitude)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Norm:
 
     def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Normalize x; None: there is no norm here."""
-        return x if weight is None else rms_norm(x, weight, self.eps, self.offset)
+        return x if weight is None else rms_norm(x, weight, self.eps, offset=self.offset)
 
 
 class Context(NamedTuple):

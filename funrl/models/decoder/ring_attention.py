@@ -145,10 +145,12 @@ def _part(
     wide = _wide(q)
     out = torch.zeros_like(q, dtype=wide)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, options)):
+    for block in _blocks(
+        offsets.cpu().numpy(), first, source, count=len(q), window=window, q=q, on_cpu=_on_cpu(q, options)
+    ):
         rows = block.queries
         cols = block.keys
-        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block, options)
+        out[rows], lse[rows] = _forward(q[rows], k[cols], v[cols], block=block, how=options)
     return out, lse
 
 
@@ -171,10 +173,14 @@ def _part_backward(
     options = _How(window, scale, cap)
     d_q = torch.zeros_like(q, dtype=lse.dtype)
     d_kv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-    for block in _blocks(offsets.cpu().numpy(), first, source, len(q), window, q, _on_cpu(q, options)):
+    for block in _blocks(
+        offsets.cpu().numpy(), first, source, count=len(q), window=window, q=q, on_cpu=_on_cpu(q, options)
+    ):
         rows = block.queries
         cols = block.keys
-        d_q[rows], d_k, d_v = _backward(d_out[rows], q[rows], k[cols], v[cols], out[rows], lse[rows], block, options)
+        d_q[rows], d_k, d_v = _backward(
+            d_out[rows], q[rows], k[cols], v=v[cols], out=out[rows], lse=lse[rows], block=block, how=options
+        )
         d_kv[0, cols] += d_k
         d_kv[1, cols] += d_v
     return d_q, d_kv
@@ -258,7 +264,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, block: _Block, how: _How) -> tuple
             *_heads_first(q, k, v), 0.0, block.causal, attn_mask=block.seen, scale=how.scale
         )
         return outputs[0].transpose(0, 1), sums[0].T
-    logits = _logits(q, k, block.seen, how)
+    logits = _logits(q, k, block.seen, how=how)
     sums = logits.logsumexp(-1)
     weights = (logits - sums.unsqueeze(-1)).exp()
     outputs = torch.einsum("kgts,skn->tkgn", weights, v.to(weights.dtype)).flatten(1, 2)
@@ -279,7 +285,7 @@ def _backward(
             scale=how.scale,
         )
         return tuple(x[0].transpose(0, 1) for x in grads)
-    logits = _logits(q, k, block.seen, how)
+    logits = _logits(q, k, block.seen, how=how)
     d_out, q, k, v, out = (x.to(logits.dtype) for x in (d_out, q, k, v, out))
     grouped = (k.shape[1], -1)
     weights = (logits - lse.T.unflatten(0, grouped).unsqueeze(-1)).exp()

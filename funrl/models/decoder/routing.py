@@ -124,7 +124,7 @@ def route(
         top_TK = top_TK / (total_T1 if experts.scoring == "softmax" else total_T1 + 1e-20)  # each may be 0
     top_TK = top_TK if experts.scale == 1 else top_TK * experts.scale
     probs_TE = scores_TE if experts.scoring == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-    return Routes(top_TK.to(dtype), chosen_TK, probs_TE, logits_TE)
+    return Routes(top_TK.to(dtype), chosen_TK, probs_TE, logits_TE=logits_TE)
 
 
 def _chosen(experts: Experts, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -166,7 +166,7 @@ def load_of(routes: Routes, real_T: Tensor | None) -> RouterLoad:
     if real_T is not None:
         z_T = z_T * real_T
         probs_TE = probs_TE * real_T.unsqueeze(-1)
-    return RouterLoad(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), routes.ids_TK)
+    return RouterLoad(expert_counts(routes.ids_TK, experts), probs_TE.sum(0), z_T.sum(), ids_TK=routes.ids_TK)
 
 
 def expert_counts(ids: Tensor, experts: int) -> Tensor:
@@ -191,7 +191,7 @@ def slots_of(ids_TK: Tensor, first: int, experts: int, static: bool = False) -> 
     row_TK = torch.minimum(_inverse(slot_M), ends_E[-1]).view(ids_TK.shape)
     if not static:
         slot_M = slot_M[: ends_E[-1].item()]
-    return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E.int())
+    return ExpertSlots(torch.div(slot_M, ids_TK.shape[1], rounding_mode="floor"), slot_M, row_TK, ends_E=ends_E.int())
 
 
 def take_rows(x_TD: Tensor, slots: ExpertSlots) -> Tensor:

@@ -49,12 +49,12 @@ def split_attention(
       ModelError: attention by blocks is asked for where keys go round a ring.
     """
     if mesh.size(AXIS) == 1:
-        return varlen_attention(q_1tHN, k_1tKN, v_1tKN, offsets, window, **how)
+        return varlen_attention(q_1tHN, k_1tKN, v_1tKN, offsets=offsets, window=window, **how)
     if is_ring(form, q_1tHN.shape[2], mesh.sizes):
         if how.pop("blockwise", False):
             raise ModelError("the steps of ring attention depend on where sequences begin: it has no static shapes")
-        return ring_attention(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
-    return ulysses_attention(q_1tHN, k_1tKN, v_1tKN, offsets, mesh, window, **how)
+        return ring_attention(q_1tHN, k_1tKN, v_1tKN, offsets=offsets, mesh=mesh, window=window, **how)
+    return ulysses_attention(q_1tHN, k_1tKN, v_1tKN, offsets=offsets, mesh=mesh, window=window, **how)
 
 
 def is_ring(form: str, heads: int, sizes: Mapping[str, int]) -> bool:
@@ -114,7 +114,7 @@ def ulysses_attention(
     heads = q.shape[1] // sp
     kv_heads = k.shape[1] // sp
     sent = torch.cat([x.unflatten(1, (sp, -1)) for x in (q, k, v)], 2)  # what goes to a rank is together
-    whole = all_to_all(sent.flatten(1, 2), mesh, AXIS, 1, 0)
+    whole = all_to_all(sent.flatten(1, 2), mesh, AXIS, split=1, concat=0)
     q, k, v = whole.split((heads, kv_heads, kv_heads), 1)
-    out_1THN = varlen_attention(q[None], k[None], v[None], offsets, window, **how)
-    return all_to_all(out_1THN[0], mesh, AXIS, 0, 1).unsqueeze(0)
+    out_1THN = varlen_attention(q[None], k[None], v[None], offsets=offsets, window=window, **how)
+    return all_to_all(out_1THN[0], mesh, AXIS, split=0, concat=1).unsqueeze(0)

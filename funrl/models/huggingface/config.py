@@ -179,12 +179,12 @@ def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     if local is None:
         if per_layer:
             raise ModelError(f"{name} is given per layer type ({sorted(rope)}), supported is one for all layers")
-        theta, scaling = _rope(family, name, rope, got["rope_theta"])
+        theta, scaling = _rope(family, name, rope, default_theta=got["rope_theta"])
         return {"rope_theta": theta, "rope_scaling": scaling}
     if rope and name == "rope_parameters" and not per_layer:
         raise ModelError(f"{name} is {json.dumps(rope)}, it must be given per layer type ({FULL}, {SLIDING})")
-    theta, scaling = _rope(family, name, rope.get(FULL) or {} if per_layer else rope, got["rope_theta"])
-    local, stretched = _rope(family, name, rope.get(SLIDING) or {} if per_layer else {}, local)
+    theta, scaling = _rope(family, name, rope.get(FULL) or {} if per_layer else rope, default_theta=got["rope_theta"])
+    local, stretched = _rope(family, name, rope.get(SLIDING) or {} if per_layer else {}, default_theta=local)
     if stretched is not None:
         raise ModelError(f"{name}.{SLIDING}.rope_type is {stretched.kind!r}, supported is 'default'")
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}

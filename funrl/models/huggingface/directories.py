@@ -174,12 +174,12 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
         if got != shape:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
         if dtype == FP8:
-            check_scales(name, entries, blocks, folder)
+            check_scales(name, entries, blocks, folder=folder)
         elif dtype not in FLOATS:
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
     if config.tied and model.unembed is not None and not isinstance(config, ModuleConfig) and UNEMBED in entries:
         if entries[UNEMBED][1] == FP8:
-            check_scales(UNEMBED, entries, blocks, folder)
+            check_scales(UNEMBED, entries, blocks, folder=folder)
         embed = names_of(model)["embed"][0]
         check_tied(folder / entries[UNEMBED][2], embed, tensor_slices(folder))
     return model
@@ -276,7 +276,7 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
         held = tensor(place.name)
         if is_of_vocabulary(name) and held.get_shape()[0] < shapes[name][0]:
             return _finite(extended(held, box, kind), place.name, path)
-        return _finite(read_part(held, place, shapes[name], box), place.name, path).to(kind)
+        return _finite(read_part(held, place, shapes[name], box=box), place.name, path).to(kind)
 
     return read
 
@@ -311,7 +311,7 @@ def save(
     """
     names = names_of(model)
     named = ((names[name][0], x.detach().reshape(names[name][1])) for name, x in trees.named(params))
-    write(path, model, named, tokenizer, max_shard_bytes)
+    write(path, model, named, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
 
 
 def check_savable(model: Model) -> None:
@@ -336,8 +336,10 @@ def write(
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`, such as from
-    `funrl.mesh.reshard.export_weights`. No more than one file's are held. Without any, config and tokenizer alone.
+    """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`.
+
+    They may come from `funrl.mesh.reshard.export_weights`. No more than those of one file are held. Without weights,
+    only the config and the tokenizer are written.
     """
     folder = Path(path)
     config = model.config

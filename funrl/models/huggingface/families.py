@@ -109,7 +109,7 @@ def _family(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
     causal, sequence, token = (
         f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
     )
-    return HFFamily(causal, sequence, token, {**_COMMON, **defaults}, **more)
+    return HFFamily(causal, sequence, token, defaults={**_COMMON, **defaults}, **more)
 
 
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}

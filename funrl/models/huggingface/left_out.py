@@ -13,8 +13,10 @@ from funrl.models.model import Model, ModelConfig
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """True of tensors that some files have for nothing: rotary frequencies, masks, a second copy of tied embeddings,
-    layers behind the last."""
+    """True of tensors that some files have for nothing.
+
+    They are rotary frequencies, masks, a second copy of tied embeddings, and layers after the last.
+    """
     masks = (".attn.bias", ".attention.bias", ".masked_bias") if isinstance(config, ModuleConfig) else ()
     if _further_layer(name, config) is not None:
         return True

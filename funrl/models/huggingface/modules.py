@@ -201,7 +201,16 @@ def packs(config: ModuleConfig) -> bool:
             params = trees.map(lambda x: torch.empty(x.shape), _shapes(bones))
             tokens = torch.zeros(1, 4, dtype=torch.int64)
             offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
-            _packed(bones, config, params, SINGLE, module_layer, tokens, torch.tensor([[0, 0, 1, 2]]), offsets)
+            _packed(
+                bones,
+                config,
+                params,
+                mesh=SINGLE,
+                layer=module_layer,
+                tokens_1N=tokens,
+                positions_1N=torch.tensor([[0, 0, 1, 2]]),
+                offsets=offsets,
+            )
             seen = list(windows)
     except Exception:  # a module may do whatever it likes: then it gets rows as it knows them
         return False
@@ -247,14 +256,25 @@ def _apply(
     packed = packs(config)
     bones = skeleton(config, tokens_1N.device, packed)
     if packed:
-        hidden_1ND = _packed(bones, config, params, mesh, layer, tokens_1N, positions_1N, offsets)
+        hidden_1ND = _packed(
+            bones,
+            config,
+            params,
+            mesh=mesh,
+            layer=layer,
+            tokens_1N=tokens_1N,
+            positions_1N=positions_1N,
+            offsets=offsets,
+        )
     else:
-        hidden_1ND = _padded(bones, config, params, mesh, layer, tokens_1N, offsets)
+        hidden_1ND = _padded(bones, config, params, mesh=mesh, layer=layer, tokens_1N=tokens_1N, offsets=offsets)
     return Output(hidden_1ND.view(*shape, -1), None, {})
 
 
 def _packed(one, config, params, mesh, layer, tokens_1N, positions_1N, offsets) -> Tensor:
-    return _hidden(one, config, params, mesh, layer, offsets, input_ids=tokens_1N, position_ids=positions_1N)
+    return _hidden(
+        one, config, params, mesh=mesh, layer=layer, offsets=offsets, input_ids=tokens_1N, position_ids=positions_1N
+    )
 
 
 def _padded(one, config, params, mesh, layer, tokens_1N, offsets) -> Tensor:
@@ -271,7 +291,9 @@ def _padded(one, config, params, mesh, layer, tokens_1N, offsets) -> Tensor:
     used_SL = at_L < counts_S[:, None]
     index_SL = torch.where(used_SL, begins_S[:, None] + at_L, 0)
     tokens_SL = tokens_1N[0][index_SL]
-    hidden_SLD = _hidden(one, config, params, mesh, layer, None, input_ids=tokens_SL, attention_mask=used_SL.long())
+    hidden_SLD = _hidden(
+        one, config, params, mesh=mesh, layer=layer, offsets=None, input_ids=tokens_SL, attention_mask=used_SL.long()
+    )
     hidden_MD = hidden_SLD[used_SL]
     padding = hidden_MD.new_zeros(tokens_1N.shape[1] - len(hidden_MD), hidden_MD.shape[1])
     return torch.cat([hidden_MD, padding]).unsqueeze(0)
@@ -286,7 +308,7 @@ def _hidden(one, config, params, mesh, layer, offsets, **inputs: Tensor) -> Tens
         def run(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
             kwargs = dict(kwargs)
             x = args[0] if args else kwargs.pop("hidden_states")
-            context = ModuleContext(one.blocks[number], args[1:] if args else None, kwargs, offsets)
+            context = ModuleContext(one.blocks[number], args[1:] if args else None, kwargs, offsets=offsets)
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             return layer(config, mesh, next(weights), x, context)
 
@@ -300,7 +322,7 @@ def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     positions = inputs.positions
     segments = inputs.segments
     offsets = inputs.offsets
-    (B, T) = tokens_BT.shape
+    B, T = tokens_BT.shape
     device = tokens_BT.device
     positions = torch.arange(T, device=device) if positions is None else positions
     positions_1N = positions.expand(B, T).reshape(1, -1)

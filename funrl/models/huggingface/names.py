@@ -160,7 +160,8 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
         shape = (rows[-1], *shapes[parts[0]][1:])
         places |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
     return {
-        ours: places.get(theirs) or Stored(theirs, shape, (0, math.prod(shape[:1])), expert_names(theirs, shape))
+        ours: places.get(theirs)
+        or Stored(theirs, shape, (0, math.prod(shape[:1])), experts=expert_names(theirs, shape))
         for ours, (theirs, shape) in names.items()
     }
 

@@ -144,7 +144,9 @@ def module_attention(
         raise ModelError(f"the attention of {type(module).__name__} has values of another size than keys")
     _windows.append(sliding_window)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return varlen_attention(q, k, v, _attending[-1], sliding_window, None, scaling, softcap or None), None
+    return varlen_attention(
+        q, k, v, offsets=_attending[-1], window=sliding_window, longest=None, scale=scaling, cap=softcap or None
+    ), None
 
 
 def their_config(config: ModuleConfig) -> Any:
@@ -170,7 +172,7 @@ def skeleton(config: ModuleConfig, device: torch.device, packed: bool) -> Skelet
     Raises:
       ModelError: transformers has no such causal language model, or it is not made of layers and an unembedding.
     """
-    return _skeleton(config.raw, config.layers, config, str(device), packed)
+    return _skeleton(config.raw, config.layers, config, device=str(device), packed=packed)
 
 
 @functools.lru_cache(maxsize=16)
@@ -209,7 +211,15 @@ def _skeleton(module: str, layers: int, config: ModuleConfig, device: str, packe
     if outside:
         raise ModelError(f"{name} has weights outside of its base model and its unembedding: {names[outside.pop()]}")
     prefix = next(f"{path}." for path, x in model.named_modules() if x is base)
-    return Skeleton(model, base, prefix, f"{path}.", blocks, names[id(head.weight)], id(head.weight) in own)
+    return Skeleton(
+        model,
+        base,
+        prefix,
+        layers_at=f"{path}.",
+        blocks=blocks,
+        head=names[id(head.weight)],
+        tied=id(head.weight) in own,
+    )
 
 
 @contextlib.contextmanager

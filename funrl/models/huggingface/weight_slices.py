@@ -38,7 +38,7 @@ def tensor_slices(folder: Path, tables: Mapping[Path, Mapping[str, Any]] | None 
 
     def tensor(name: str) -> Any:
         if blocks is not None and tables[where[name]][name]["dtype"] == FP8:
-            return dequantized(name, where, blocks, file_of)
+            return dequantized(name, where, blocks, file=file_of)
         return file_of(name).get_slice(name)
 
     return tensor

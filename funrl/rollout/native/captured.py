@@ -22,7 +22,8 @@ class CapturedFunctions:
     """
 
     def __init__(self, device: torch.device, problem: str | None = None):
-        """
+        """Begin without a captured function.
+
         Args:
           device: of the functions; only those on CUDA are captured.
           problem: reason not to capture anything; None: there is none.

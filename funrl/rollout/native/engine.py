@@ -100,7 +100,8 @@ class NativeEngine:
         options: NativeOptions = NATIVE_DEFAULTS,
         static: bool = False,
     ):
-        """
+        """Make an engine without weights; `native_engine` describes the other arguments.
+
         Args:
           model: as in `native_engine`.
           weights: the form in which it takes weights.

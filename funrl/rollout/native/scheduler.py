@@ -56,7 +56,8 @@ class Scheduler:
         speculate: int = 0,
         few_rows: int = 0,
     ):
-        """
+        """Make a scheduler without requests or pages.
+
         Args:
           sequences: the running sequences.
           max_rows: bound on the requests that run at once.

@@ -59,7 +59,8 @@ class RunningSequences:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, decode: Callable[[list[int]], str] | None, slots: int = 0
     ):
-        """
+        """Begin without sequences.
+
         Args:
           slots: initial number of slots; `last` stays the same tensor while there are no more.
         """

@@ -29,7 +29,8 @@ class StaticDecode:
     def __init__(
         self, backend: TorchBackend, sequences: RunningSequences, scheduler: Scheduler, problem: str | None = None
     ):
-        """
+        """Begin without captured passes.
+
         Args:
           backend: computes the passes.
           sequences: with a slot for each row and a spare one that is never assigned.

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, for a trainer elsewhere:
+"""vLLM in a process of its own, for a trainer elsewhere.
 
     python -m funrl.rollout.vllm.server --port=8100
 

@@ -76,14 +76,14 @@ def adapter_facts(job: Job, parts: Parts, base: trees.Tree) -> dict[str, Any]:
     """
     assert job.lora is not None
     lora = job.lora._asdict() | {"targets": list(job.lora.targets)}
-    found = weight_digests(base, decoder_of(parts.begin.stored), parts.mesh)
-    return {"lora": lora, "base": {"directory": job.settings.models.model, "digests": found}}
+    digests = weight_digests(base, decoder_of(parts.begin.stored), parts.mesh)
+    return {"lora": lora, "base": {"directory": job.settings.models.model, "digests": digests}}
 
 
 def lora_in(facts: Mapping[str, Any]) -> Lora | None:
     """The adapters that a checkpoint holds; None: it holds all weights."""
-    found = facts.get("lora")
-    return None if found is None else Lora(found["rank"], found["alpha"], tuple(found["targets"]))
+    lora = facts.get("lora")
+    return None if lora is None else Lora(lora["rank"], lora["alpha"], tuple(lora["targets"]))
 
 
 def check_lora(path: Path, facts: Mapping[str, Any], own: Lora | None) -> None:
@@ -130,7 +130,8 @@ def check_base(
     Raises:
       CheckpointError: a weight differs, or is missing.
     """
-    known, began = facts["base"]["digests"], facts["base"]["directory"]
+    known = facts["base"]["digests"]
+    began = facts["base"]["directory"]
     changed = [name for name in (names or known) if digests.get(name) != known[name]]
     if changed:
         before = f", {began}" if began is not None and str(began) != str(directory) else ""

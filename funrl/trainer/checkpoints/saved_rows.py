@@ -83,10 +83,13 @@ class SavedRows(NamedTuple):
         Raises:
           DamagedError: a file cannot be read.
         """
-        numbers, owner, opened = list(numbers), self.owner(stage), dict[int, Any]()
+        numbers = list(numbers)
+        owner = self.owner(stage)
+        opened = dict[int, Any]()
         rows: dict[str, list[Tensor]] = {}
         for name in self.record["fields"][stage]:
-            counts, begins = self.counts(stage, name), np.zeros(len(owner), dtype=np.int64)
+            counts = self.counts(stage, name)
+            begins = np.zeros(len(owner), dtype=np.int64)
             for rank in set(owner[numbers].tolist()):
                 own = owner == rank
                 begins[own] = np.cumsum(counts[own]) - counts[own]
@@ -122,7 +125,8 @@ def rows_file(rank: int) -> str:
 
 def stage_fields(drawn: Rows, scored: Rows) -> dict[str, dict[str, Value]]:
     """The fields of each stage: all that the source gave; then what was written since, and what may be replaced."""
-    first, then = as_dict(drawn.batch), as_dict(scored.batch)
+    first = as_dict(drawn.batch)
+    then = as_dict(scored.batch)
     kept = set(schema_of(drawn.batch).by("source")) - set(REPLACED)
     return {"drawn": first, "scored": {name: x for name, x in then.items() if name not in kept or name not in first}}
 
@@ -183,8 +187,10 @@ def _stages(drawn: Rows, scored: Rows) -> dict[str, _Stage]:
 
 
 def _stage(rows: Rows, fields: Mapping[str, Value]) -> _Stage:
-    own_lengths, counts = rows.lengths[rows.own], dict[str, Tensor]()
-    table, lines = {"owner": torch.from_numpy(rows.owner.copy())}, dict[str, Tensor]()
+    own_lengths = rows.lengths[rows.own]
+    counts = dict[str, Tensor]()
+    table = {"owner": torch.from_numpy(rows.owner.copy())}
+    lines = dict[str, Tensor]()
     for name, x in fields.items():
         kind = kind_of(rows.batch, name)
         if kind.everywhere:
@@ -201,7 +207,8 @@ def _stage(rows: Rows, fields: Mapping[str, Value]) -> _Stage:
 
 def _write_own(beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, Any]) -> int:
     """Write this rank's files of a step; their bytes."""
-    rows, nbytes = stages["drawn"].rows, 0
+    rows = stages["drawn"].rows
+    nbytes = 0
     mesh = rows.mesh
     lines = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.lines.items()}
     alike = [axis for axis in AXES if axis not in mesh.row_axes]

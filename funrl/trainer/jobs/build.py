@@ -180,8 +180,11 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
 
 
 def needs_old_scores(job: Job) -> bool:
-    """True if the old log-probabilities take a pass of their own. Where each batch has a single update, they are those
-    of its forward pass, unless something before or beside the policy's loss reads them."""
+    """True if the old log-probabilities take a pass of their own.
+
+    Where each batch has a single update, they are those of its forward pass, unless something before or beside the
+    policy's loss reads them.
+    """
     algorithm = job.algorithm
     if not job.generates and algorithm.advantage is None:
         return False

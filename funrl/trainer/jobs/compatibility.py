@@ -232,12 +232,14 @@ def check_budget(settings: Settings, new_tokens: int) -> None:
 
 
 def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:
-    """Raise SettingsError where the longest prompt and its completion have more keys and values than --kv_cache_gb, or
-    that is more than there is.
+    """Check that the cache holds the longest prompt with its completion, and the memory holds the cache.
 
     Args:
       mesh: the generate mesh.
       memory: bytes that one rank may use.
+
+    Raises:
+      SettingsError: --kv_cache_gb is less than the keys and values of that row, or more than the memory.
     """
     if settings.engines.kv_cache_gb is None:
         return

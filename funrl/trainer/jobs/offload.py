@@ -1,8 +1,8 @@
-"""Offloading: optimizer states, frozen weights and the policy's own leave the accelerator while a phase needs them not.
-The base of adapters goes with the policy's.
+"""Offloading of optimizer states, frozen weights and the policy's weights while a phase does not need them.
 
-Copies go through pinned memory on a stream of their own. Offloading costs no time, for the phase that follows
-computes beside the copy; what is onloaded is waited for by the device, not by the program.
+The base of adapters goes with the policy's weights. Copies go through pinned memory on a stream of their own.
+Offloading costs no time, for the phase that follows computes beside the copy; what is onloaded is waited for by the
+device, not by the program.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def offloaded_parts(text: str | None) -> frozenset[str]:
 
 
 def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
-    """A function (run, state, stage) -> both, with what the stage needs on the device and the rest off it; what it
-    is given is donated. On a CPU everything stays where it is.
+    """Make a function (run, state, stage) -> both, with what the stage needs on the device and the rest off it.
+
+    Its arguments are donated. On a CPU everything stays where it is.
 
     Args:
       text: which of `PARTS` are offloaded, with commas between.
@@ -84,8 +85,10 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
 
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
-    """The stages that need the weights of each frozen role that has its own. Reward models, which the source has, are
-    not among them: they stay on the device."""
+    """Stages that need the weights of each frozen role that has its own.
+
+    Reward models, which the source holds, are not among the roles: they stay on the device.
+    """
     beside = {role.companion.name for role in roles.values() if role.companion is not None}
     return {
         name: {stage for stage, needed in (("score", role.writes), ("update", name in beside)) if needed}

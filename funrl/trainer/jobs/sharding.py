@@ -149,9 +149,11 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
 
 
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
-    """The mesh to generate on. By default every device decodes alone, which needs no collective at all, as long as
-    the whole model fits a quarter of its memory and there is a prompt for each; else it is the train mesh, whose sp is
-    dp then: ranks that share the tokens of a row generate different rows.
+    """Sizes of the mesh to generate on.
+
+    By default every device decodes alone, which needs no collective at all, as long as the whole model fits a quarter
+    of its memory and there is a prompt for each. Otherwise it is the train mesh, with its sp as dp: ranks that share
+    the tokens of a row generate different rows.
 
     Args:
       sizes: of the train mesh.

@@ -78,8 +78,11 @@ class TextSampler(NamedTuple):
 
 
 def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> ShowSamples:
-    """A function that shows how the policy continues held-out prompts: at the first and the last evaluation, and at
-    evaluations of steps that --sample_every divides. It does nothing where no policy learns."""
+    """Make a function that shows how the policy continues held-out prompts.
+
+    It does so at the first and the last evaluation, and at evaluations of steps that --sample_every divides. It does
+    nothing where no policy learns.
+    """
     settings, task = job.settings, job.task
     assert isinstance(task, Texts)
     count = TOKENS if task.readable is None else TASKS[settings.examples.task].max_new_tokens

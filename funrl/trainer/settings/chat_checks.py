@@ -56,7 +56,7 @@ def has_chat_template(folder: Path) -> bool:
 
 def _first_chats(settings: Settings, flag: str) -> list[str]:
     """Files with their first lines, where these have chat messages."""
-    found = []
+    chats = []
     for path, _ in data_files(settings, flag):
         if path.endswith(".jsonl") and Path(path).is_file():
             try:
@@ -64,8 +64,8 @@ def _first_chats(settings: Settings, flag: str) -> list[str]:
                 record = prompt_columns(rename_columns(record, names_of_fields(settings)))
             except (DataError, StopIteration, TypeError, ValueError):
                 continue  # who reads all of the file says it
-            found += [where] * _is_chat(record)
-    return found
+            chats += [where] * _is_chat(record)
+    return chats
 
 
 def _is_chat(record: dict[str, Any]) -> bool:

@@ -13,15 +13,20 @@ from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
-from funrl.mesh.text import SHORT, TOKEN_AXES, devices
+from funrl.mesh.text import devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks.embedded import TASKS
 from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.mesh_checks import (
+    check_generate_mesh,
+    check_sequence_parallel,
+    check_sharding,
+    check_split_residual,
+)
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.settings.scorers import SCORERS, model_path, scorers_of, weights_by_name
 from funrl.trainer.settings.settings import (
-    TOKEN_MULTIPLE,
     Settings,
     check_values,
     flag_value,
@@ -33,9 +38,15 @@ LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
 OF_OWN_DATA = (
-    "fields", "eval_data", "prompt_template", "system_prompt", "few_shot", "chat_template", "tools",
+    "fields",
+    "eval_data",
+    "prompt_template",
+    "system_prompt",
+    "few_shot",
+    "chat_template",
+    "tools",
     "template_arguments",
-)  # fmt: skip
+)
 
 
 def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
@@ -72,10 +83,10 @@ def check_together(settings: Settings) -> None:
         _check_schedule,
         _check_critic_warmup,
         _check_minibatches,
-        _check_generate_mesh,
-        _check_sharding,
-        _check_sequence_parallel,
-        _check_split_residual,
+        check_generate_mesh,
+        check_sharding,
+        check_sequence_parallel,
+        check_split_residual,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,
@@ -155,9 +166,9 @@ def check_files(settings: Settings) -> None:
         if not named or ("/" not in path and not has_cached_model(path)):
             nor = ", nor the name of a model in the local Hugging Face cache" if named else ""
             raise SettingsError(f"--{name}: {path} is not a directory{nor}")
-    for one in () if settings.rewards.reward is None else parse_rewards(settings.rewards.reward):
-        if one.source not in VERIFIERS:
-            locate("reward", one.source)
+    for part in () if settings.rewards.reward is None else parse_rewards(settings.rewards.reward):
+        if part.source not in VERIFIERS:
+            locate("reward", part.source)
     if settings.examples.curriculum is not None:
         locate("curriculum", settings.examples.curriculum)
 
@@ -203,15 +214,15 @@ def difficulty_of(text: str) -> Difficulty:
     """
     try:
         low, high, *rest = (float(part) for part in parts(text))
-        found = Difficulty(low, high, *(rest or [REST_WEIGHT]))
+        difficulty = Difficulty(low, high, *(rest or [REST_WEIGHT]))
     except (ValueError, TypeError):
-        found = Difficulty(1.0, 0.0, 0.0)
-    if not (0 <= found.low < found.high <= 1 and 0 <= found.rest < 1):
+        difficulty = Difficulty(1.0, 0.0, 0.0)
+    if not (0 <= difficulty.low < difficulty.high <= 1 and 0 <= difficulty.rest < 1):
         raise SettingsError(
             f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, pass rates from 0 to 1 and a weight below 1, as "
             "in 0.1,0.9"
         )
-    return found
+    return difficulty
 
 
 def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
@@ -226,7 +237,8 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     Raises:
       SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
     """
-    named, rewards = weights_by_name(settings, functions), functions + len(scorers_of(settings))
+    named = weights_by_name(settings, functions)
+    rewards = functions + len(scorers_of(settings))
     given = settings.rewards.reward_weights or named
     if given is None:
         return (1.0,) * rewards
@@ -247,12 +259,12 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
 
 
 def _check_requirements(settings: Settings) -> None:
-    for name, one in settings_flags().items():
+    for name, flag in settings_flags().items():
         value = flag_value(settings, name)
-        if one.requires and value != one.default and not flag_value(settings, one.requires):
+        if flag.requires and value != flag.default and not flag_value(settings, flag.requires):
             given = f"--{name}" if value is True else f"--{name}={value}"
-            raise SettingsError(f"{given} does nothing without --{one.requires}; give --{one.requires} too")
-        if value not in (one.default, 0):
+            raise SettingsError(f"{given} does nothing without --{flag.requires}; give --{flag.requires} too")
+        if value not in (flag.default, 0):
             refuse_beside(name, value, settings)
     if settings.run.resume and settings.run.overwrite:
         raise SettingsError("--overwrite begins anew and --resume goes on; leave one of them out")
@@ -348,53 +360,6 @@ def _check_minibatches(settings: Settings) -> None:
         raise SettingsError(
             f"--minibatches={settings.updates.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
             f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
-        )
-
-
-def _check_generate_mesh(settings: Settings) -> None:
-    if settings.devices.generate_mesh is None:
-        return
-    world, generating = devices(mesh_sizes(settings)), devices(mesh_sizes(settings, "generate_mesh"))
-    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
-        raise SettingsError(
-            f"--generate_mesh={settings.devices.generate_mesh}: generation does not split the "
-            "tokens of a row; write dp for sp"
-        )
-    if generating != world:
-        raise SettingsError(
-            f"--generate_mesh={settings.devices.generate_mesh} has {generating} devices and "
-            f"--mesh={settings.devices.mesh} "
-            f"has {world}; they are two views of the same devices"
-        )
-
-
-def _check_sequence_parallel(settings: Settings) -> None:
-    if settings.devices.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
-        raise SettingsError(
-            f"--sequence_parallel={settings.devices.sequence_parallel} does nothing: "
-            f"--mesh={settings.devices.mesh} has no sp"
-        )
-
-
-def _check_split_residual(settings: Settings) -> None:
-    tensor = mesh_sizes(settings)["tensor"]
-    if settings.devices.split_residual != "auto" and tensor == 1:
-        form = settings.devices.split_residual
-        raise SettingsError(f"--split_residual={form} does nothing: --mesh={settings.devices.mesh} has no tp")
-    if settings.devices.split_residual == "on" and TOKEN_MULTIPLE % tensor:
-        raise SettingsError(
-            f"--split_residual=on: tokens of a micro-batch come by {TOKEN_MULTIPLE}, which do not divide over "
-            f"tp{tensor}; leave it out, or choose a tp of 2, 4 or 8"
-        )
-
-
-def _check_sharding(settings: Settings) -> None:
-    if not settings.devices.fsdp:
-        return
-    named = parts(settings.devices.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
-    if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
-        raise SettingsError(
-            f"--fsdp: the mesh {settings.devices.mesh} has one device over {','.join(named)}, so none to shard over"
         )
 
 

@@ -8,9 +8,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
-RL, SUPERVISED = ("rl",), ("supervised",)  # kinds of runs
+# kinds of runs
+RL = ("rl",)
+SUPERVISED = ("supervised",)
 RUN_KINDS = RL + SUPERVISED
 START_FLAGS = ("run_dir", "resume", "overwrite")  # of where and how a run is started, not of what it computes
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples among those of a run's files
@@ -28,9 +30,11 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def kinds_of(algorithm: Any) -> tuple[str, ...]:
-    """The kinds of runs that an algorithm can make, the default first: with an advantage or a filter the policy
-    samples; without them, or where texts have labels, texts are given. A comparison with a teacher over the whole
-    vocabulary does either."""
+    """The kinds of runs that an algorithm can make, the default first.
+
+    With an advantage or a filter the policy samples; without them, or where texts have labels, texts are given. A
+    comparison with a teacher over the whole vocabulary works with both.
+    """
     if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
         return SUPERVISED
     if getattr(algorithm, "example", "row") == "demonstrated":
@@ -73,22 +77,27 @@ class Bound(NamedTuple):
 
 
 def at_least(low: float) -> Bound:
+    """Bound of a number that must not be less than `low`."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def at_most(high: float) -> Bound:
+    """Bound of a number that must not be more than `high`."""
     return Bound(f"at most {high}", lambda x: x <= high)
 
 
 def above(low: float) -> Bound:
+    """Bound of a number that must be more than `low`."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
 def below(high: float, text: str = "") -> Bound:
+    """Bound of a number that must be less than `high`, which `text` may name."""
     return Bound(f"below {text or high}", lambda x: x < high)
 
 
 def one_of(*choices: str) -> Bound:
+    """Bound of a text that must be one of some choices."""
     return Bound(f"one of {', '.join(choices)}", lambda x: x in choices)
 
 
@@ -176,29 +185,33 @@ class Flag(NamedTuple):
 
     def help(self) -> str:
         """Meaning, bounds and what the run chooses, in one line."""
-        said = [self.text, *(bound.text for bound in self.bounds)]
-        return "; ".join(said + ([f"default: {self.chosen}"] if self.chosen else []))
+        sentences = [self.text, *(bound.text for bound in self.bounds)]
+        return "; ".join(sentences + ([f"default: {self.chosen}"] if self.chosen else []))
 
 
-def flag(
-    default: Any,
-    text: str,
-    *bounds: Bound,
-    chosen: str = "",
-    kinds: tuple[str, ...] = RUN_KINDS,
-    without: Any = None,
-    requires: str = "",
-    unless: tuple[str, ...] = (),
-    needs: str = "",
-    effect: str = "numbers",
-    example: str = "",
-) -> Any:
-    """A field of `Settings`; the arguments are attributes of `Flag`, and `without` is by default the default."""
-    assert effect in EFFECTS, effect
-    rest = {"chosen": chosen, "kinds": kinds, "requires": requires, "unless": unless, "needs": needs}
-    rest |= {"effect": effect, "example": example}
-    without = default if without is None else without
-    metadata = {"text": text, "bounds": bounds, "without": without} | rest
+class FlagOptions(TypedDict, total=False):
+    """Attributes of a `Flag` that a field of `Settings` may give; each has the default of `Flag`."""
+
+    chosen: str
+    kinds: tuple[str, ...]
+    without: Any
+    requires: str
+    unless: tuple[str, ...]
+    needs: str
+    effect: str
+    example: str
+
+
+def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
+    """Declare a field of `Settings`.
+
+    Args:
+      default, text: of the flag.
+      *bounds: conditions on its value.
+      **options: further attributes of `Flag`; `without` is by default the flag's default.
+    """
+    assert options.get("effect", "numbers") in EFFECTS, options
+    metadata = {"without": default, **options, "text": text, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -225,14 +238,14 @@ def value_type(hint: Any) -> ValueType:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if union else (hint,)
     rest = [option for option in options if option is not type(None)]
-    one: Any = rest[0] if len(rest) == 1 else None
+    kind: Any = rest[0] if len(rest) == 1 else None
     choices: tuple[Any, ...] = ()
-    if typing.get_origin(one) is typing.Literal:
-        choices = typing.get_args(one)
-        one = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None
-    if one not in WANTED:
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        kind = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None
+    if kind not in WANTED:
         raise TypeError(f"a flag has a bool, an int, a float or a str, not {hint}")
-    return ValueType(one, len(rest) < len(options), choices)
+    return ValueType(kind, len(rest) < len(options), choices)
 
 
 def parts(text: str | None) -> tuple[str, ...]:

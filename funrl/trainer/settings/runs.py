@@ -119,7 +119,8 @@ class Interval(NamedTuple):
 
 def save_interval(text: str) -> Interval:
     """The interval that a text such as "50", "90s" or "10m" means."""
-    found = INTERVAL.fullmatch(text)
-    assert found is not None, text
-    number, unit = int(found[1]), found[2]
+    match = INTERVAL.fullmatch(text)
+    assert match is not None, text
+    number = int(match[1])
+    unit = match[2]
     return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])

@@ -109,16 +109,16 @@ def check_values(settings: Settings) -> None:
     Raises:
       SettingsError: the first that cannot work.
     """
-    for name, one in settings_flags().items():
+    for name, flag in settings_flags().items():
         value = flag_value(settings, name)
-        if problem := one.problem(value):
+        if problem := flag.problem(value):
             raise SettingsError(f"--{name}={value}: {problem}")
     for name in ("mesh", "generate_mesh"):
         mesh_sizes(settings, name)
 
 
 def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
-    """Sizes of the mesh that a flag gives; {} of --generate_mesh where it is not given.
+    """Sizes of the mesh that a flag gives; {} for a --generate_mesh that is not given.
 
     Raises:
       SettingsError: its text is not a mesh.
@@ -141,5 +141,5 @@ def scoring_budget(settings: Settings) -> int:
 
 def for_kind(settings: Settings, kind: str) -> Settings:
     """The settings of a kind of run: flags without a meaning in it have the value that changes nothing."""
-    idle = {name: one.without for name, one in settings_flags().items() if kind not in one.kinds}
+    idle = {name: flag.without for name, flag in settings_flags().items() if kind not in flag.kinds}
     return with_flags(settings, **idle)

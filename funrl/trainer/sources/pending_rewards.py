@@ -57,7 +57,8 @@ class PendingRewards:
     """
 
     def __init__(self, pool: Pool, completed: Callable[[Completion], Completed], samples: int = 1):
-        """
+        """Begin without rows.
+
         Args:
           pool: runs the reward functions.
           completed: completion -> arguments of the reward functions.

@@ -50,8 +50,10 @@ class Clock:
 
 
 def memory_metrics(mesh: Mesh) -> dict[str, float]:
-    """Memory in 10^9 bytes, of the rank that has most: the peak so far, of the device where there is one, and what the
-    process holds on the host now."""
+    """Memory in 10^9 bytes, of the rank that has most.
+
+    It is the peak so far, of the device where there is one, and what the process holds on the host now.
+    """
     peak, now = _resident()
     if mesh.device.type == "cuda":
         peak = float(torch.cuda.max_memory_allocated(mesh.device))

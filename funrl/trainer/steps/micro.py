@@ -90,8 +90,7 @@ def own_micro_batches(
     mask: str = "mask",
     row_fields: Collection[str] = (),
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of all rows on the ranks that have them, for passes that learn nothing; each made when it is
-    asked for.
+    """Yield the micro-batches of all rows on the ranks that have them, for passes that learn nothing.
 
     Every data rank gets the same number of them, because a forward pass may hold collectives over data. One without
     rows is padding, and has no influence on any loss.

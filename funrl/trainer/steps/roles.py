@@ -178,8 +178,10 @@ def writes_of(name: str, algorithm: Algorithm) -> dict[str, str]:
 
 
 def reads_scores(algorithm: Algorithm) -> bool:
-    """True if an algorithm goes by rewards; the others take prompts without any. What an advantage chain reads counts
-    where a loss reads what it makes."""
+    """True if an algorithm reads rewards; the others take prompts without any.
+
+    What an advantage chain reads counts where a loss reads what the chain makes.
+    """
     found = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
     chain = algorithm.advantage
     if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:

@@ -118,7 +118,8 @@ class Skips:
     """The updates of a run that were not made: counted, explained, and ended where they are too many in a row."""
 
     def __init__(self, most: int, mesh: Mesh, folder: str | None, note: Callable[[str], None]) -> None:
-        """
+        """Begin without a skipped update.
+
         Args:
           most: updates of a role in a row, at which `check` raises.
           folder: the run's checkpoints, beside which rows are saved; None: they are not.

@@ -156,8 +156,10 @@ def widened(rows: Rows, multiple: int = 8) -> Rows:
 
 
 def on_cpu(rows: Rows) -> Rows:
-    """The rows where every sum has one order. A GPU may add in another order on every rank, and ranks that differ in a
-    last bit may keep other rows."""
+    """Move rows to the CPU, where every sum has one order.
+
+    A GPU may add in another order on every rank, and ranks that differ in a last bit may keep other rows.
+    """
     return mapped(rows, lambda x: x.cpu())
 
 

@@ -1,0 +1,59 @@
+"""Checks of the flags of meshes and of what is split over them."""
+
+from __future__ import annotations
+
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
+from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
+
+
+def check_generate_mesh(settings: Settings) -> None:
+    """Refuse a mesh to generate on of other devices, or that splits the tokens of a row. Raises: SettingsError."""
+    if settings.devices.generate_mesh is None:
+        return
+    world = devices(mesh_sizes(settings))
+    generating = devices(mesh_sizes(settings, "generate_mesh"))
+    if mesh_sizes(settings, "generate_mesh")["sequence"] > 1:
+        raise SettingsError(
+            f"--generate_mesh={settings.devices.generate_mesh}: generation does not split the "
+            "tokens of a row; write dp for sp"
+        )
+    if generating != world:
+        raise SettingsError(
+            f"--generate_mesh={settings.devices.generate_mesh} has {generating} devices and "
+            f"--mesh={settings.devices.mesh} "
+            f"has {world}; they are two views of the same devices"
+        )
+
+
+def check_sequence_parallel(settings: Settings) -> None:
+    """Refuse a form of sequence parallelism on a mesh without it. Raises: SettingsError."""
+    if settings.devices.sequence_parallel != "auto" and mesh_sizes(settings)["sequence"] == 1:
+        raise SettingsError(
+            f"--sequence_parallel={settings.devices.sequence_parallel} does nothing: "
+            f"--mesh={settings.devices.mesh} has no sp"
+        )
+
+
+def check_split_residual(settings: Settings) -> None:
+    """Refuse a split of the residual stream that the mesh does not allow. Raises: SettingsError."""
+    tensor = mesh_sizes(settings)["tensor"]
+    if settings.devices.split_residual != "auto" and tensor == 1:
+        form = settings.devices.split_residual
+        raise SettingsError(f"--split_residual={form} does nothing: --mesh={settings.devices.mesh} has no tp")
+    if settings.devices.split_residual == "on" and TOKEN_MULTIPLE % tensor:
+        raise SettingsError(
+            f"--split_residual=on: tokens of a micro-batch come by {TOKEN_MULTIPLE}, which do not divide over "
+            f"tp{tensor}; leave it out, or choose a tp of 2, 4 or 8"
+        )
+
+
+def check_sharding(settings: Settings) -> None:
+    """Refuse sharding over axes with one device. Raises: SettingsError."""
+    if not settings.devices.fsdp:
+        return
+    named = parts(settings.devices.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
+    if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
+        raise SettingsError(
+            f"--fsdp: the mesh {settings.devices.mesh} has one device over {','.join(named)}, so none to shard over"
+        )
