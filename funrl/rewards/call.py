@@ -283,7 +283,7 @@ def picklable(outcome: RewardOutcome) -> RewardOutcome:
 
 
 def too_slow(timeout_s: float) -> str:
-    """Problem of a reward that exceeded its time limit."""
+    """Describe a call that exceeded its timeout."""
     return f"took longer than {timeout_s:g} s"
 
 

@@ -162,11 +162,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             kept_PS = rewarded_samples(generation, rows, len(selected))
             skipped = skips_empty(generation, show, step, prompts=sampled)
             batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
-        elif count < batch_size:
-            show.note(
-                f"step {step}: the filter kept {count} of {sampled} prompts, the batch needs {batch_size}; a "
-                f"--max_refills above {selection.max_refills} may fill it"
-            )
+        else:
+            note_short_batch(generation, show, step, kept=count, sampled=sampled)
         batches = [chosen for chosen in batches if chosen.examples]
         batch = one_step_of(
             generation, batches, begin, clock=clock, baseline=generation.greedy_baseline and not skipped
@@ -191,6 +188,23 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return evaluate_heldout(generation, clock, show, step=step)
 
     return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed)
+
+
+def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
+    """Show a remark if the filter kept fewer prompts than the batch needs.
+
+    Args:
+      generation: as of the source.
+      show: receives the remark.
+      step: number of the step.
+      kept, sampled: prompts.
+    """
+    wanted = generation.schedule.batch
+    if kept < wanted:
+        show.note(
+            f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}; a "
+            f"--max_refills above {generation.selection.max_refills} may fill it"
+        )
 
 
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
