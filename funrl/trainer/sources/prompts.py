@@ -168,8 +168,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         batch = one_step_of(
             generation, batches, begin, clock=clock, baseline=generation.greedy_baseline and not skipped
         )
-        if generation.demonstrate is not None and not skipped:
-            batch = generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
+        batch = batch if skipped else with_demonstrations(generation, batch, batches)
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "told": measured}
@@ -188,6 +187,13 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return evaluate_heldout(generation, clock, show, step=step)
 
     return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed)
+
+
+def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[Chosen]) -> Rows:
+    """The batch with demonstrations of its prompts, if the run has them."""
+    if generation.demonstrate is None:
+        return batch
+    return generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
 
 
 def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
