@@ -39,9 +39,9 @@ class NothingComputed(Weightless):
     page_tokens, page_bytes, vocab = PAGE, 1 << 10, 32
 
     def forward(self, work: PassWork) -> Tensor:
-        return torch.zeros(len(work.draws), 1)
+        return torch.zeros(len(work.sampled_positions), 1)
 
-    def draw(
+    def sample(
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
     ) -> SampledRows:
         zeros_R = torch.zeros(len(source_R))

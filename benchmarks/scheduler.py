@@ -100,10 +100,10 @@ class SimulatedModel(Weightless):
         seconds = STRIDE.value * (seconds if decoding else 0.0)
         seconds += op_seconds(HARDWARE[DEVICE.value], 2 * PARAMETERS * new * STRIDE.value, 0.0, torch.bfloat16)
         self._clocks.advance(self._rank, seconds)
-        ends = np.repeat(np.asarray(work.ends), counts)[work.draws]
-        return torch.stack([work.tokens_N[work.draws], torch.from_numpy(ends)], 1)
+        ends = np.repeat(np.asarray(work.ends), counts)[work.sampled_positions]
+        return torch.stack([work.tokens_N[work.sampled_positions], torch.from_numpy(ends)], 1)
 
-    def draw(
+    def sample(
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
     ) -> SampledRows:
         assert noise_R is not None

@@ -16,7 +16,7 @@ import funrl
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, stateless, to_tokens, token_mean
 from funrl.loading import LoadError
 from funrl.mesh import launch
-from funrl.models import Inputs, decoder_model
+from funrl.models import Inputs, decoder_model, with_fields
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.processes import stall_monitor
@@ -208,8 +208,7 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n i
 
 
 def test_a_model_of_one_s_own_begins_at_random_weights():
-    config = arithmetic.model_config()
-    small = decoder_model(type(config)(**{**vars(config), "layers": 1, "embed": 32, "mlp": 32}))
+    small = decoder_model(with_fields(arithmetic.model_config(), layers=1, embed=32, mlp=32))
     run = funrl.train("grpo", model=small, tokenizer=arithmetic.tokenizer(), prompts=PROMPTS, reward=len_reward, **TINY)
     assert hf.check_directory(run.model.directory).config.embed == 32
 
