@@ -31,6 +31,8 @@ def outside(bound):
     if found := re.fullmatch(r"(one|some) of (\S.*)", bound.text):
         first = found[2].replace(" ", "").split(",")[0]
         return ("nonsense", first.upper() + "!", f"{first},nonsense", f"{first},{first}")
+    if found := re.fullmatch(r"names such as (\w+).*", bound.text):  # any name: only a run knows which it has
+        return ("-1x", f"{found[1]},{found[1]}")
     return ("nonsense", "-1x")
 
 

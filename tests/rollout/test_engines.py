@@ -155,7 +155,7 @@ WRONG = [
     ([1, 40], {}, {}, "prompt 5 has token 40; the vocabulary has 40"),
     ([1, -1], {}, {}, "prompt 5 has token -1"),
     ([1], {"stop": (77,)}, {}, "stop has token 77"),
-    ([1], {}, {"most": 0}, "most=0 tokens, it must be at least 1"),
+    ([1], {}, {"most": 0}, "most=0, it must be at least 1"),
     ([1], {}, {"number": 3}, "request 3 is in flight already"),
     ([1], {}, {"seed": 1 << 63}, "request 5 has seed 9223372036854775808, it must be a signed number of 64 bits"),
     ([1], {}, {"begun": BEGUN}, "what is begun of request 5 has token 99; the vocabulary has 40"),

@@ -181,10 +181,10 @@ def test_a_cache_that_one_rank_cannot_read_is_taken_by_none(reader, cache, monke
     step_of_reading = getattr(hf, reader)
     one, _ = start(job)
 
-    def fails(*args):
+    def fails(*args, **keywords):
         if torch.distributed.get_rank() == 1:
             raise OSError(116, "Stale file handle")
-        return step_of_reading(*args)
+        return step_of_reading(*args, **keywords)
 
     monkeypatch.setattr(hf, reader, fails)
     again, show = start(job)
