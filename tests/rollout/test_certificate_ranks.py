@@ -141,7 +141,10 @@ def test_equal_errors_of_all_copies_do_not_cancel():
     def program(mesh):
         placed, params, engine = resharded(mesh, "dp4", dtype=torch.bfloat16)
         off = {x.data_ptr() for _, x in engine.held_weights()}
-        certificate.digest = lambda x, *args: digest(x, *args) + (x.data_ptr() in off) * (1 << 62)  # four of them are 0
+        # Four of them are 0.
+        certificate.digest = lambda x, *args, **keywords: (
+            digest(x, *args, **keywords) + (x.data_ptr() in off) * (1 << 62)
+        )
         compare_weights(deployed(placed, params), engine, 3)
 
     with pytest.raises(WorkerError, match=r"SyncError: .* embed differs on rank 0"):
