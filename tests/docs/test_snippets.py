@@ -34,6 +34,8 @@ ELSEWHERE = {
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
+PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
+TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 SHORT = [
     "--steps=1",
     "--warmstart_steps=1",
@@ -123,23 +125,14 @@ def words_of(line: str) -> list[str]:
     words = re.sub(r"^(\./run|funrl) ", "python -m funrl.cli.main ", line).split()
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
-    others = {
-        "--help",
-        "--dry_run",
-        "export",
-        "doctor",
-        "evaluate",
-        "generate",
-        "replay",
-        "bisect",
-        "import",
-        "report",
-        "compare",
-    }
-    if not others & set(words) and any(word.startswith("funrl.experiments") for word in words):
+    module = words[2] if words[1:2] == ["-m"] else ""
+    program = words[3] if module == "funrl.cli.main" and len(words) > 3 else ""
+    if "torch.distributed.run" in words or module.startswith("funrl.experiments."):
+        program = next(word for word in words if word.startswith("funrl.experiments.")).split(".")[-1]
+    if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
-        from_texts = "--data" in given or {"sft", "dpo", "kto", "reward_model", "process_reward_model"} & set(words)
+        from_texts = "--data" in given or program in TEXT_PROGRAMS
         given |= {"--samples_per_prompt", "--max_new_tokens"} if from_texts else set()
         words += [word for word in [*SHORT, "--run_dir=here"] if word.split("=")[0] not in given]
     return [sys.executable, *words[1:]]
