@@ -39,8 +39,8 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
 def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
     """Bytes of weights that the engine holds by itself, and bytes that it shares with the trainer."""
     own = shared = 0.0
-    for _, nbytes, alike in _leaves(job, parts, generator):
-        own, shared = (own, shared + nbytes) if alike else (own + nbytes, shared)
+    for _, nbytes, is_shared in _leaves(job, parts, generator):
+        own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)
     return own, shared
 
 
@@ -65,8 +65,8 @@ def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, f
     """Cost of digests of the trainer's and of the engine's weights, with one sum over all ranks."""
     mesh = parts.mesh
     seconds = 0.0
-    for (old, new), _, alike in _leaves(job, parts, generator):
-        numbers = sum(volume(box) for box in ([new] if alike else [old, new]) if box is not None)
+    for (old, new), _, is_shared in _leaves(job, parts, generator):
+        numbers = sum(volume(box) for box in ([new] if is_shared else [old, new]) if box is not None)
         seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
     traffic = {}
     if mesh.world > 1:

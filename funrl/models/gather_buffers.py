@@ -1,4 +1,4 @@
-"""Buffers in which shards are gathered and gradients scattered: one message for many weights, alike on every rank.
+"""Buffers in which shards are gathered and gradients scattered: one message for many weights, the same on every rank.
 
 A dim that the ranks do not divide is split in ceiling chunks: the last ranks have less of it, or nothing. In a message
 every rank has as much room as the first, which has most; what is in the rest of it is never read.

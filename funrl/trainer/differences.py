@@ -83,8 +83,8 @@ def difference(
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), one.shape)) if one.ndim else ()
     where = place(index) if place is not None else f"at {list(index)}" if index else ""
     values = f"{one.flatten()[at].item()} and {other.flatten()[at].item()}"
-    told = f"{where}: {values}" if where else values
-    return Difference(phase, kind, name, one.numel(), count, float(gap.flatten()[at]), told)
+    text = f"{where}: {values}" if where else values
+    return Difference(phase, kind, name, one.numel(), count, float(gap.flatten()[at]), text)
 
 
 def joined_differences(parts: Iterable[Difference]) -> list[Difference]:

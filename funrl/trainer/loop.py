@@ -346,8 +346,8 @@ def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, St
 
     Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
     """
-    told = {} if trainer.job.algorithm.example == "pair" else described_rows(trainer, drawn)  # its source says them
-    return drawn, state._replace(step=state.step + 1), told
+    metrics = {} if trainer.job.algorithm.example == "pair" else described_rows(trainer, drawn)  # its source says them
+    return drawn, state._replace(step=state.step + 1), metrics
 
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:

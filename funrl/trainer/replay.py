@@ -70,7 +70,7 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
     Args:
       job: of the run; its mesh may be another one.
 
-    Returns: the comparison of each step, alike on every rank.
+    Returns: the comparison of each step, the same on every rank.
 
     Raises:
       CheckpointError: rows of a step are missing or cannot be read, or a checkpoint is of another run.
@@ -92,8 +92,8 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
         done = []
         for number in range(state.step + 1, step + 1):
             saved = open_rows(folder, number, job.algorithm.fields)
-            drawn, state, told = draw_batch(trainer, state)
-            if told.get(SKIPPED):
+            drawn, state, source_metrics = draw_batch(trainer, state)
+            if source_metrics.get(SKIPPED):
                 (scored, state, metrics), learned = skipped_batch(trainer, state, drawn), {}
             else:
                 scored, state, metrics = score_batch(trainer, state, drawn)
@@ -139,7 +139,7 @@ def _told(saved: SavedRows) -> dict[str, float]:
 
 
 def _compare_rows(drawn: Rows, scored: Rows, saved: SavedRows) -> list[Difference]:
-    """Compare what was written to the rows, on every rank its own; alike on every rank."""
+    """Compare what was written to the rows, on every rank its own; the result is the same on every rank."""
     mine = joined_differences(own_differences(scored, stage_fields(drawn, scored)["scored"], saved))
     return [part for parts in gather_objects(mine, scored.mesh) for part in parts]
 
@@ -151,15 +151,15 @@ def own_differences(rows: Rows, fields: Mapping[str, torch.Tensor], saved: Saved
       fields: of the rows, by name.
     """
     table, found, own, lengths = saved.row_fields("scored"), [], rows.own, rows.lengths[rows.own]
-    first = rows.mesh.rank == 0  # rows' own fields are alike on all ranks
+    first = rows.mesh.rank == 0  # rows' own fields are the same on all ranks
     for name, x in fields.items():
         if name in table and first:
             phase = phase_of_field(saved.schema[name].writer, "scored")
             found.append(difference(phase, "field", name, x.cpu(), table[name], row_place))
     if len(saved.lengths("scored")) != len(rows.owner):
         return found  # other rows were chosen: `length` says so
-    alike = [axis for axis in rows.mesh.sizes if axis not in rows.mesh.row_axes]
-    if any(int(rows.mesh.index(axis)) for axis in alike):
+    replicating = [axis for axis in rows.mesh.sizes if axis not in rows.mesh.row_axes]
+    if any(int(rows.mesh.index(axis)) for axis in replicating):
         return found  # another rank compares these rows
     for name, parts in saved.lines("scored", own.tolist()).items():
         if name in fields:

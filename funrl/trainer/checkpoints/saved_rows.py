@@ -211,8 +211,8 @@ def _write_own(beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, 
     nbytes = 0
     mesh = rows.mesh
     lines = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.lines.items()}
-    alike = [axis for axis in AXES if axis not in mesh.row_axes]
-    if not any(int(mesh.index(axis)) for axis in alike):  # of ranks that hold the same rows, one
+    replicating = [axis for axis in AXES if axis not in mesh.row_axes]
+    if not any(int(mesh.index(axis)) for axis in replicating):  # of ranks that hold the same rows, one
         nbytes += (beside / rows_file(rows.index)).write_bytes(save(lines))
     if mesh.rank == 0:
         table = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.table.items()}

@@ -168,8 +168,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     It does not depend on how its files are written, nor on the version that wrote them.
     """
     special = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos")]
-    told = [sorted(tokenizer.get_vocab().items()), special, [_tokens(tokenizer, text) for text in PROBES]]
-    return short_digest(json.dumps(told).encode())
+    behaviour = [sorted(tokenizer.get_vocab().items()), special, [_tokens(tokenizer, text) for text in PROBES]]
+    return short_digest(json.dumps(behaviour).encode())
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int] | None:

@@ -36,10 +36,10 @@ def advantages(
         return batch
 
     made, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
-    told = describe(here, made, names) if made.get("rollout_logp") is not None else {}  # texts were not sampled
-    told |= {name: float(metric.value) for name, metric in metrics.items()}
+    values = describe(here, made, names) if made.get("rollout_logp") is not None else {}  # texts were not sampled
+    values |= {name: float(metric.value) for name, metric in metrics.items()}
     result = mapped(here._replace(batch=made), lambda x: x.to(rows.batch.tokens.device))
-    return (take(result, drawn[0].numpy()) if drawn else result), state, told
+    return (take(result, drawn[0].numpy()) if drawn else result), state, values
 
 
 def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, float]:

@@ -124,8 +124,8 @@ def packed(
     lengths, own = rows.lengths, rows.own
     host_mask = getattr(rows.batch, mask).cpu()  # once for all: no micro-batch waits for the device
     # Ranks of `expert` exchange the tokens of a micro-batch: it has one size on all of them.
-    alike = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
-    for (places, _), size in zip(packing.own(rows.index), alike, strict=True):
+    sizes = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
+    for (places, _), size in zip(packing.own(rows.index), sizes, strict=True):
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)
         made = micro_batch(rows.batch, lengths[own], places, size, max_rows, host_mask, rows.mesh)

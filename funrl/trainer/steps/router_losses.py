@@ -77,10 +77,11 @@ def router_numerators(
     balance = _of_all_tokens((counts.to(load.probs_E.dtype) * load.probs_E).sum() * (experts / layers), mesh)
     z = _of_all_tokens(load.z.sum() / layers, mesh)
     squared, tokens = chosen.denominators
-    told: dict[str, Metric] = {
-        "router/balance_loss": Sum(divide(balance.detach(), squared)), "router/z_loss": Sum(divide(z.detach(), tokens)),
-    }  # fmt: skip
-    return (losses.balance * balance, losses.z * z), told
+    metrics: dict[str, Metric] = {
+        "router/balance_loss": Sum(divide(balance.detach(), squared)),
+        "router/z_loss": Sum(divide(z.detach(), tokens)),
+    }
+    return (losses.balance * balance, losses.z * z), metrics
 
 
 def counts_metric(load: RouterLoad, mesh: Mesh) -> dict[str, Metric]:

@@ -160,7 +160,7 @@ class Skips:
         return {"update/skipped": float(count)}
 
     def check(self) -> None:
-        """Raise NotFiniteError where too many in a row were not made; on every rank alike."""
+        """Raise NotFiniteError where too many in a row were not made, on every rank."""
         if self.problem is not None:
             raise NotFiniteError(self.problem)
 

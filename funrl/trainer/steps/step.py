@@ -69,17 +69,17 @@ def train_step(
     Returns: the state after it, and the metrics' values, which are still on the device.
 
     Raises:
-      NotFiniteError: the loss or the gradient's norm is not finite; on every rank alike. The state has not changed.
+      NotFiniteError: the loss or the gradient's norm is not finite, on every rank. The state has not changed.
     """
     each, load = list[Tensor](), list[Tensor]()
     grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each, load)
     norm = global_norm(grads, role.stored, role.placed.mesh)
-    told = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
-    if not (math.isfinite(told[0].item()) and math.isfinite(told[1].item())):
-        text = f"{what}: the gradient's norm is {told[1].item():.4g} and the loss {told[0].item():.4g}"
+    on_host = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
+    if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
+        text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
         raise NotFiniteError(text, [i for i, value in enumerate(each) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
-    if told[2].item() == 0:
+    if on_host[2].item() == 0:
         return state, metrics
     assert role.optimizer is not None
     with torch.no_grad():
@@ -172,8 +172,10 @@ def objective(
     if found.load is not None:
         seen |= counts_metric(found.load, role.placed.mesh)
         if chosen is not None:
-            more, told = router_numerators(role.router, found.load, chosen, role.placed.mesh)
-            numerators, seen, denominators = (*numerators, *more), seen | told, (*denominators, *chosen.denominators)
+            router_terms, router_metrics = router_numerators(role.router, found.load, chosen, role.placed.mesh)
+            numerators = (*numerators, *router_terms)
+            seen |= router_metrics
+            denominators = (*denominators, *chosen.denominators)
     return value_of(numerators, tuple(denominators)), (numerators, metrics | seen)
 
 

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
     """Rows of a step, numbered 0 to B - 1.
 
     Attributes:
-      batch: fields whose kind is `everywhere` have all rows [B], alike on every rank; the others have this rank's own
+      batch: fields whose kind is `everywhere` have all rows [B], the same on all ranks; the others have this rank's own
         rows, in the order of their numbers, whole numbers per token in `TOKEN_INT`. Ranks that differ in other axes
         than those of rows hold the same.
       owner: [B] the rank that has each row, by its index over the row axes of `mesh`.
