@@ -39,11 +39,11 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from funrl.data.tokenizer import character_tokenizer
-from funrl.models import Config, decoder_model
+from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface import directories as hf
 
 tokenizer = character_tokenizer(string.printable)
-config = Config(
+config = decoder_config(
     vocab=len(tokenizer), embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=64, max_positions=256, eos=(1,), pad=0
 )
 model = decoder_model(config)

@@ -35,13 +35,3 @@ def reverse_linear_scan(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
     after = torch.nn.functional.pad(even[..., 1:], (0, 1))
     odd = torch.addcmul(x_odd, decay_odd, after)
     return torch.stack((even, odd), dim=-1).flatten(-2)[..., :T]
-
-
-def reverse_linear_scan_reference(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
-    """`reverse_linear_scan` as a loop, one position at a time."""
-    y_BT = torch.empty_like(x_BT)
-    after = torch.zeros_like(x_BT[..., 0])
-    for t in reversed(range(x_BT.shape[-1])):
-        after = x_BT[..., t] + decay_BT[..., t] * after
-        y_BT[..., t] = after
-    return y_BT

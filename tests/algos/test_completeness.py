@@ -58,6 +58,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "rounding": "test_pairs.py::test_a_difference_within_rounding_is_a_tie",
     "reference_point": "test_pairs.py::test_reference_point",
     "resample_rows": "test_selection.py::test_resampling",
+    "reverse_linear_scan": "test_scan.py::test_equals_the_loop",
     "resampling_weights": "test_selection.py::test_the_weights_of_resampling_can_be_seen",
     "run_advantage": "test_guards.py::test_what_a_chain_makes_is_found_by_running_it",
     "run_function": "test_pieces.py::test_a_piece_has_a_property",
@@ -149,6 +150,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     }
     inner = {"reads_of", "on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
     inner |= {"call_text", "node_of"}  # of explanations
+    inner |= {"reverse_linear_scan"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)
