@@ -9,6 +9,7 @@ freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_), so that what is 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -78,7 +79,7 @@ def job_of(shape: str) -> Job:
     model = job.model.rebuild(with_fields(job.model.config, max_positions=PROMPT + NEW, **sizes))
     valued = with_value_head(model)
     models = {name: valued if one.unembed is None else model for name, one in job.models.items()}
-    return job._replace(model=model, models=models)
+    return dataclasses.replace(job, model=model, models=models)
 
 
 def measure(shape: str) -> None:

@@ -10,6 +10,7 @@ the first weight to the highest point of the second update; memory that is freed
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -50,7 +51,9 @@ def job_of(adapters: bool) -> Job:
     job = dry_run.plain_job(settings, grpo(kl_coef=0.04), HARDWARE["cpu"].memory)
     model = job.model.rebuild(with_fields(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **SIZES))
     adapted = model if job.lora is None else with_lora(model, job.lora)
-    return job._replace(model=model, models={name: adapted if name == "policy" else model for name in job.models})
+    return dataclasses.replace(
+        job, model=model, models={name: adapted if name == "policy" else model for name in job.models}
+    )
 
 
 def measure(adapters: bool) -> dict[str, float]:

@@ -28,7 +28,7 @@ from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engi
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer import loop
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
 
 DRAFTS = flags.DEFINE_list("drafts", ["0", "4", "8"], "tokens of a draft at most")

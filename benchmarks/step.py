@@ -35,7 +35,7 @@ from funrl.models.decoder.config import decoder_config
 from funrl.models.huggingface import directories as hf
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import Settings, settings_of
 from funrl.trainer.steps.clock import Clock
 

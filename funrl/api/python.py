@@ -57,7 +57,8 @@ from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
 from funrl.trainer.inference import read_stored_model, stored_weights
 from funrl.trainer.jobs.datasets import Given
-from funrl.trainer.jobs.job import Job, prepare
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Provenance, input_digests
 from funrl.trainer.jobs.row_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
@@ -290,11 +291,11 @@ def train(
     job = prepare(chosen, lambda: algorithm, given)
     config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
-        config["prompts" if job.generates else "data"] = RECORDS
+        config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
     objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
     if what := [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
         config["given_in_python"] = ", ".join(what)
-    job = job._replace(provenance=_provenance(job, recipe, config, given))
+    job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         check_can_go_on(expanded(str(chosen.run.run_dir)))
         for line in check_resume(job, expanded(str(chosen.run.run_dir))):

@@ -78,7 +78,7 @@ def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
 
             dry_run(command.settings, command.compose)
             return "", {}, None
-        from funrl.trainer.jobs.job import prepare
+        from funrl.trainer.jobs.prepare import prepare
 
         command = with_mesh(command)
         job = prepare(command.settings, command.compose)

@@ -49,8 +49,8 @@ from funrl.track.records.run_directory import (
 from funrl.track.records.run_lock import owned_run
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.inference import ALL, prepare_inference, run_inference
-from funrl.trainer.jobs.datasets import Given, Task
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.datasets import Given
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError
@@ -98,7 +98,7 @@ class Evaluation:
 class InferenceTask(NamedTuple):
     """Task of the ranks."""
 
-    job: Job
+    job: RLJob
     stored: StoredModel
     seed: int
 
@@ -152,7 +152,6 @@ def evaluate(
         raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
     with _own_names("data"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
-    assert isinstance(job.task, Task)
     call = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
     with contextlib.ExitStack() as owned:
         folder = None
@@ -276,7 +275,7 @@ def _own_names(data: str) -> Any:
         raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
 
-def launched(program: Callable[..., Any], job: Job) -> Any:
+def launched(program: Callable[..., Any], job: RLJob) -> Any:
     """Run a program on all ranks of a job and return what rank 0 returned."""
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
     return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
@@ -289,8 +288,7 @@ class TableObserver:
       write: a row, and the other columns of its prompt -> nothing.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
-        assert isinstance(job.task, Task)
+    def __init__(self, job: RLJob, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
         self.readable = job.task.readable
         self.heldout = job.task.heldout
         self.per_prompt = job.eval_sampling.samples
@@ -329,7 +327,6 @@ def _evaluating(task: InferenceTask, folder: str | None, mesh: Mesh, pool: Pool 
 
 
 def _writing_completions(task: InferenceTask, output: str | None, mesh: Mesh, pool: Pool | None) -> None:
-    assert isinstance(task.job.task, Task)
     with contextlib.ExitStack() as stack:
         lines = _opened(Path(output) if output and mesh.rank == 0 else None, stack)
         alone = len(task.job.task.heldout) * task.job.eval_sampling.samples == 1

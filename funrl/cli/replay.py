@@ -27,7 +27,8 @@ from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.differences import by_phase
-from funrl.trainer.jobs.job import Job, prepare
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.settings import settings_flags, settings_of

@@ -8,6 +8,7 @@ the name of one of these is given that flag's value; one that no flag can say, s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import os
@@ -165,16 +166,16 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
 @functools.lru_cache(maxsize=1)
 def _job(command: Command) -> Any:
     """Checked once: forked ranks inherit the result, spawned ones make it again."""
-    from funrl.trainer.jobs.job import prepare
+    from funrl.trainer.jobs.prepare import prepare
     from funrl.trainer.jobs.provenance import Provenance
 
     origin = Provenance(recipe_name(command.source), command.flags)
-    return prepare(command.settings, command.compose)._replace(provenance=origin)
+    return dataclasses.replace(prepare(command.settings, command.compose), provenance=origin)
 
 
 def _with_inputs(job: Any, inputs: Mapping[str, str]) -> Any:
     """The job with digests of the files that it reads."""
-    return job._replace(provenance=job.provenance._replace(inputs=inputs))
+    return dataclasses.replace(job, provenance=job.provenance._replace(inputs=inputs))
 
 
 def _inputs(command: Command) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ from funrl.rollout.native.backends import PassWork, TorchBackend
 from funrl.rollout.native.engine import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.build import Generator
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import RLJob
 
 
 class EngineWork(NamedTuple):
@@ -37,7 +37,7 @@ class EngineWork(NamedTuple):
       hardware: of each rank.
     """
 
-    job: Job
+    job: RLJob
     generator: Generator
     whole: Generator
     prompt_tokens: int
@@ -81,7 +81,7 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     return [(full, most)] + [(1, rest)] * (rest > 0)
 
 
-def own_prompts(job: Job, generator: Generator) -> int:
+def own_prompts(job: RLJob, generator: Generator) -> int:
     """Prompts that a rank of the engine completes."""
     return -(-job.settings.run.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
 

@@ -10,9 +10,11 @@ greatest length, that every token of a text but the first is trained on, and tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,9 +56,10 @@ from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import Task, Texts, embedded_texts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, texts_kind
+from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import located, lora_of, models_of
+from funrl.trainer.jobs.prepare import texts_kind
 from funrl.trainer.jobs.sampling import new_tokens, samplings
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
@@ -92,42 +95,39 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_algorithm(algorithm, settings)
     models, directories = models_of(algorithm, settings, model, None, read_model)
     generating = check_meshes(settings, models, sizes, memory)
+    stop = model.config.special_tokens.eos
+    fields: dict[str, Any] = {
+        "settings": settings,
+        "sizes": sizes,
+        "generate_sizes": generating,
+        "device": "cpu",
+        "dtype": TORCH_DTYPES[settings.models.dtype],
+        "model": model,
+        "models": models,
+        "directories": directories,
+        "rates": learning_rates(settings, algorithm, model),
+        "tokenizer": None,
+        "algorithm": algorithm,
+        "stop": stop,
+        "pad": 0,
+        "lora": lora_of(settings, model),
+    }
     if kind == "supervised":
-        task = Texts("dry run", (), (), texts_kind(algorithm), None)
-    else:
-        task = Task(
-            name="dry run",
-            prompts=(),
-            heldout=(),
-            rewards=(),
-            weights=(1.0,),
-            demonstrations=None,
-            max_new_tokens=new_tokens(settings),
-        )
-    sampling, _ = samplings(settings, new_tokens(settings), model.config.special_tokens.eos, model.config)
+        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm), None))
+    task = Task(
+        name="dry run",
+        prompts=(),
+        heldout=(),
+        rewards=(),
+        weights=(1.0,),
+        demonstrations=None,
+        max_new_tokens=new_tokens(settings),
+    )
+    sampling, _ = samplings(settings, task.max_new_tokens, stop, model.config)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
-    return Job(
-        settings=settings,
-        sizes=sizes,
-        generate_sizes=generating,
-        device="cpu",
-        dtype=TORCH_DTYPES[settings.models.dtype],
-        model=model,
-        models=models,
-        directories=directories,
-        rates=learning_rates(settings, algorithm, model),
-        tokenizer=None,
-        task=task,
-        algorithm=algorithm,
-        sampling=sampling,
-        eval_sampling=sampling,
-        pad=0,
-        warmstart_steps=0,
-        lora=lora_of(settings, model),
-        judge=judge,
-    )
+    return RLJob(**fields, task=task, sampling=sampling, eval_sampling=sampling, judge=judge)
 
 
 def plain_model(settings: Settings) -> Model:
@@ -192,12 +192,13 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     Raises:
       SettingsError: rows are longer than the model's positions.
     """
-    # none is opened
     width = check_width(job, tokens)
-    judge = job.judge
-    job = job._replace(judge=None)
+    judge = None
+    if isinstance(job, RLJob):
+        judge = job.judge
+        job = dataclasses.replace(job, judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
-    job = job._replace(settings=with_flags(job.settings, split_residual=split))
+    job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -211,7 +212,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
             phases["reshard"] = resharding(job, parts, parts.generator, rests)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
-            if judge is not None and judge.model.pages:
+            if isinstance(job, RLJob) and judge is not None and judge.model.pages:
                 verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
                 axes |= verdicts.axes
                 phases = with_judge_phase(phases, verdicts, rests | {"weights": rests["weights"] + engine})
@@ -252,7 +253,7 @@ def check_width(job: Job, tokens: int) -> int:
     """
     positions = job.model.config.max_positions
     reader = job.main_role in SCORING_ROLES
-    if isinstance(job.task, Texts):
+    if isinstance(job, TextJob):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
         return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads at one token more
@@ -267,7 +268,7 @@ def check_width(job: Job, tokens: int) -> int:
 def _describe(job: Job, tokens: int) -> str:
     """Describe a step in words."""
     count = job.settings.run.batch_prompts
-    if isinstance(job.task, Texts):
+    if isinstance(job, TextJob):
         texts = len(TEXT_FIELDS[job.task.kind])
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
@@ -279,7 +280,7 @@ def _describe(job: Job, tokens: int) -> str:
 def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
     """Describe the parts of a step that are not counted."""
     settings = job.settings
-    out = ["rewards"] * job.generates + [
+    out = ["rewards"] * isinstance(job, RLJob) + [
         "tokenizer",
         "files",
         f"the evaluation every {settings.evaluation.eval_every} steps",
@@ -288,15 +289,15 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
         out.append(
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
-    if job.generates and not job.models[job.main_role].pages:
+    if isinstance(job, RLJob) and not job.models[job.main_role].pages:
         out.append("generation, which is by transformers' own code")
-    if job.generates and settings.engines.probe_sync_every:
+    if isinstance(job, RLJob) and settings.engines.probe_sync_every:
         out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
     if judge is not None and not judge.model.pages:
         out.append("the judge, which is by transformers' own code")
-    if job.generates and job.algorithm.example in SAMPLED_PAIRS:
+    if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
         out.append("that of a prompt's samples only the best and the worst are trained on")
-    if job.generates and learns_from_demonstrations(job.algorithm):
+    if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
         out.append("the rows of demonstrations, one a prompt")
     if settings.devices.offload:
         copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
@@ -322,7 +323,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
     width = int(plan.lengths[0])
-    once = job._replace(settings=with_flags(settings, epochs=1, minibatches=1))
+    once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
     rows_on = functools.partial(full_rows, once, parts, tokens)
     new_tracer = functools.partial(tracer_of, once, parts, hardware)
     scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), learns=False))
@@ -335,7 +336,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), written=written))
     some = learned(min(mini, TRACED * piece))
-    if parts.generator is not None and whole.generator is not None:
+    if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
         resting += engine_bytes(job, whole, whole.generator)[0]
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)

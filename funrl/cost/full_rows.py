@@ -12,9 +12,8 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.datasets import Texts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
@@ -54,7 +53,7 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
       own: rows whose tokens are on this rank; None: all.
     """
     own = rows if own is None else own
-    if isinstance(job.task, Texts):
+    if isinstance(job, TextJob):
         text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
         needed = reads(job.algorithm)
         margin = 0.0 if "margin" in needed.required | needed.optional else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from funrl.models import Model
 from funrl.rollout.native.engine import FREE_SHARE, NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -66,7 +67,9 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
     )
 
 
-def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware) -> JudgeCost:
+def judging(
+    job: RLJob, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware
+) -> JudgeCost:
     """Cost of verdicts on all completions of a step, greedy baselines included; each reads its whole prompt.
 
     Args:
@@ -89,10 +92,10 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
     each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
     settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
 
-    def of_depth(count: int) -> Job:
-        return job._replace(settings=settings, model=judge.model.with_layers(count))
+    def of_depth(count: int) -> RLJob:
+        return dataclasses.replace(job, settings=settings, model=judge.model.with_layers(count))
 
-    def generator_of(shallow: Job):
+    def generator_of(shallow: RLJob):
         assert parts.generator is not None
         engine = native_engine(
             shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
@@ -116,7 +119,7 @@ def judging(job: Job, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: f
     return JudgeCost(costs, weights, axes_of(mesh))
 
 
-def tokens_to_read(job: Job, judge: JudgeJob, prompt_tokens: int) -> int:
+def tokens_to_read(job: RLJob, judge: JudgeJob, prompt_tokens: int) -> int:
     """Tokens that the judge reads for a completion: the policy's prompt and completion, and the template."""
     characters = len(PLACEHOLDER.sub("", judge.template))
     return prompt_tokens + job.sampling.max_new_tokens + math.ceil(characters / CHARACTERS)

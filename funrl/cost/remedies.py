@@ -12,8 +12,8 @@ from funrl.cost.tracing.estimate import Estimate, stage_of
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.jobs.offload import PARTS
 from funrl.trainer.jobs.sharding import is_sharded
+from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, scoring_budget, with_flags
 
 ATTEMPTS = 3  # estimates of other flags where it does not fit

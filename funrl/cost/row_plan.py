@@ -22,7 +22,7 @@ from funrl.mesh.rows import move_traffic
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
@@ -72,7 +72,7 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     group = torch.arange(len(lengths)) // samples
     generating = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
     before = [Holders(generating, source)]
-    for name in SCORING_ROLES if job.generates else ():
+    for name in SCORING_ROLES if isinstance(job, RLJob) else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
     before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
@@ -83,7 +83,7 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
 
 def rows_of_step(job: Job) -> int:
     """Number of rows of a step: completions of all prompts, or texts with KTO's mismatched ones."""
-    samples = job.sampling.samples if job.generates else 1 + ("mismatched" in reads(job.algorithm).required)
+    samples = job.sampling.samples if isinstance(job, RLJob) else 1 + ("mismatched" in reads(job.algorithm).required)
     return job.settings.run.batch_prompts * samples
 
 
@@ -124,7 +124,7 @@ def table_columns(job: Job) -> int:
 
     A text has its length; a completion also its end, its rewards, and whether they failed.
     """
-    if not job.generates:
+    if not isinstance(job, RLJob):
         return 1
     functions = job.settings.rewards.reward.split(",") if job.settings.rewards.reward else []
     return (
@@ -162,7 +162,7 @@ def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
         cost = row_cost(role.placed)
         read = plan.lengths
         owner = scores
-        if name in SCORING_ROLES and job.generates:  # one token more, where it reads them
+        if name in SCORING_ROLES and isinstance(job, RLJob):  # one token more, where it reads them
             readers = [reader for reader in SCORING_ROLES if reader in parts.roles]
             read = plan.lengths + 1
             owner = plan.before[1 + readers.index(name)].owner

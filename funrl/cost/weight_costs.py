@@ -18,7 +18,7 @@ from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.lora import merged_weights
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
-from funrl.trainer.jobs import offload
+from funrl.trainer import offload
 from funrl.trainer.jobs.build import Generator, Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.steps.roles import bases

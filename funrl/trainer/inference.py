@@ -31,8 +31,9 @@ from funrl.trainer.jobs.datasets import (
     prompts_of,
     rewarded_task,
 )
-from funrl.trainer.jobs.job import Job, devices_of, job_of
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import Models, located, models_of
+from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
 from funrl.trainer.jobs.prompts import format_of, with_chat_template
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.jobs.sharding import rank_memory
@@ -48,7 +49,7 @@ from funrl.trainer.steps.state import State
 ALL = 1 << 31  # prompts, where no number says how many
 
 
-def prepare_inference(settings: Settings, stored: StoredModel, given: Given | None = None, most: int = ALL) -> Job:
+def prepare_inference(settings: Settings, stored: StoredModel, given: Given | None = None, most: int = ALL) -> RLJob:
     """Check flags and files of a job that trains nothing and completes the prompts of --eval_data.
 
     Without these, they are the held-out prompts that the settings mean, as those of a run do.
@@ -73,7 +74,8 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     check_code(settings, models, main_role_of(models, algorithm))
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
-    return job_of(settings, algorithm, Models(model, tokenizer, models, directories), sizes, generating, device, task)
+    roles = Models(model, tokenizer, models, directories)
+    return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
 
 
 def _algorithm() -> Algorithm:
@@ -97,7 +99,7 @@ def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
 
 
 def run_inference(
-    job: Job, stored: StoredModel, seed: int, mesh: Mesh, pool: Pool | None, show: Show
+    job: RLJob, stored: StoredModel, seed: int, mesh: Mesh, pool: Pool | None, show: Show
 ) -> dict[str, float]:
     """Complete and reward all prompts of a job, on this rank.
 
@@ -108,7 +110,6 @@ def run_inference(
 
     Returns: the metrics of the evaluation.
     """
-    assert isinstance(job.task, Task)
     parts = build(job, mesh, show.note)._replace(pool=pool)
     placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
@@ -142,7 +143,7 @@ def stored_weights(
     return trees.map_named(lambda name, _: weights[name], model.shapes)
 
 
-def _frozen(job: Job, parts: Parts) -> dict[str, trees.Tree]:
+def _frozen(job: RLJob, parts: Parts) -> dict[str, trees.Tree]:
     """This rank's shards of the weights of the other models, such as a reward model's."""
     weights = {}
     for name, folder in job.directories.items():

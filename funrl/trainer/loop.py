@@ -23,13 +23,14 @@ from funrl.processes.workers import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import SyncError, certify
+from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import role_digests, with_first_digests
-from funrl.trainer.jobs import offload, warmstart
+from funrl.trainer.jobs import warmstart
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.recovery import Recovery
@@ -334,7 +335,7 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
         pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has told of
-        return rows, state, described_rows(trainer, rows) if trainer.job.generates and not pairs else {}
+        return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)

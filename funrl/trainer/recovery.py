@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from funrl.trainer.checkpoints.rescue import RecoverableState
 from funrl.trainer.checkpoints.saver import Evaluations, Saver
-from funrl.trainer.jobs.offload import Mover
+from funrl.trainer.offload import Mover
 from funrl.trainer.steps.state import State
 
 _Run = TypeVar("_Run")

@@ -6,6 +6,7 @@ done = replay(job, "RUN", 7, mesh, observer)     # repeats step 7 and compares i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
     engine = (
         job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
     )  # which generates nothing here
-    light = job._replace(settings=with_flags(job.settings, engine=engine))
+    light = dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
     try:
         trainer, state = begin_run(light, mesh, observer, replay_source(folder))
         layouts = state_layouts(trainer.parts, state)

@@ -1,5 +1,6 @@
 """Small jobs to estimate, and configurations of models that have no weights."""
 
+import dataclasses
 import json
 
 from funrl.algos.recipes import recipe
@@ -41,7 +42,7 @@ def small(algorithm="ppo", arguments=None, sizes=None, **given):
     valued = with_value_head(model)
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
     own |= {n: with_lora(own[n], one.adapters.lora) for n, one in job.models.items() if one.adapters is not None}
-    return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
+    return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
 def write_config(folder, **changes):

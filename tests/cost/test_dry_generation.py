@@ -1,5 +1,7 @@
 """The dry run of generation: how many rows go together, their cache, and how often."""
 
+import dataclasses
+
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, plain, small, write_config
 
@@ -15,7 +17,7 @@ from funrl.trainer.settings.settings import with_flags
 
 def with_cache(job, gigabytes, rows=512):
     settings = with_flags(job.settings, kv_cache_gb=gigabytes, decode_rows=rows)
-    return job._replace(settings=settings)
+    return dataclasses.replace(job, settings=settings)
 
 
 def test_the_cache_has_its_closed_form():
@@ -118,7 +120,7 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
     (tmp_path / "template.txt").write_text("Is {{completion}} right?")  # 10 characters beside it: 3 tokens
     judge = {"prompts": "p.jsonl", "judge": config, "judge_template": str(tmp_path / "template.txt")}
     job = small("grpo", sizes={"layers": 1}, judge_max_new_tokens=8, **judge)
-    found, without = (dry_run.estimate(one, 8, CPU).phases for one in (job, job._replace(judge=None)))
+    found, without = (dry_run.estimate(one, 8, CPU).phases for one in (job, dataclasses.replace(job, judge=None)))
     assert [name for name in found if name not in without] == ["score_judge"] == list(found)[1:2]
     for name, costs in without.items():
         assert found[name].peak["weights"] - costs.peak["weights"] == trees.nbytes(job.judge.model.shapes), name

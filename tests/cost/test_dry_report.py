@@ -1,5 +1,6 @@
 """What a dry run prints, and what it proposes where a run does not fit."""
 
+import dataclasses
 import json
 import math
 import os
@@ -183,7 +184,7 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
 
 def test_what_does_not_fit_is_said_with_the_flag_that_helps():
     job = small("grpo", sizes={"layers": 1})
-    job = job._replace(sizes=job.sizes | {"data": 4})
+    job = dataclasses.replace(job, sizes=job.sizes | {"data": 4})
     found = made_up(job, update_policy={"weights": 60e9, "optimizer": 40e9, "activations": 2e9})
     found.phases["update_policy"].seconds = 10.0
     helped = made_up(job, update_policy={"weights": 20e9})
@@ -203,7 +204,7 @@ def test_what_does_not_fit_is_said_with_the_flag_that_helps():
 
 def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
     job = small("grpo", sizes={"layers": 1})
-    job = job._replace(sizes=job.sizes | {"data": 4})
+    job = dataclasses.replace(job, sizes=job.sizes | {"data": 4})
     found = made_up(job, update_policy={"weights": 40e9, "activations": 60e9})
     tried = []
 

@@ -51,7 +51,7 @@ def test_the_pretended_step_of_every_recipe_holds_what_the_real_one_holds(name, 
     job = small(name, **({"model": config, "teacher": config} if name in TAUGHT else {}))
     flops = 1e-6
     if name == "m2po":  # which tokens it rejects is not known before the run: the pretended step learns from all
-        job, flops = job._replace(algorithm=recipe(name)(second_moment=1e6)), 0.1
+        job, flops = dataclasses.replace(job, algorithm=recipe(name)(second_moment=1e6)), 0.1
     fake, real = (trace(job, 8, 8, real) for real in (False, True))
     assert_alike(fake.phases, real.phases, flops)
     assert fake.resting == real.resting and fake.row_bytes == real.row_bytes
@@ -230,7 +230,7 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
 def test_what_is_offloaded_is_away_where_it_is_not_needed():
     job = small()
     here, away = (
-        dry_run.estimate(job._replace(settings=with_flags(job.settings, offload=parts)), 8, H100).phases
+        dry_run.estimate(dataclasses.replace(job, settings=with_flags(job.settings, offload=parts)), 8, H100).phases
         for parts in (None, "optimizer,reference,params")
     )
     policy, critic = (4 * params(job, name) for name in ("policy", "critic"))
@@ -241,7 +241,7 @@ def test_what_is_offloaded_is_away_where_it_is_not_needed():
         assert without[name] == {"weights": 0, "optimizer": moments}
     for name in ("update_critic", "update_policy", "reshard", "verify"):
         assert without[name] == {"weights": policy, "optimizer": 0}
-    on_cpu = dry_run.estimate(job._replace(settings=with_flags(job.settings, offload="optimizer")), 8, CPU)
+    on_cpu = dry_run.estimate(dataclasses.replace(job, settings=with_flags(job.settings, offload="optimizer")), 8, CPU)
     assert on_cpu.left_out[-1] == "--offload=optimizer: it does nothing on a CPU"
 
 

@@ -17,7 +17,8 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import build, sync
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.micro import row_cost
 
@@ -42,11 +43,11 @@ def real_job(name, tokens, **given):
         "token_budget": 64,
     }  # fmt: skip
     job = prepare(settings_of(**chosen | given), recipe(name))
-    if job.generates:
+    if isinstance(job, RLJob):
         prompts = [p for p in job.task.prompts if len(p.tokens) == tokens]
-        return job._replace(task=job.task._replace(prompts=prompts))
+        return dataclasses.replace(job, task=job.task._replace(prompts=prompts))
     examples = [one for one in job.task.examples if {len(text.tokens) for text in one.texts} == {tokens}]
-    return job._replace(task=job.task._replace(examples=examples))
+    return dataclasses.replace(job, task=job.task._replace(examples=examples))
 
 
 def sends(job, mesh):
@@ -82,7 +83,7 @@ RUNS = [
 @pytest.mark.parametrize(("name", "tokens", "given"), RUNS, ids=[name for name, *_ in RUNS])
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):
     job = real_job(name, tokens, **given)
-    job = job._replace(settings=with_flags(job.settings, queue="fixed"))
+    job = dataclasses.replace(job, settings=with_flags(job.settings, queue="fixed"))
     told = launch(functools.partial(sends, job), job.sizes, "cpu")
     phases = dry_run.estimate(job, tokens, CPU).phases
     for at, phase in enumerate(MOVES):

@@ -1,5 +1,6 @@
 """A very small job, and what the tests of the trainer run of it."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
@@ -82,7 +84,7 @@ def small_job(compose=PPO, sizes=SIZES, reward=digits_reward, **settings):
     job = prepare(settings_of(**SMALL | settings), compose)
     if sizes:
         job = resized(job, sizes)
-    return job if reward is None else job._replace(task=job.task._replace(rewards=(reward,)))
+    return job if reward is None else dataclasses.replace(job, task=job.task._replace(rewards=(reward,)))
 
 
 def resized(job, sizes):
@@ -93,15 +95,15 @@ def resized(job, sizes):
     own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
     adapted = {name: one for name, one in job.models.items() if one.adapters is not None}
     own |= {name: with_lora(own[name], one.adapters.lora) for name, one in adapted.items()}
-    return job._replace(model=model, models=own | {name: job.models[name] for name in job.directories})
+    return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
 def uneven(job):
     """The job with prompts of 1 to 40 tokens, half of them up to 5, or texts several times as long as others."""
-    if job.generates:
+    if isinstance(job, RLJob):
         lengths = [1 + 37 * i % (40 if i % 2 else 5) for i in range(40)]
         prompts = [e._replace(tokens=(e.tokens * 10)[:n]) for e, n in zip(job.task.prompts, lengths, strict=False)]
-        return job._replace(task=job.task._replace(prompts=prompts))
+        return dataclasses.replace(job, task=job.task._replace(prompts=prompts))
 
     def longer(text, times):
         return Text(text.tokens * times, text.trained * times)
@@ -112,7 +114,7 @@ def uneven(job):
         return e._replace(texts=tuple(map(longer, e.texts, times)), labels=labels)
 
     examples = [repeated(e, i) for i, e in enumerate(job.task.examples[:40])]
-    return job._replace(task=job.task._replace(examples=examples))
+    return dataclasses.replace(job, task=job.task._replace(examples=examples))
 
 
 def begin(job, mesh, show=None):

@@ -1,5 +1,6 @@
 """Checkpoints by name: a run that is resumed is the run that never stopped."""
 
+import dataclasses
 import re
 import shutil
 
@@ -106,7 +107,7 @@ def begun(compose=PPO, **settings):
 
 
 def saver_of(run, state, folder, **settings):
-    job = run.job._replace(settings=with_flags(run.job.settings, **settings))
+    job = dataclasses.replace(run.job, settings=with_flags(run.job.settings, **settings))
     return Saver(job, run.parts, run.source, state, str(folder), Quiet())
 
 

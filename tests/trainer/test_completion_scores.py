@@ -21,7 +21,7 @@ from funrl.models import Inputs, decoder_model, place, with_fields, with_value_h
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.load import RewardError
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import SettingsError, settings_of
 from funrl.trainer.sources.completion_scores import completion_scores
 from funrl.trainer.steps.roles import Role

@@ -1,5 +1,7 @@
 """Curricula and difficulty: which prompts a step takes, the same on every mesh and after a resumption."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -133,14 +135,15 @@ def drawn_texts(job, steps=3):
 def test_a_step_takes_the_prompts_that_the_weights_choose(more):
     job = small_job(GRPO, batch_prompts=3, **more)
     longest = max(len(one.text) for one in job.task.prompts)
-    chosen = job._replace(
-        task=job.task._replace(curriculum=lambda prompts: [float(len(one["prompt"]) == longest) for one in prompts])
+    chosen = dataclasses.replace(
+        job,
+        task=job.task._replace(curriculum=lambda prompts: [float(len(one["prompt"]) == longest) for one in prompts]),
     )
     plain, weighted = drawn_texts(job), drawn_texts(chosen)
     assert any(len(text) < longest for texts, _ in plain for text in texts)
     assert all(len(text) == longest for texts, _ in weighted for text in texts)
     assert weighted[0][1]["curriculum/passed_over"] > 0
-    everything = job._replace(task=job.task._replace(curriculum=lambda prompts: np.full(len(prompts), 3.0)))
+    everything = dataclasses.replace(job, task=job.task._replace(curriculum=lambda prompts: np.full(len(prompts), 3.0)))
     assert [texts for texts, _ in drawn_texts(everything)] == [texts for texts, _ in plain]
 
 
@@ -150,7 +153,7 @@ def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
         return float(len(prompt) % 2)
 
     job = small_job(GRPO, reward=solved, batch_prompts=6, difficulty="0.1,0.9,0", **more)
-    job = job._replace(task=job.task._replace(prompts=job.task.prompts[:40]))
+    job = dataclasses.replace(job, task=job.task._replace(prompts=job.task.prompts[:40]))
     started, state = begin(job, single())
     seen = []
     for _ in range(3):
@@ -196,7 +199,7 @@ def test_every_rank_takes_the_prompts_that_the_first_one_chooses():
         return np.random.random(len(prompts))
 
     job = small_job(GRPO, mesh="dp2")
-    job = job._replace(task=job.task._replace(curriculum=random))
+    job = dataclasses.replace(job, task=job.task._replace(curriculum=random))
 
     def program(mesh):
         started, state = begin(job, mesh, Quiet())

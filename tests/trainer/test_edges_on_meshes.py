@@ -43,7 +43,7 @@ class Edge(NamedTuple):
 def stops_at_once(job):
     """Every token stops: completions are empty but for it."""
     stop = tuple(range(job.model.config.vocab))
-    return job._replace(sampling=dataclasses.replace(job.sampling, stop=stop))
+    return dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, stop=stop))
 
 
 def rows(prompts, samples, minibatches=1, **more):

@@ -27,7 +27,7 @@ PAGE = 16  # tokens
 def drawn(**settings):
     """The rows of the first step, and what the engine did."""
     job = small_job(GRPO)
-    run, state = begin(job._replace(settings=with_flags(job.settings, **settings)), single())
+    run, state = begin(dataclasses.replace(job, settings=with_flags(job.settings, **settings)), single())
     rows, _, _ = draw_batch(run, state)
     return rows.batch, run.parts.generator.engine.cost()
 
@@ -47,11 +47,11 @@ def test_flags_bound_the_engine_and_change_no_number():
 def test_drafts_take_fewer_passes_and_change_no_number():
     texts = {"max_new_tokens": 40, "batch_prompts": 1, "samples_per_prompt": 2, "minibatches": 1}
     job = small_job(GRPO, **texts)
-    job = job._replace(sampling=dataclasses.replace(job.sampling, stop=(), top_k=1))  # which ends in a loop
+    job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, stop=(), top_k=1))  # which ends in a loop
     found = []
     for speculate in (0, 5):
         settings = with_flags(job.settings, speculate=speculate)
-        run, state = begin(job._replace(settings=settings), single())
+        run, state = begin(dataclasses.replace(job, settings=settings), single())
         rows, _, _ = draw_batch(run, state)
         found.append((rows.batch, run.parts.generator.engine.cost()))
     (whole, cost), (batch, fewer) = found

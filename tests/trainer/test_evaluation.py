@@ -1,5 +1,6 @@
 """Evaluations with several samples: the same numbers on every mesh, parts of the held-out prompts, the table."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_a_run_shows_some_prompts_spread_over_all_at_every_evaluation(tmp_path):
 
 def test_without_rewards_there_are_lengths_alone():
     job = small_job(reward=None, **SAMPLED)
-    job = job._replace(task=job.task._replace(rewards=(), weights=()))
+    job = dataclasses.replace(job, task=job.task._replace(rewards=(), weights=()))
     run, state = begin(job, single(), show := Quiet())
     assert set(run.source.evaluate(state.roles, 0)) == {"eval/examples", "eval/response_length", "eval/clip_ratio"}
     assert show.table[0].reward is None and json.dumps(show.table[0]._asdict())

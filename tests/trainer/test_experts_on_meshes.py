@@ -1,5 +1,6 @@
 """Whole steps with experts on meshes, in float64, against one process: samples, losses, gradients and parameters."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -48,7 +49,7 @@ MESHES = {
 def steps_on(mesh, sizes, router_bias_rate=0.0, **more):
     how = {"task": "arithmetic_moe", "token_budget": 48, "steps": 2, "minibatches": 2} | more
     job = small_job(functools.partial(GRPO, entropy_coef=0.01), sizes, mesh=mesh, **how)
-    job = job._replace(settings=with_flags(job.settings, router_bias_rate=router_bias_rate))
+    job = dataclasses.replace(job, settings=with_flags(job.settings, router_bias_rate=router_bias_rate))
     return launch(steps_program(job, 2), job.sizes, "cpu")
 
 
@@ -88,7 +89,7 @@ def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_token
         job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, **more)
         lora = Lora(2, 4.0, targets_of("all-linear", job.model))
         models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
-        return launch(steps_program(job._replace(models=models, lora=lora), 2), job.sizes, "cpu")
+        return launch(steps_program(dataclasses.replace(job, models=models, lora=lora), 2), job.sizes, "cpu")
 
     one = steps("dp1")
     learned = {name.rsplit("/", 1)[-1] for name, x in _grads(one, 1) if x.any()}

@@ -1,6 +1,7 @@
 """Rewards that fail: the run stops, counts them as zero, or trains without the completion; and rewards by name."""
 
 import asyncio
+import dataclasses
 import itertools
 import time
 
@@ -119,7 +120,7 @@ def test_several_rewards_are_told_by_their_names():
         return [None if fails(text) else 1 / (1 + len(text)) for text in completions]
 
     job = job_of("stop", reward=digits)
-    job = job._replace(task=job.task._replace(rewards=(digits, short), weights=(1.0, 0.5)))
+    job = dataclasses.replace(job, task=job.task._replace(rewards=(digits, short), weights=(1.0, 0.5)))
     show = Quiet()
     rows, _, told = scored_batch(*begin(job, single(), show))
     scores = rows.batch.scores

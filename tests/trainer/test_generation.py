@@ -124,7 +124,7 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
         return 0.0
 
     drawn = prompt_batch(seen, job.settings.run.batch_prompts, job.settings.run.seed, 0)
-    job = job._replace(task=job.task._replace(rewards=(reward,)))
+    job = dataclasses.replace(job, task=job.task._replace(rewards=(reward,)))
 
     def program(mesh):
         run, state = begin(job, mesh)

@@ -38,8 +38,9 @@ from funrl.models import Inputs, decoder_model, place, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.placed import Teacher
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs import offload
+from funrl.trainer import offload
 from funrl.trainer.jobs.compatibility import check_algorithm
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import kinds_of
 from funrl.trainer.settings.settings import Settings, SettingsError
 from funrl.trainer.steps.roles import reads_scores, role_names
@@ -157,7 +158,7 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
 
 def test_given_texts_are_distilled_too(teacher, texts):
     job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.03)
-    assert not job.generates and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0
+    assert not isinstance(job, RLJob) and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0
     run, state = begin(job, single())
     rows, state, _ = scored_batch(run, state)
     found = gradients(run, state, rows, token_budget=30)["policy"]

@@ -6,6 +6,7 @@ writes them anew, and the difference is looked at:
     python tests/trainer/test_golden.py
 """
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -37,7 +38,7 @@ def golden_run(mesh, name="ppo", **more):
         "lr_schedule": "linear", "lr_warmup_steps": 2, "weight_decay": 0.01, "token_budget": 160, "steps": STEPS,
     }  # fmt: skip
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
-    job = job._replace(task=job.task._replace(rewards=(answer_reward,)))
+    job = dataclasses.replace(job, task=job.task._replace(rewards=(answer_reward,)))
     done = launch(steps_program(job, job.settings.run.steps), job.sizes, "cpu")
     steps = []
     for metrics, batch in zip(done["metrics"], done["batches"], strict=True):

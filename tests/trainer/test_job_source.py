@@ -2,6 +2,7 @@
 
 import collections
 import collections.abc
+import dataclasses
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def reads_of_a_step(mesh):
     """The texts that each rank reads to draw a step, and the lengths of its rows."""
     job = texts(mesh=str(mesh))
     examples = Counted(job.task.examples)
-    run, state = begin(job._replace(task=job.task._replace(examples=examples)), mesh)
+    run, state = begin(dataclasses.replace(job, task=job.task._replace(examples=examples)), mesh)
     examples.reads.clear()
     rows, _, _ = run.source.next_rows(state.source, 1)
     return gather_objects((examples.reads, rows.lengths[rows.own].tolist()), mesh)
@@ -58,7 +59,9 @@ def test_a_text_that_turns_out_too_long_when_it_is_drawn_is_named():
     job = texts()
     positions = job.model.config.max_positions
     long = TextExample((Text([2] * (positions + 1), [False] + [True] * positions),), source="texts.jsonl, line 7")
-    run, state = begin(job._replace(task=job.task._replace(examples=[*job.task.examples[:3], long])), single())
+    run, state = begin(
+        dataclasses.replace(job, task=job.task._replace(examples=[*job.task.examples[:3], long])), single()
+    )
     with pytest.raises(DataError, match=f"texts.jsonl, line 7: the text has {positions + 1} tokens, but the model has"):
         run.source.next_rows(state.source, 1)
 

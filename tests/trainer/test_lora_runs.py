@@ -17,8 +17,8 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.lora import is_trained
 from funrl.rollout.certificate import SyncError, certify
+from funrl.trainer import offload
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
-from funrl.trainer.jobs import offload
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import train_loop
 from funrl.trainer.settings.declaration import SettingsError

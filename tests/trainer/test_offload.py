@@ -6,7 +6,7 @@ from small_runs import begin, small_job
 
 from funrl import trees
 from funrl.mesh.mesh import single
-from funrl.trainer.jobs import offload
+from funrl.trainer import offload
 
 
 def test_on_a_cpu_nothing_moves_and_that_is_noted():

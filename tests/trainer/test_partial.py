@@ -158,7 +158,7 @@ def test_no_more_prompts_are_left_unfinished_than_a_completion_takes_steps():
     """Completions of 12 tokens, three at a time: the first step begins what fills the later ones, and finishes the rest
     beyond the budget; later ones begin as many as they train on."""
     job = small_job(**PARTIAL)
-    job = job._replace(sampling=dataclasses.replace(job.sampling, stop=()))
+    job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, stop=()))
     run, state = begin(job, single())
     told = []
     for _ in range(5):

@@ -36,7 +36,7 @@ from funrl.role_kinds import ROLES
 from funrl.tasks import arithmetic
 from funrl.trainer import loop
 from funrl.trainer.jobs.compatibility import check_algorithm
-from funrl.trainer.jobs.job import prepare
+from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import run_kind
 from funrl.trainer.settings.settings import Settings, SettingsError, settings_of, with_flags
 from funrl.trainer.steps.roles import role_names

@@ -1,5 +1,7 @@
 """Balance of experts by the bias that they are chosen by: a router becomes even without a loss."""
 
+import dataclasses
+
 import pytest
 import torch
 from small_runs import GRPO, begin, one_step, small_job
@@ -21,7 +23,7 @@ from funrl.trainer.steps.router_bias import biases_of, move_biases_
 
 def run_with(rate, **more):
     job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", minibatches=1, lr=1e-9, token_budget=48, **more)
-    return begin(job._replace(settings=with_flags(job.settings, router_bias_rate=rate)), single())
+    return begin(dataclasses.replace(job, settings=with_flags(job.settings, router_bias_rate=rate)), single())
 
 
 def test_an_expert_with_less_than_the_mean_is_chosen_more_easily():

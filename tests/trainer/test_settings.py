@@ -173,7 +173,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     from funrl.models.weight_dtypes import TORCH_DTYPES
     from funrl.rewards.call import LARGEST
     from funrl.role_kinds import ROLES
-    from funrl.trainer.jobs import offload
+    from funrl.trainer import offload
     from funrl.trainer.settings import checks
 
     assert choices("hardware") == tuple(HARDWARE)

@@ -1,5 +1,6 @@
 """Scores and gradients do not depend on micro-batches, padding, or which rank works on which rows."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ PLAIN: dict[str, Any] = {"batch_prompts": 5, "samples_per_prompt": 3, "max_new_t
 def scored(compose, mesh="dp1"):
     """A job, its models, its state and a batch, after one step's rollout. Longer prompts make rows of two widths."""
     job = small_job(compose, mesh=mesh, **PLAIN)
-    job = job._replace(task=job.task._replace(prompts=[*map(longer, job.task.prompts[:40])]))
+    job = dataclasses.replace(job, task=job.task._replace(prompts=[*map(longer, job.task.prompts[:40])]))
     run, state = begin(job, single())
     state = state._replace(roles={n: r._replace(params=trees.map(jiggle, r.params)) for n, r in state.roles.items()})
     rows, state, _ = scored_of(run, state)
@@ -216,7 +217,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
     few = take(rows, np.array([0, 7]))
     expected = gradients(run, state, few, MANY)
     sizes = {**run.job.sizes, "data": 4, "tensor": 2}
-    job = run.job._replace(sizes=sizes, generate_sizes=sizes)
+    job = dataclasses.replace(run.job, sizes=sizes, generate_sizes=sizes)
 
     def program(mesh):
         parts = build(job, mesh, print)

@@ -1,5 +1,6 @@
 """The supervised warm start: what it learns, its cache, and weights from a directory."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -275,7 +276,7 @@ def test_weights_from_a_directory(mesh, tmp_path):
     job = small_job(mesh=mesh)
     one, _ = start(small_job(seed=5))
     hf.save(tmp_path / "model", job.model, one, job.tokenizer)
-    job = job._replace(settings=with_flags(job.settings, model=str(tmp_path / "model")))
+    job = dataclasses.replace(job, settings=with_flags(job.settings, model=str(tmp_path / "model")))
     loaded, _ = start(job)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
 
@@ -288,7 +289,7 @@ def test_weights_that_are_read_as_something_else_are_said(tmp_path):
     save_file(tensors, file)
     raw = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
-    loaded, show = start(job._replace(settings=with_flags(job.settings, model=str(tmp_path / "model"))))
+    loaded, show = start(dataclasses.replace(job, settings=with_flags(job.settings, model=str(tmp_path / "model"))))
     assert [note.startswith("the files have weights in FP8") for note in show.notes] == [True]
     assert torch.equal(loaded["layers"][0]["mlp"]["up"], tensors[name].double() / 2)
 

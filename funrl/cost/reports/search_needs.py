@@ -10,7 +10,8 @@ from funrl.cost.search.split_variants import Candidate, engine_bytes_of_node, en
 from funrl.cost.tracing.hardware import HARDWARE, USABLE
 from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.jobs.offload import PARTS
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, with_flags
 
 MORE = (2, 4, 8)  # times the devices that are tried
@@ -53,7 +54,7 @@ def leanest(ranked: Ranked) -> Candidate | None:
 
 def _engine(ranked: Ranked) -> str:
     space = ranked.space
-    if not space.base.generates or engine_fits_node(space):
+    if not isinstance(space.base, RLJob) or engine_fits_node(space):
         return ""
     routers = space.base.models[space.base.main_role].abilities.routers
     split = "experts too are split over tp alone there; " if routers else ""
@@ -64,7 +65,7 @@ def _engine(ranked: Ranked) -> str:
 
 
 def _devices(settings: Settings, algorithm: Algorithm, result: Search, ranked: Ranked) -> str:
-    if ranked.space.base.generates and not engine_fits_node(ranked.space):
+    if isinstance(ranked.space.base, RLJob) and not engine_fits_node(ranked.space):
         return ""
     room = ranked.space.room
     for world in (result.world * times for times in MORE):
@@ -113,7 +114,7 @@ def _offload(settings: Settings, algorithm: Algorithm, result: Search) -> str:
     least = leanest(ranked)
     if (
         least is None
-        or not ranked.space.base.generates
+        or not isinstance(ranked.space.base, RLJob)
         or not hardware.accelerator
         or settings.devices.offload is not None
     ):

@@ -21,7 +21,7 @@ from funrl.cost.search.closed_split import (
 )
 from funrl.cost.tracing.hardware import Hardware
 from funrl.models import Model
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 
 # Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
@@ -55,7 +55,7 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
     split = split_of(job, width, hardware)
     resting = _resting(job, split)
     seconds = training_seconds(job, split, hardware)
-    if job.generates:
+    if isinstance(job, RLJob):
         seconds += sync_seconds(job, split, hardware) + generation_seconds(job, split, hardware, resting)
     return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
 
@@ -69,7 +69,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
             nbytes += count * split.item * (name == job.main_role)  # one base for all
         else:
             nbytes += count * (job.master.itemsize + MOMENT_BYTES if name in job.algorithm.losses else split.item)
-    return nbytes + split.item * generated(job, split) * (job.generates and copies_weights(job, split))
+    return nbytes + split.item * generated(job, split) * (isinstance(job, RLJob) and copies_weights(job, split))
 
 
 def _learning(job: Job, split: MeshSplit) -> float:

@@ -27,7 +27,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.models import Model
 from funrl.rollout.certificate import DIGEST_PASSES
 from funrl.rollout.native.engine import FREE_SHARE, page_tokens, pass_tokens
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 
 # By the dry runs of Qwen2.5 0.5B and 7B, Llama 70B, Qwen3 30B and Mixtral 8x7B, kernel by kernel.
@@ -93,7 +93,7 @@ def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> 
     learns = name in job.algorithm.losses
     scored = (
         int(not learns or settings.updates.epochs * settings.updates.minibatches > 1)
-        if job.generates
+        if isinstance(job, RLJob)
         else int(not learns)
     )
     updates = settings.updates.epochs * learns
@@ -153,7 +153,7 @@ def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored
     """Seconds of logits, in float32, of the tokens that are scored and learned from."""
     if not model.generates:
         return 0.0
-    share = job.sampling.max_new_tokens / split.width if job.generates else 1.0
+    share = job.sampling.max_new_tokens / split.width if isinstance(job, RLJob) else 1.0
     logits = share * split.tokens * model.config.vocab / split.tensor
     product = 2 * model.config.embed / _rate(hardware, max(split.item, 4))
     back = 4 * model.config.embed / _rate(hardware, split.item)
@@ -246,7 +246,7 @@ def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     return seconds
 
 
-def generation_seconds(job: Job, split: MeshSplit, hardware: Hardware, resting: float) -> float:
+def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting: float) -> float:
     """Seconds of prefill and decoding, with as many rows together as fit.
 
     Args:

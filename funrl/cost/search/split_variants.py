@@ -8,6 +8,7 @@ much more, so it is done once for each split, with few layers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.models import Model
 from funrl.trainer.jobs.compatibility import check_meshes
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.checks import check_together
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -92,7 +93,7 @@ def rough_key(candidate: Candidate, room: float) -> tuple[bool, bool, float]:
 
 def tensor_nodes(job: Job) -> int:
     """Nodes that the widest tensor parallel group of a job spans."""
-    widest = max(job.sizes["tensor"], job.generate_sizes["tensor"] if job.generates else 1)
+    widest = max(job.sizes["tensor"], job.generate_sizes["tensor"] if isinstance(job, RLJob) else 1)
     return math.ceil(widest / RANKS_PER_NODE)
 
 
@@ -102,7 +103,7 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
     They are tensor parallel inside a node, and over nodes only if a node has no room for the weights.
     """
     base = space.base
-    if not base.generates or settings.devices.generate_mesh is not None or settings.engines.engine != "native":
+    if not isinstance(base, RLJob) or settings.devices.generate_mesh is not None or settings.engines.engine != "native":
         return []
     engines = {base.main_role: space.shallow[base.main_role]}
     widest = RANKS_PER_NODE if engine_fits_node(space) else RANKS_PER_NODE * MOST_NODES
@@ -141,15 +142,17 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
     base = space.base
     sizes = split.devices.train.chosen
     memory = space.hardware.memory
-    default = generate_sizes(split, sizes, base.models[base.main_role], memory) if base.generates else sizes
-    laid_out = with_flags(split, generate_mesh=meshes.text(default)) if base.generates else split
+    default = generate_sizes(split, sizes, base.models[base.main_role], memory) if isinstance(base, RLJob) else sizes
+    laid_out = with_flags(split, generate_mesh=meshes.text(default)) if isinstance(base, RLJob) else split
     check_meshes(laid_out, space.shallow, sizes, memory)
-    candidates = list(_with_savings(space, base._replace(settings=split, sizes=sizes, generate_sizes=default)))
+    candidates = list(
+        _with_savings(space, dataclasses.replace(base, settings=split, sizes=sizes, generate_sizes=default))
+    )
     for text in engines:
         generating = meshes.parse(text)
         if generating != default:
             settings = with_flags(split, generate_mesh=text)
-            job = base._replace(settings=settings, sizes=sizes, generate_sizes=generating)
+            job = dataclasses.replace(base, settings=settings, sizes=sizes, generate_sizes=generating)
             candidates += _with_savings(space, job)
     return sorted(candidates, key=lambda candidate: rough_key(candidate, space.room))
 
@@ -159,7 +162,7 @@ def _with_savings(space: SearchSpace, job: Job) -> Iterator[Candidate]:
     nodes = tensor_nodes(job)
     seen = set()
     for settings in _savings(job.settings, space.width):
-        rough = closed_form(job._replace(settings=settings), space.width, space.hardware)
+        rough = closed_form(dataclasses.replace(job, settings=settings), space.width, space.hardware)
         if rough not in seen:  # a budget below a row's tokens changes nothing
             yield Candidate(settings, rough, nodes)
         seen.add(rough)

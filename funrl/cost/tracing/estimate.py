@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -215,7 +216,9 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     models = {id(job.model): shallow(job.model, None)}  # roles with equal models go on having one
     for name, model in job.models.items():
         models[id(model)] = models.get(id(model)) or shallow(model, job.directories.get(name))
-    return job._replace(model=models[id(job.model)], models={name: models[id(x)] for name, x in job.models.items()})
+    return dataclasses.replace(
+        job, model=models[id(job.model)], models={name: models[id(x)] for name, x in job.models.items()}
+    )
 
 
 def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:

@@ -6,6 +6,7 @@ own part, and one small collective adds the parts.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
@@ -21,8 +22,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import digest, first_copy
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.datasets import Task
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.jobs.provenance import WEIGHTS
 from funrl.trainer.settings.declaration import HELD_OUT_SET
 from funrl.trainer.settings.scorers import SCORERS
@@ -91,7 +91,7 @@ def with_first_digests(
     else:
         weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
     inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs)}
-    return job._replace(provenance=job.provenance._replace(inputs=inputs))
+    return dataclasses.replace(job, provenance=job.provenance._replace(inputs=inputs))
 
 
 def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:
@@ -103,12 +103,12 @@ def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:
       job: of the run.
       inputs: digests of the run's files.
     """
-    task = job.task
     settings = job.settings
-    if not isinstance(task, Task):
-        return records_digest([[list(map(int, text.tokens)) for text in example.texts] for example in task.heldout])
+    if isinstance(job, TextJob):
+        texts = job.task.heldout
+        return records_digest([[list(map(int, text.tokens)) for text in example.texts] for example in texts])
     flags = [flag_value(settings, name) for name in ("reward", *SCORERS, "reward_weights")]
     rewards = [None if text is None else re.sub(r"[^,]*/", "", text) for text in flags]  # wherever their files are
     files = [digest for name, digest in inputs.items() if name.split("/")[0] in ("reward", *SCORERS)]
-    examples = [[list(map(int, prompt.tokens)), prompt.text, prompt.fields] for prompt in task.heldout]
+    examples = [[list(map(int, prompt.tokens)), prompt.text, prompt.fields] for prompt in job.task.heldout]
     return records_digest([[repr(job.eval_sampling), rewards, files], *examples])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.core import Loss, reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -32,7 +32,7 @@ from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.settings import Settings
@@ -83,7 +83,8 @@ class Parts(NamedTuple):
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
-    settings, compiled = job.settings, {}
+    settings = job.settings
+    compiled: dict[Layer, Layer] = {}
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -104,39 +105,56 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     roles = {name: _base_role(begin, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = policy_generator(job, begin, compiled[job.model.layer], note) if job.generates else None
+    generator = None
     judge = None
-    if job.judge is not None and generator is not None:
-        layer = layer_of(job.judge.model)
-        judge = open_judge(job.judge, (mesh, generator.mesh), job.dtype, settings.engines.decode_rows, layer, note)
+    if isinstance(job, RLJob):
+        generator = policy_generator(job, begin, compiled[job.model.layer], note)
+        if job.judge is not None:
+            meshes = (mesh, generator.mesh)
+            layer = layer_of(job.judge.model)
+            judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
     return Parts(mesh, begin, job.main_role, ordered, generator, judge=judge)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
-    settings, loss, placed = job.settings, job.algorithm.losses.get(name), places[name]
-    kind, writes = job.kind_of_role(name), writes_of(name, job.algorithm)
+    """A role without its weights."""
+    settings = job.settings
+    placed = places[name]
+    kind = job.kind_of_role(name)
+    samples = isinstance(job, RLJob)
+    writes = writes_of(name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
-    topk = min(settings.models.teacher_top_k, placed.model.config.vocab)
-    common: dict[str, Any] = {"temperature": settings.sampling.temperature if job.generates else 1.0, "topk": topk}
-    common["base"] = job.base_of(name)
+    role = Role(
+        placed,
+        writes,
+        temperature=settings.sampling.temperature if samples else 1.0,
+        topk=min(settings.models.teacher_top_k, placed.model.config.vocab),
+        base=job.base_of(name),
+    )
+    loss = job.algorithm.losses.get(name)
     if loss is None:
-        return Role(placed, writes, **common)
-    companion, divergence = None, job.algorithm.divergence
-    if divergence is not None and "divergence" in loss.reads.required | loss.reads.optional:
-        companion = Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
+        return role
     first_step = settings.optimization.critic_warmup_steps + 1 if kind.generates else 1
-    updates = (settings.run.steps - first_step + 1) * job.settings.updates.epochs * job.settings.updates.minibatches
-    return Role(
-        placed, writes, loss, make_optimizer(settings, job.rates[name], updates, placed),
+    updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
+    return role._replace(
+        loss=loss,
+        optimizer=make_optimizer(settings, job.rates[name], updates, placed),
         mask=kind.mask,
         first_step=first_step,
-        metric=kind.loss_metric(name) if job.generates else "train/loss",
-        watch_entropy=kind.generates and job.generates,
-        companion=companion,
+        metric=kind.loss_metric(name) if samples else "train/loss",
+        watch_entropy=kind.generates and samples,
+        companion=_companion(job, loss, places),
         router=router_losses(settings, placed),
-        **common,
-    )  # fmt: skip
+    )
+
+
+def _companion(job: Job, loss: Loss, places: Mapping[str, Placed]) -> Companion | None:
+    """The frozen role that a loss compares whole distributions with; None: it compares none."""
+    divergence = job.algorithm.divergence
+    if divergence is None or "divergence" not in loss.reads.required | loss.reads.optional:
+        return None
+    return Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
 
 
 def _base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
@@ -203,18 +221,17 @@ def needs_old_scores(job: Job) -> bool:
     policy's loss reads them.
     """
     algorithm = job.algorithm
-    if not job.generates and algorithm.advantage is None:
+    if isinstance(job, TextJob) and algorithm.advantage is None:
         return False
-    kinds, main_role = algorithm.role_kinds, job.main_role
+    kinds = algorithm.role_kinds
+    main_role = job.main_role
     others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
     before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
-    single = (
-        job.settings.updates.epochs * job.settings.updates.minibatches == 1
-        and job.settings.optimization.critic_warmup_steps == 0
-    )
-    asked = set(writes_of(main_role, algorithm)) - {"old_logp"}
+    updates = job.settings.updates
+    single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
+    further = set(writes_of(main_role, algorithm)) - {"old_logp"}
     beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
-    return bool("old_logp" in before or asked) or not single or beside
+    return bool("old_logp" in before or further) or not single or beside
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
@@ -226,7 +243,8 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
-        placed, dtype = role.placed, job.dtype if role.loss is None else job.master
+        placed = role.placed
+        dtype = job.dtype if role.loss is None else job.master
         if name in job.directories:
             weights[name] = _read_weights(job, name, placed, dtype)
         elif name in shared:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence, reads
+from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import Mesh
@@ -17,7 +19,7 @@ from funrl.rollout.hf_engine import no_engine
 from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
-from funrl.trainer.jobs.datasets import Task
+from funrl.trainer.jobs.datasets import Task, Texts
 from funrl.trainer.jobs.sharding import check_experts, check_forms, check_layouts, check_roles, generate_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
@@ -278,3 +280,38 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
             f"may have {tokens} tokens, "
             f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller --max_new_tokens"
         )
+
+
+def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory: str | None) -> None:
+    """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
+
+    Args:
+      directory: of the model; None: it is the one that the run begins with.
+
+    Raises:
+      SettingsError: one is beyond it, and the way out.
+    """
+    config = model.config
+    ends = [("eos_token_id of config.json", token) for token in config.special_tokens.eos]
+    ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
+    for name, token in ends:
+        if token is not None and token >= config.vocab:
+            raise SettingsError(f"the {name} is {token}{_beyond(model, directory)}")
+    if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
+        return
+    examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
+    for example in examples:
+        texts = [example] if isinstance(example, Example) else example.texts
+        for token in (token for text in texts for token in text.tokens if token >= config.vocab):
+            name = tokenizer.convert_ids_to_tokens(token)
+            raise SettingsError(f"the tokenizer makes token {token} ({name!r}) of a text{_beyond(model, directory)}")
+
+
+def _beyond(model: Model, directory: str | None) -> str:
+    own = model.abilities.code or directory is not None
+    rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
+    which = "the model" if directory is None else directory
+    return (
+        f", but {which} has token ids below {model.config.vocab} (vocab_size of config.json); use a token that it "
+        f"has, or add rows {rows}"
+    )

@@ -415,38 +415,3 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     heldout, heldout_remark = fit_examples(task.heldout, most, settings.examples.long_prompts, reason, tokenizer)
     remarks = [f"prompts: {remark}"] * bool(remark) + [f"held-out prompts: {heldout_remark}"] * bool(heldout_remark)
     return task._replace(prompts=train, heldout=heldout, remarks=(*task.remarks, *idle, *remarks))
-
-
-def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory: str | None = None) -> None:
-    """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
-
-    Args:
-      directory: of the model, where it is not the one that the run begins with.
-
-    Raises:
-      SettingsError: one is beyond it, and the way out.
-    """
-    config = model.config
-    ends = [("eos_token_id of config.json", token) for token in config.special_tokens.eos]
-    ends += [(f"{name} of the tokenizer", getattr(tokenizer, name)) for name in ("eos_token_id", "pad_token_id")]
-    for name, token in ends:
-        if token is not None and token >= config.vocab:
-            raise SettingsError(f"the {name} is {token}{_beyond(model, directory)}")
-    if max(tokenizer.get_vocab().values(), default=0) < config.vocab:
-        return
-    examples = (*task.prompts, *task.heldout) if isinstance(task, Task) else (*task.examples, *task.heldout)
-    for example in examples:
-        texts = [example] if isinstance(example, Example) else example.texts
-        for token in (token for text in texts for token in text.tokens if token >= config.vocab):
-            name = tokenizer.convert_ids_to_tokens(token)
-            raise SettingsError(f"the tokenizer makes token {token} ({name!r}) of a text{_beyond(model, directory)}")
-
-
-def _beyond(model: Model, directory: str | None) -> str:
-    own = model.abilities.code or directory is not None
-    rows = "with transformers' resize_token_embeddings and save the model" if own else "with --resize_vocab"
-    which = "the model" if directory is None else directory
-    return (
-        f", but {which} has token ids below {model.config.vocab} (vocab_size of config.json); use a token that it "
-        f"has, or add rows {rows}"
-    )

@@ -30,7 +30,7 @@ class Models(NamedTuple):
 
     Attributes:
       first, tokenizer: that the run begins with.
-      models, directories: as in `Job`.
+      models, directories: as in `BaseJob`.
     """
 
     first: Model

@@ -27,9 +27,10 @@ from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.datasets import Texts, has_workers
+from funrl.trainer.jobs.datasets import has_workers
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, Task, inherited
+from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.settings.checks import difficulty_of
@@ -63,14 +64,17 @@ def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool 
     Enter it before the rank has process groups, threads or a device; see `open_pool`. Only the first tensor rank of a
     replica asks for rewards, so only it has workers.
     """
-    settings, task = job.settings, job.task
+    if not isinstance(job, RLJob):
+        return contextlib.nullcontext()
+    settings = job.settings
+    rewards = job.task.rewards
     asks = Mesh(job.generate_sizes, rank).index("tensor") == 0
-    if not isinstance(task, Task) or not asks or not has_workers(settings, task.rewards):
+    if not asks or not has_workers(settings, rewards):
         return contextlib.nullcontext()
     workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
     timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
     most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
-    return open_pool(task.rewards, workers, timeout_s, most)
+    return open_pool(rewards, workers, timeout_s, most)
 
 
 def remarks_on_workers(job: Job) -> list[str]:
@@ -92,9 +96,15 @@ def share_of_cores(job: Job) -> int:
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of the rows that a job trains on."""
-    if not isinstance(job.task, Task):
-        return source_of_texts(job, parts, frozen, clock, show)
-    settings, task = job.settings, job.task
+    if isinstance(job, RLJob):
+        return source_of_prompts(job, parts, frozen, clock, show)
+    return source_of_texts(job, parts, frozen, clock, show)
+
+
+def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of a job that learns from completions."""
+    settings = job.settings
+    task = job.task
     remarks = (
         *remarks_on_batch(settings.run.batch_prompts, len(task.prompts), "prompts"),
         *remarks_on_groups(job.sampling.samples, job.algorithm),
@@ -116,10 +126,10 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
 
 
-def source_of_texts(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of a job that learns from given texts."""
-    settings, task = job.settings, job.task
-    assert isinstance(task, Texts)
+    settings = job.settings
+    task = job.task
     repeated = remarks_on_batch(settings.run.batch_prompts, len(task.examples), "texts")
     for remark in (*task.remarks, *repeated, *remarks_on_few_heldout(len(task.heldout), "texts")):
         show.note(remark)
@@ -166,7 +176,7 @@ def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:
     return [remark] if samples == 1 and (algorithm.example == "pair" or not learns_alone(algorithm)) else []
 
 
-def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
+def remarks_on_sampling(job: RLJob, prefix: str) -> list[str]:
     """Remarks on what evaluation takes from the model's generation_config.json.
 
     Args:
@@ -178,10 +188,10 @@ def remarks_on_sampling(job: Job, prefix: str) -> list[str]:
     return [remark] if taken else []
 
 
-def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
+def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
     """Everything that the source of a job's prompts needs."""
-    settings, task = job.settings, job.task
-    assert isinstance(task, Task)
+    settings = job.settings
+    task = job.task
     weights = task.weights[: len(task.rewards)]
     difficulty = None if settings.examples.difficulty is None else difficulty_of(settings.examples.difficulty)
     weighted = weighing(task.prompts, task.curriculum, difficulty, weights, parts.mesh)
@@ -203,9 +213,9 @@ def generation_of(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cloc
     )
 
 
-def rewarded_engine(job: Job, parts: Parts, show: Show) -> RewardedEngine:
+def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
     """The engine of a job with the rewards of its task."""
-    assert parts.generator is not None and isinstance(job.task, Task)
+    assert parts.generator is not None
     engine, mesh, _ = parts.generator
     rewards = job.task.rewards
     return RewardedEngine(
@@ -220,9 +230,8 @@ def rewarded_engine(job: Job, parts: Parts, show: Show) -> RewardedEngine:
     )
 
 
-def demonstrations_of(job: Job) -> DemonstrationReader:
+def demonstrations_of(job: RLJob) -> DemonstrationReader:
     """The reader of the demonstrations of a job's prompts."""
-    assert isinstance(job.task, Task)
     paired = job.algorithm.example == "demonstrated"
     most = job.model.config.max_positions
     return DemonstrationReader(job.task.demonstration_field, job.tokenizer, most, job.pad, paired)
@@ -237,13 +246,12 @@ def filter_of(job: Job) -> Filter | None:
 
 
 def rescoring(
-    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+    job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Callable[[Rows, Sequence[Example], str], Rows] | None:
     """A function that adds to rows what models say of them; None where the run has no such model."""
     names = scorers_of(job.settings)
     if not names:
         return None
-    assert isinstance(job.task, Task)
     weights = job.task.weights[len(job.task.rewards) :]
     scorers = [
         verdict_scorer(job, parts, weight, show)
@@ -261,7 +269,7 @@ def rescoring(
     return rescore
 
 
-def verdict_scorer(job: Job, parts: Parts, weight: float, show: Show) -> Scorer:
+def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Scorer:
     """Scores by the verdicts of a judge, the first of which is shown."""
     assert parts.judge is not None
     shown: list[str] = []
@@ -275,9 +283,8 @@ def verdict_scorer(job: Job, parts: Parts, weight: float, show: Show) -> Scorer:
     return functools.partial(with_verdicts, judge=parts.judge, weight=weight, decode=decode, note=note)
 
 
-def model_scorer(job: Job, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:
+def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:
     """Scores by a reward model, of the whole completion or of its steps."""
-    assert isinstance(job.task, Task)
     settings = job.settings
     config = role.placed.model.config
     tokenizer = load_tokenizer(job.directories[name])
@@ -319,7 +326,7 @@ def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
     return solved
 
 
-def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
+def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     """Given texts as rows, one an example; each rank reads its own part, and no other.
 
     Where the algorithm reads `mismatched`, as many rows follow, each with the prompt of an example and the completion
@@ -328,7 +335,6 @@ def text_rows(job: Job, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     Raises:
       DataError: a text has more tokens than it may, or cannot be read.
     """
-    assert isinstance(job.task, Texts)
     most = job.task.most or job.model.config.max_positions
     count = len(examples)
     further = count if "mismatched" in reads(job.algorithm).required else 0

@@ -7,7 +7,7 @@ from typing import Any
 from funrl.models import ModelConfig
 from funrl.models.huggingface.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.datasets import Task, Texts
+from funrl.trainer.jobs.datasets import Task
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_value
@@ -16,9 +16,9 @@ EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "re
 IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 
 
-def new_tokens(settings: Settings, task: Task | Texts | None = None) -> int:
+def new_tokens(settings: Settings, task: Task | None = None) -> int:
     """Tokens that a completion may have."""
-    default = task.max_new_tokens if isinstance(task, Task) else resolved(settings).sampling.max_new_tokens
+    default = resolved(settings).sampling.max_new_tokens if task is None else task.max_new_tokens
     return settings.sampling.max_new_tokens or default or 1
 
 

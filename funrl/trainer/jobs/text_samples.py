@@ -31,8 +31,7 @@ from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.build import Parts, policy_generator, sync
-from funrl.trainer.jobs.datasets import Texts
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout, text_after
 from funrl.trainer.sources.observing import Show
@@ -69,7 +68,7 @@ class TextSampler(NamedTuple):
       decode: token ids -> text.
     """
 
-    job: Job
+    job: TextJob
     parts: Parts
     frozen: Mapping[str, trees.Tree]
     prompts: Sequence[Example]
@@ -77,19 +76,19 @@ class TextSampler(NamedTuple):
     decode: Callable[[list[int]], str]
 
 
-def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> ShowSamples:
+def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> ShowSamples:
     """Make a function that shows how the policy continues held-out prompts.
 
     It does so at the first and the last evaluation, and at evaluations of steps that --sample_every divides. It does
     nothing where no policy learns.
     """
-    settings, task = job.settings, job.task
-    assert isinstance(task, Texts)
+    settings = job.settings
+    task = job.task
     count = TOKENS if task.readable is None else TASKS[settings.examples.task].max_new_tokens
     prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
     if not job.kind_of_role(job.main_role).generates or not prompts:
         return lambda states, step: None
-    sampling = Sampling(greedy=True, max_new_tokens=count, stop=job.sampling.stop)
+    sampling = Sampling(greedy=True, max_new_tokens=count, stop=job.stop)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     sampler = TextSampler(job, parts, frozen, prompts, sampling, decode)
     by_engine = job.model.pages and engine_fits(job, view(parts.mesh, job.generate_sizes))
@@ -104,7 +103,7 @@ def text_samples(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], show:
     return sample
 
 
-def engine_fits(job: Job, mesh: Mesh) -> bool:
+def engine_fits(job: TextJob, mesh: Mesh) -> bool:
     """True if a rank can hold its weights a second time, in the layout to generate in.
 
     Args:

@@ -1,0 +1,256 @@
+"""Preparation of a run: every flag and file is checked, and the small files are read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from funrl.algos.core import Algorithm, reads
+from funrl.mesh.launch import check_devices, device_type
+from funrl.mesh.mesh import Mesh
+from funrl.models import Model
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.tasks.embedded import TASKS
+from funrl.trainer.jobs.compatibility import (
+    check_algorithm,
+    check_budget,
+    check_cache,
+    check_code,
+    check_engine,
+    check_meshes,
+    check_readers,
+    check_token_ids,
+)
+from funrl.trainer.jobs.datasets import Given, Task, Texts, fields_of_texts, fit_prompts, task_of_prompts, texts_of
+from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
+from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.learning_rates import learning_rates
+from funrl.trainer.jobs.models import Models, first_model, located, lora_of, models_of, reads_policys
+from funrl.trainer.jobs.prompts import with_chat_template
+from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
+from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
+from funrl.trainer.settings.checks import check_settings
+from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
+from funrl.trainer.settings.scorers import model_path
+from funrl.trainer.settings.settings import Settings, flag_value, for_kind
+from funrl.trainer.sources.judging import JudgeJob, judge_job
+from funrl.trainer.steps.roles import main_role_of, reads_scores
+
+
+class Devices(NamedTuple):
+    """Devices of a job.
+
+    Attributes:
+      sizes, generating: of the meshes to train and to generate on.
+      device: "cpu" or "cuda".
+    """
+
+    sizes: dict[str, int]
+    generating: dict[str, int]
+    device: str
+
+    @property
+    def memory(self) -> float:
+        """Bytes that one rank may use."""
+        return rank_memory(self.device, Mesh(self.sizes).world)
+
+
+def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
+    """Check every flag and file and read the small ones.
+
+    Args:
+      settings: the flags.
+      compose: makes the algorithm.
+      given: what is given in Python instead of by flags.
+
+    Raises:
+      ValueError: the first thing that cannot work, named, with its value and the way out.
+    """
+    if settings.devices.remat != "none":
+        importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
+    algorithm = compose()
+    kind = run_kind(algorithm, settings.examples.data)
+    settings = for_kind(settings, kind)
+    check_settings(settings)
+    settings = located(settings)
+    sizes, device = devices_of(settings)
+    given = given or Given()
+    model, tokenizer = first_model(settings, given)
+    tokenizer = with_chat_template(tokenizer, settings)
+    check_algorithm(algorithm, settings)
+    models, directories = models_of(algorithm, settings, model, tokenizer)
+    main_role = main_role_of(models, algorithm)
+    with blaming(f"model={settings.models.model}"):
+        hf.check_savable(models[main_role])
+    check_code(settings, models, main_role if kind == "rl" else None)
+    generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
+    roles = Models(model, tokenizer, models, directories)
+    devices = Devices(sizes, generating, device)
+    if kind == "rl":
+        task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
+        if learns_from_demonstrations(algorithm):
+            check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
+        steps = warmstart_steps(settings, task, given)
+        return rl_job(settings, algorithm, roles, devices=devices, task=task, warmstart_steps=steps)
+    texts = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
+    steps = warmstart_steps(settings, texts, given)
+    return text_job(settings, algorithm, roles, devices=devices, texts=texts, warmstart_steps=steps)
+
+
+def rl_job(
+    settings: Settings, algorithm: Algorithm, roles: Models, *, devices: Devices, task: Task, warmstart_steps: int = 0
+) -> RLJob:
+    """A job to learn from completions, after checking that the prompts fit the models and the engine.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    fields = _common_fields(settings, algorithm, roles, devices=devices, task=task)
+    model = roles.first
+    sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
+    check_budget(settings, sampling.max_new_tokens)
+    reading = readers_of(algorithm, roles, task)
+    task = fit_prompts(task, settings, sampling.max_new_tokens, reading, roles.tokenizer)
+    check_readers(roles.directories, task, algorithm, settings)
+    mesh = Mesh(devices.generating, device=torch.device(devices.device))
+    if settings.engines.engine == "native":
+        check_cache(settings, task, sampling.max_new_tokens, model, mesh, rank_memory(devices.device, mesh.world))
+    else:
+        check_engine(settings, model, mesh, sampling, eval_sampling)
+    return RLJob(
+        **fields,
+        task=task,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+        judge=judge_of(settings, task, devices),
+        warmstart_steps=warmstart_steps,
+    )
+
+
+def text_job(
+    settings: Settings, algorithm: Algorithm, roles: Models, *, devices: Devices, texts: Texts, warmstart_steps: int = 0
+) -> TextJob:
+    """A job to learn from given texts, after checking that they fit the models.
+
+    Raises:
+      SettingsError: they do not.
+    """
+    fields = _common_fields(settings, algorithm, roles, devices=devices, task=texts)
+    return TextJob(**fields, task=texts, warmstart_steps=warmstart_steps)
+
+
+def _common_fields(
+    settings: Settings, algorithm: Algorithm, roles: Models, *, devices: Devices, task: Task | Texts
+) -> dict[str, Any]:
+    """Fields of `BaseJob` but for the task and the warm start, after a check of the token ids."""
+    model, tokenizer, models, directories = roles
+    reading = readers_of(algorithm, roles, task)
+    smallest = min(reading, key=lambda name: reading[name].config.vocab)
+    check_token_ids(task, tokenizer, models[smallest], directories.get(smallest))
+    stop = tuple(sorted({*model.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = stop[0] if stop else 0
+    lora = lora_of(settings, model)
+    return {
+        "settings": settings,
+        "sizes": devices.sizes,
+        "generate_sizes": devices.generating,
+        "device": devices.device,
+        "dtype": TORCH_DTYPES[settings.models.dtype],
+        "model": model,
+        "models": models,
+        "directories": directories,
+        "rates": learning_rates(settings, algorithm, model, lora is not None),
+        "tokenizer": tokenizer,
+        "algorithm": algorithm,
+        "stop": stop,
+        "pad": pad,
+        "lora": lora,
+    }
+
+
+def readers_of(algorithm: Algorithm, roles: Models, task: Task | Texts) -> dict[str, Model]:
+    """Models of the roles that read the policy's tokens, by role."""
+    _, tokenizer, models, directories = roles
+    kinds = algorithm.role_kinds
+    return {
+        name: model
+        for name, model in models.items()
+        if reads_policys(kinds[name], task, tokenizer, directories.get(name))
+    }
+
+
+def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
+    """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
+    sizes = settings.devices.train.chosen
+    device = settings.devices.device or device_type()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    check_devices(sizes, device)
+    return sizes, device
+
+
+def judge_of(settings: Settings, task: Task, devices: Devices) -> JudgeJob | None:
+    """The judge of a flag, if one is given. Raises: SettingsError."""
+    directory = model_path(settings, "judge")
+    if directory is None:
+        return None
+    with blaming("judge"):
+        return judge_job(
+            directory,
+            settings.models.model_code,
+            settings.judging,
+            lambda model: generate_sizes(settings, devices.sizes, model, devices.memory),
+            (*task.prompts, *task.heldout),
+        )
+
+
+def texts_of_algorithm(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given) -> Texts:
+    """Texts of the kind that an algorithm learns from, after a check of their fields against what it reads.
+
+    Raises:
+      SettingsError: they lack a field, or a batch is too small.
+    """
+    reads_whole = any(algorithm.role_kinds[name].reads == "completion" for name in algorithm.losses)
+    if reads_whole and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # transformers needs one to read rewards of a batch
+    texts = texts_of(settings, texts_kind(algorithm), tokenizer, model.config, given)
+    check_algorithm(algorithm, settings, fields_of_texts(texts))
+    if "mismatched" in reads(algorithm).required and settings.run.batch_prompts < 2:
+        raise SettingsError("--batch_prompts=1: KTO compares with completions of other prompts; give 2 or more")
+    return texts
+
+
+def texts_kind(algorithm: Algorithm) -> str:
+    """Kind of texts for an algorithm that learns from given ones, as in `funrl.data.supervised`."""
+    kinds = {"pair": "preferences", "triple": "triples", "labelled": "ratings", "steps": "steps"}
+    return kinds.get(algorithm.example, "demonstrations")
+
+
+def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
+    """Supervised steps before the first step; by default none but for the embedded task from scratch."""
+    examples = settings.examples
+    scratch = all(x is None for x in (settings.models.model, examples.data, examples.prompts, given.records))
+    steps = settings.run.warmstart_steps
+    if steps is None:
+        steps = TASKS[examples.task].warmstart_steps if scratch else 0
+    if steps and task.demonstrations is None:
+        raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
+    return steps
+
+
+def inherited(job: RLJob) -> dict[str, float]:
+    """Numbers that evaluation takes from the model's generation_config.json, where no flag says otherwise."""
+    defaults = sampling_defaults(job.model.config)
+    idle = IDLE_IF_GREEDY if job.eval_sampling.greedy else ()
+    return {
+        name: value
+        for name, value in defaults.items()
+        if value != EVAL_DEFAULTS[name] and flag_value(job.settings, f"eval_{name}") is None and name not in idle
+    }
