@@ -66,7 +66,7 @@ def packed_pass(mesh: Mesh, tokens: int, rows: int) -> tuple[float, float]:
     batch = Batch(tokens=ids.int(), mask=mask)
 
     def loss(weights: trees.Tree, size: int, which: np.ndarray) -> tuple[torch.Tensor, tuple]:
-        piece = micro_batch(batch, lengths, which, size, 2 * rows, mask, mesh).batch
+        piece = micro_batch(batch, lengths, which, size, 2 * rows, mesh).batch
         return -placed.token_scores(weights, piece).logp.sum() / size, ()
 
     small = lengths.copy()

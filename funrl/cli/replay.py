@@ -158,7 +158,7 @@ def verdict_lines(repeated: Replayed, tolerance: float) -> tuple[list[str], bool
     Args:
       tolerance: above 0 digests of weights, which have no size, are left out.
     """
-    compared = [part for part in repeated.found if not (tolerance and part.kind == "digests")]
+    compared = [part for part in repeated.differences if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)
     lines = [f"step {repeated.step}: {'agrees' if agrees and tolerance else 'the same bits' if agrees else 'differs'}"]
     for phase, parts in by_phase(compared):

@@ -11,18 +11,41 @@ from torch import Tensor
 
 BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
-    "sync/": "verify", "eval/": "eval", "rollout/logprob_gap": "score_policy", "rollout/": "generate",
-    "critic/advantages/": "advantage", "critic/values/": "advantage", "critic/returns/": "advantage",
-    "critic/vf_explained_var": "advantage", "critic/": "update_critic", "actor/": "update_policy",
-    "implicit_reward/": "update_implicit_reward", "train/": "update", "reward/": "generate",
-    "response_length/": "generate", "filter_groups/": "generate", "partial/": "generate", "perf/": "generate",
-}  # fmt: skip
+    "sync/": "verify",
+    "eval/": "eval",
+    "rollout/logprob_gap": "score_policy",
+    "rollout/": "generate",
+    "critic/advantages/": "advantage",
+    "critic/values/": "advantage",
+    "critic/returns/": "advantage",
+    "critic/vf_explained_var": "advantage",
+    "critic/": "update_critic",
+    "actor/": "update_policy",
+    "implicit_reward/": "update_implicit_reward",
+    "train/": "update",
+    "reward/": "generate",
+    "response_length/": "generate",
+    "filter_groups/": "generate",
+    "partial/": "generate",
+    "perf/": "generate",
+}
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s")  # of the machine and its load, not of the run
 KINDS = ("field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
-    "generate", "score_policy", "score_critic", "score_implicit_reward", "score_reference", "score_teacher",
-    "advantage", "update_implicit_reward", "update_critic", "update_policy", "update", "verify", "eval",
-)  # fmt: skip
+    "generate",
+    "score_policy",
+    "score_critic",
+    "score_implicit_reward",
+    "score_reference",
+    "score_teacher",
+    "advantage",
+    "update_implicit_reward",
+    "update_critic",
+    "update_policy",
+    "update",
+    "verify",
+    "eval",
+)
 
 
 class Difference(NamedTuple):
@@ -73,44 +96,47 @@ def difference(
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         total = max(one.numel(), other.numel())
-        return Difference(phase, kind, name, total, max(total, 1), math.inf, f"{_kind(one)} and {_kind(other)}")
+        kinds = f"{_kind(one)} and {_kind(other)}"
+        return Difference(phase, kind, name, total, count=max(total, 1), largest=math.inf, where=kinds)
     unlike = _bits(one) != _bits(other)
     count = int(unlike.count_nonzero())
     if not count:
         return Difference(phase, kind, name, one.numel())
     gap = (one.double() - other.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    at = int(torch.where(unlike, gap, gap.new_full((), -1.0)).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), one.shape)) if one.ndim else ()
+    number = int(torch.where(unlike, gap, gap.new_full((), -1.0)).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), one.shape)) if one.ndim else ()
     where = place(index) if place is not None else f"at {list(index)}" if index else ""
-    values = f"{one.flatten()[at].item()} and {other.flatten()[at].item()}"
+    values = f"{one.flatten()[number].item()} and {other.flatten()[number].item()}"
     text = f"{where}: {values}" if where else values
-    return Difference(phase, kind, name, one.numel(), count, float(gap.flatten()[at]), text)
+    largest = float(gap.flatten()[number])
+    return Difference(phase, kind, name, one.numel(), count=count, largest=largest, where=text)
 
 
 def joined_differences(parts: Iterable[Difference]) -> list[Difference]:
     """One for each phase and name, of parts that were compared one by one or by several ranks."""
-    found: dict[tuple[str, str], Difference] = {}
+    joined: dict[tuple[str, str], Difference] = {}
     for part in parts:
         key = part.phase, part.name
-        before = found.get(key, part._replace(total=0, count=0))
+        before = joined.get(key, part._replace(total=0, count=0))
         larger = part if part.count and (not before.count or part.largest > before.largest) else before
-        found[key] = larger._replace(total=before.total + part.total, count=before.count + part.count)
-    return list(found.values())
+        joined[key] = larger._replace(total=before.total + part.total, count=before.count + part.count)
+    return list(joined.values())
 
 
 def metric_differences(one: Mapping[str, float | None], other: Mapping[str, float | None]) -> list[Difference]:
     """Compare metrics, but for times and memory; one that is not in both differs. None stands for what is no number."""
-    found = []
+    differences = []
     for name in dict.fromkeys((*one, *other)):
         if name == "step" or name.startswith(MEASURED):
             continue
         phase = phase_of_metric(name)
         if name not in one or name not in other:
             lacks = "first" if name not in one else "second"
-            found.append(Difference(phase, "metric", name, 1, 1, math.inf, f"the {lacks} has no such metric"))
+            text = f"the {lacks} has no such metric"
+            differences.append(Difference(phase, "metric", name, 1, count=1, largest=math.inf, where=text))
             continue
-        found.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
-    return found
+        differences.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
+    return differences
 
 
 def phase_of_metric(name: str) -> str:
@@ -125,18 +151,18 @@ def phase_of_field(writer: str, stage: str) -> str:
     return "advantage" if writer in ("source", "advantage", "trainer") else f"score_{writer}"
 
 
-def by_phase(found: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
+def by_phase(differences: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
     """The phases of a step in their order, each with what was compared in it: tensors first, metrics last."""
     phases: dict[str, list[Difference]] = {}
-    for one in sorted(found, key=lambda one: KINDS.index(one.kind)):
-        phases.setdefault(one.phase, []).append(one)
+    for difference in sorted(differences, key=lambda difference: KINDS.index(difference.kind)):
+        phases.setdefault(difference.phase, []).append(difference)
     known = [*PHASE_ORDER, *sorted(set(phases) - set(PHASE_ORDER))]
     return [(phase, phases[phase]) for phase in known if phase in phases]
 
 
-def first_phase(found: Iterable[Difference]) -> list[Difference]:
+def first_phase(differences: Iterable[Difference]) -> list[Difference]:
     """The differences of the first phase of a step that has some."""
-    unlike = by_phase(one for one in found if one.count)
+    unlike = by_phase(difference for difference in differences if difference.count)
     return unlike[0][1] if unlike else []
 
 

@@ -62,7 +62,8 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     Raises:
       ValueError: the first thing that cannot work, named.
     """
-    given, algorithm = given or Given(), _algorithm()
+    given = given or Given()
+    algorithm = _algorithm()
     check_values(settings)
     check_together(settings)
     settings = located(with_model_directories(settings))

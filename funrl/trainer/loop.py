@@ -27,7 +27,7 @@ from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
-from funrl.trainer.checkpoints.weight_digests import role_digests, with_first_digests
+from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
 from funrl.trainer.jobs import warmstart
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.job import Job, RLJob
@@ -108,13 +108,15 @@ def train_loop(
     """
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-        frozen = role_digests(trainer.parts.roles, trainer.frozen, mesh) if trainer.folder is not None else {}
-        adapters = {}
+        digests = FrozenDigests()
         if trainer.folder is not None:
-            adapters = adapter_facts(job, trainer.parts, trainer.frozen)
-            job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, frozen, adapters)
+            roles = role_digests(trainer.parts.roles, trainer.frozen, mesh)
+            digests = FrozenDigests(roles, adapter_facts(job, trainer.parts, trainer.frozen))
+            job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, digests)
+    parts = trainer.parts
+    folder = trainer.folder
     with (
-        Saver(job, trainer.parts, trainer.source, state, trainer.folder, observer, frozen, adapters) as saver,
+        Saver(job, parts, trainer.source, state=state, folder=folder, observer=observer, digests=digests) as saver,
         stops_when_asked(),
         saved_on_failure(saver) as recoverable,
     ):
@@ -260,9 +262,10 @@ def begin_run(
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
-    made = source(job, parts, frozen, clock, observer)
+    rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    return Trainer(job, parts, made, frozen, clock, skips, folder), first_state(job, parts, weights, made.init())
+    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
+    return trainer, first_state(job, parts, weights, rows_source.init())
 
 
 def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -> trees.Tree:
@@ -337,7 +340,8 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
         pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has told of
         return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
     with trainer.clock.phase("advantage"):
-        chain, names = trainer.job.algorithm.advantage, trainer.job.reward_names
+        chain = trainer.job.algorithm.advantage
+        names = trainer.job.reward_names
         rows, chain, metrics = advantages(chain, state.advantage, rows, names)
     return rows, state._replace(advantage=chain), metrics
 
@@ -383,7 +387,8 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     Raises:
       SyncError: it does not.
     """
-    settings, generator = trainer.job.settings, trainer.parts.generator
+    settings = trainer.job.settings
+    generator = trainer.parts.generator
     every = settings.engines.probe_sync_every
     probes = every > 0 and (first or state.step % every == 0)
     if generator is None or not (settings.engines.verify_sync or probes):

@@ -24,8 +24,11 @@ from funrl.trainer.steps.state import State
 
 PARTS = ("optimizer", "reference", "params")
 NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`
-    "generate": (), "score": ("params",), "update": ("params", "optimizer"), "save": ("params",),
-}  # fmt: skip
+    "generate": (),
+    "score": ("params",),
+    "update": ("params", "optimizer"),
+    "save": ("params",),
+}
 Mover = Callable[[Any, State, str], tuple[Any, State]]
 
 
@@ -144,7 +147,8 @@ def offload(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
 
 def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     """The tree on the device again: what is computed with it after this call runs after the copies."""
-    here, side = torch.cuda.current_stream(device), _stream(device)
+    here = torch.cuda.current_stream(device)
+    side = _stream(device)
 
     def back(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.is_cuda or not x.is_pinned():

@@ -39,7 +39,9 @@ class StepProfiler:
 
     def __init__(self, settings: Settings, mesh: Mesh, run_dir: str | None, note: Callable[[str], None]) -> None:
         self.window = profile_window(settings) if run_dir is not None and is_profiled(settings, mesh) else None
-        self.mesh, self.folder, self.note = mesh, Path(run_dir or "") / PROFILES, note
+        self.mesh = mesh
+        self.folder = Path(run_dir or "") / PROFILES
+        self.note = note
         self.trace: Any = None
         self.range: Any = None
 
@@ -53,7 +55,8 @@ class StepProfiler:
             self.trace.start()
             self.begun = step
             heartbeat.mark_phases(record_function)
-        self.step, self.range = step, record_function(f"step {step}")
+        self.step = step
+        self.range = record_function(f"step {step}")
         self.range.__enter__()
 
     def end(self, step: int) -> None:

@@ -43,7 +43,7 @@ class Replayed(NamedTuple):
     """One step that was repeated, and the comparison of all that it makes."""
 
     step: int
-    found: list[Difference]
+    differences: list[Difference]
 
 
 def replay_source(folder: str | Path) -> MakeSource:
@@ -76,7 +76,8 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
     Raises:
       CheckpointError: rows of a step are missing or cannot be read, or a checkpoint is of another run.
     """
-    folder, server = Path(run_dir) / ROLLOUTS, ShardServer()
+    folder = Path(run_dir) / ROLLOUTS
+    server = ShardServer()
     engine = (
         job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
     )  # which generates nothing here
@@ -95,17 +96,18 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
             saved = open_rows(folder, number, job.algorithm.fields)
             drawn, state, source_metrics = draw_batch(trainer, state)
             if source_metrics.get(SKIPPED):
-                (scored, state, metrics), learned = skipped_batch(trainer, state, drawn), {}
+                (scored, state, metrics) = skipped_batch(trainer, state, drawn)
+                learned = {}
             else:
                 scored, state, metrics = score_batch(trainer, state, drawn)
                 state, learned = learn_batch(trainer, state, scored)
-            found = _compare_rows(drawn, scored, saved)
-            found += metric_differences(metrics | learned, _told(saved))
-            found += _compare_weights(trainer, state, saved)
+            differences = _compare_rows(drawn, scored, saved)
+            differences += metric_differences(metrics | learned, _told(saved))
+            differences += _compare_weights(trainer, state, saved)
             if number == step and after is not None:
                 theirs = load(_without_source(after), state, layouts, mesh=mesh, server=server)
-                found += _compare_states(state, theirs, layouts, mesh)
-            done.append(Replayed(number, joined_differences(found)))
+                differences += _compare_states(state, theirs, layouts, mesh)
+            done.append(Replayed(number, joined_differences(differences)))
         return done
     finally:
         server.close()
@@ -121,17 +123,19 @@ def _checkpoints(
             if number > step or (number < step and before is not None):
                 continue
             try:
-                one = recorded(path)
+                checkpoint = recorded(path)
             except DamagedError as error:
                 observer.note(str(error))
                 continue
-            before, after = (before, one) if number == step else (one, after)
+            before, after = (before, checkpoint) if number == step else (checkpoint, after)
     return gather_objects((before, after), mesh)[0]
 
 
-def _without_source(found: Recorded) -> Recorded:
+def _without_source(checkpoint: Recorded) -> Recorded:
     """A checkpoint without the place of the run's own source, which a replay does not have."""
-    return found._replace(arrays={name: x for name, x in found.arrays.items() if not name.startswith("source/")})
+    return checkpoint._replace(
+        arrays={name: x for name, x in checkpoint.arrays.items() if not name.startswith("source/")}
+    )
 
 
 def _told(saved: SavedRows) -> dict[str, float]:
@@ -151,24 +155,27 @@ def own_differences(rows: Rows, fields: Mapping[str, torch.Tensor], saved: Saved
     Args:
       fields: of the rows, by name.
     """
-    table, found, own, lengths = saved.row_fields("scored"), [], rows.own, rows.lengths[rows.own]
+    table = saved.row_fields("scored")
+    differences = []
+    own = rows.own
+    lengths = rows.lengths[rows.own]
     first = rows.mesh.rank == 0  # rows' own fields are the same on all ranks
     for name, x in fields.items():
         if name in table and first:
             phase = phase_of_field(saved.schema[name].writer, "scored")
-            found.append(difference(phase, "field", name, x.cpu(), table[name], row_place))
+            differences.append(difference(phase, "field", name, x.cpu(), table[name], row_place))
     if len(saved.lengths("scored")) != len(rows.owner):
-        return found  # other rows were chosen: `length` says so
+        return differences  # other rows were chosen: `length` says so
     replicating = [axis for axis in rows.mesh.sizes if axis not in rows.mesh.row_axes]
     if any(int(rows.mesh.index(axis)) for axis in replicating):
-        return found  # another rank compares these rows
+        return differences  # another rank compares these rows
     for name, parts in saved.lines("scored", own.tolist()).items():
         if name in fields:
             kind = saved.schema[name].kind
             mine = row_lines(kind, fields[name], lengths).cpu().split(kind.counts(fields[name], lengths).tolist())
             phase = phase_of_field(saved.schema[name].writer, "scored")
-            found += line_differences(phase, name, own.tolist(), mine, parts)
-    return found
+            differences += line_differences(phase, name, own.tolist(), mine, parts)
+    return differences
 
 
 def row_place(index: tuple[int, ...]) -> str:
@@ -187,12 +194,12 @@ def line_differences(
       numbers: of the rows.
       one, other: [count, ...] of each row.
     """
-    found = []
+    differences = []
     for number, x, y in zip(numbers, one, other, strict=True):
         length = min(len(x), len(y))
         place = functools.partial(_token_place, number)
-        found.append(difference(phase, "field", name, x[:length], y[:length], place))
-    return joined_differences(found)
+        differences.append(difference(phase, "field", name, x[:length], y[:length], place))
+    return joined_differences(differences)
 
 
 def _token_place(row: int, index: tuple[int, ...]) -> str:
@@ -201,27 +208,31 @@ def _token_place(row: int, index: tuple[int, ...]) -> str:
 
 def _compare_weights(trainer: Trainer, state: State, saved: SavedRows) -> list[Difference]:
     """Compare the digests of all weights after a step."""
-    found = []
+    differences = []
     for name, role in state.roles.items():
         digests = weight_digests(role.params, trainer.parts.roles[name].stored, trainer.parts.mesh)
         theirs = saved.record["weights"].get(name, {})
         unlike = [leaf for leaf in {**digests, **theirs} if digests.get(leaf) != theirs.get(leaf)]
-        phase, what = f"update_{name}", f"weights of {name} by their digests"
-        largest, where = (math.inf, unlike[0]) if unlike else (0.0, "")
-        found.append(Difference(phase, "digests", what, len(theirs), len(unlike), largest, where))
-    return found
+        phase = f"update_{name}"
+        what = f"weights of {name} by their digests"
+        digests_of_role = Difference(phase, "digests", what, len(theirs))
+        if unlike:
+            digests_of_role = digests_of_role._replace(count=len(unlike), largest=math.inf, where=unlike[0])
+        differences.append(digests_of_role)
+    return differences
 
 
 def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], mesh: Mesh) -> list[Difference]:
     """Compare weights, optimizer states and the advantage chain's state with those of a checkpoint."""
-    found, equal = [], dict[str, int]()
+    differences = []
+    equal = dict[str, int]()
     for (name, x), (_, y) in zip(*(trees.named(s._replace(source=(), version=0)) for s in (state, saved)), strict=True):
         if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
             continue  # another rank compares it
         phase = f"update_{name.split('/')[1]}" if name.startswith("roles/") else "advantage"
         mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
-        one = difference(phase, "weights", name, mine, theirs)
-        found += [one] * bool(one.count)
-        equal[phase] = equal.get(phase, 0) + (0 if one.count else one.total)
-    found += [Difference(phase, "weights", "state of the checkpoint", total) for phase, total in equal.items()]
-    return [part for parts in gather_objects(found, mesh) for part in parts]
+        compared = difference(phase, "weights", name, mine, theirs)
+        differences += [compared] * bool(compared.count)
+        equal[phase] = equal.get(phase, 0) + (0 if compared.count else compared.total)
+    differences += [Difference(phase, "weights", "state of the checkpoint", total) for phase, total in equal.items()]
+    return [part for parts in gather_objects(differences, mesh) for part in parts]

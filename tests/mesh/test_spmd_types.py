@@ -165,7 +165,7 @@ def test_a_gradient_that_is_not_summed_over_data_is_found(monkeypatch, fault):
         monkeypatch.setattr(trees, "value_and_grad", value_and_grad)
         if fault:
             monkeypatch.setattr(collectives, "psum", lambda x, mesh, axes: x)
-        grads, _, _ = gradient(role, params["policy"], [rows], (torch.tensor(5.0),))
+        grads, *_ = gradient(role, params["policy"], [rows], (torch.tensor(5.0),))
         with pytest.raises(spmd.SpmdTypeError, match="expected") if fault else nullcontext():
             for x in trees.leaves(grads):
                 spmd.assert_type(x, {"data": I})

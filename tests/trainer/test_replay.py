@@ -40,7 +40,7 @@ def replayed(folder, job, step):
 
 
 def unlike(done, tolerance=0.0):
-    return [(one.step, part.name) for one in done for part in one.found if not part.agrees(tolerance)]
+    return [(one.step, part.name) for one in done for part in one.differences if not part.agrees(tolerance)]
 
 
 @pytest.mark.parametrize("name", ["ppo", "dpo"])
@@ -49,7 +49,7 @@ def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     trained(tmp_path, job)
     done = replayed(tmp_path, job, 4)
     assert [one.step for one in done] == [3, 4] and unlike(done) == []
-    compared = {part.name for part in done[1].found}
+    compared = {part.name for part in done[1].differences}
     lead = job.main_role
     assert {f"weights of {lead} by their digests", "state of the checkpoint"} <= compared
     fields = {"ppo": ("old_logp", "ref_logp", "value", "returns", "advantage", "actor/pg_loss")}
@@ -71,8 +71,8 @@ def test_rows_of_four_ranks_are_replayed_on_four_and_on_one(saved):
     ]  # fmt: skip
     assert unlike(replayed(folder, job, 4)) == []
     alone = replayed(folder, job_of("ppo"), 4)
-    assert [part.name for part in alone[1].found if part.kind == "weights" and part.count], "other roundings"
-    sizes = [part.largest for one in alone for part in one.found if part.kind != "digests"]
+    assert [part.name for part in alone[1].differences if part.kind == "weights" and part.count], "other roundings"
+    sizes = [part.largest for one in alone for part in one.differences if part.kind != "digests"]
     assert 0 < max(sizes) < 1e-9
 
 
@@ -108,7 +108,9 @@ def test_what_differs_is_named(saved):
 
     rewrite(one.path / f"rows-{owner}.safetensors", change)
     try:
-        found = [part for part in replayed(folder, job, 1)[0].found if not part.agrees(1e-6) and part.kind != "digests"]
+        found = [
+            part for part in replayed(folder, job, 1)[0].differences if not part.agrees(1e-6) and part.kind != "digests"
+        ]
     finally:
         rewrite(one.path / f"rows-{owner}.safetensors", lambda tensors: tensors["scored/old_logp"][place].sub_(0.5))
     assert [(part.name, part.phase) for part in found] == [("old_logp", "score_policy")]

@@ -187,7 +187,7 @@ def hand_gradient(mesh, rows, budget):
     role = Role(Linear(mesh, stored=whole, compute=whole, partial={"w": frozenset()}), loss=WEIGHTED)
     owner = np.arange(rows) % mesh.size(mesh.row_axes)
     pieces = [piece.batch for piece in own_micro_batches(split_rows(batch, owner, mesh), budget)]
-    grads, metrics, loss = gradient(role, params, pieces, WEIGHTED.denominators(batch))
+    grads, metrics, loss, *_ = gradient(role, params, pieces, WEIGHTED.denominators(batch))
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
 

@@ -30,6 +30,7 @@ from funrl.trainer.checkpoints.export import write_outline
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other_held_out, run_facts, weights_changed
 from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
+from funrl.trainer.checkpoints.weight_digests import FrozenDigests
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.runs import save_interval
@@ -69,8 +70,7 @@ class Saver:
         state: State,
         folder: str | None,
         observer: Observer,
-        frozen: Mapping[str, str] | None = None,
-        adapters: Mapping[str, Any] | None = None,
+        digests: FrozenDigests = FrozenDigests(),  # noqa: B008  (immutable)
     ) -> None:
         """Prepare to save a run. Collective.
 
@@ -81,8 +81,7 @@ class Saver:
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
           observer: told what happens.
-          frozen: digests of the weights that do not learn, by role.
-          adapters: by `adapter_facts`, of a run in which adapters learn.
+          digests: of the weights that do not learn.
 
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
@@ -95,8 +94,8 @@ class Saver:
         self.source = source
         self.folder = folder
         self.observer = observer
-        self.frozen = dict(frozen or {})
-        self.adapters = dict(adapters or {})
+        self.frozen = dict(digests.roles)
+        self.adapters = dict(digests.adapters)
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.run.save_every)
         self.server = ShardServer()

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,9 +69,19 @@ def joined_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
-def with_first_digests(
-    job: Job, parts: Parts, params: trees.Tree, frozen: Mapping[str, str], adapters: Mapping[str, Any]
-) -> Job:
+class FrozenDigests(NamedTuple):
+    """Digests of the weights of a run that do not learn.
+
+    Attributes:
+      roles: by role, as `role_digests` takes them.
+      adapters: as `base_model.adapter_facts`, of a run in which adapters learn.
+    """
+
+    roles: Mapping[str, str] = {}
+    adapters: Mapping[str, Any] = {}
+
+
+def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: FrozenDigests) -> Job:
     """The job with digests of the weights that it begins with, and of its held-out set. Collective.
 
     The weights are those of a frozen reference or of the base of adapters, whose digests are known; only without either
@@ -79,8 +89,10 @@ def with_first_digests(
 
     Args:
       params: this rank's weights of the leading role before the first step.
-      frozen, adapters: by `role_digests` and `base_model.adapter_facts`.
+      digests: of the weights that do not learn.
     """
+    frozen = digests.roles
+    adapters = digests.adapters
     inputs = dict(gather_objects(dict(job.provenance.inputs), parts.mesh)[0])
     own_head = job.kind_of_role(job.main_role).value_head
     initial = [name for name in frozen if name not in job.directories and job.kind_of_role(name).value_head == own_head]

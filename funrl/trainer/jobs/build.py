@@ -97,7 +97,16 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and job.kind_of_role(name).generates
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
-        return place(model, mesh, stored_rules(settings, name), COMPUTE, job.dtype, layer, replay, split)
+        return place(
+            model,
+            mesh,
+            stored_rules(settings, name),
+            COMPUTE,
+            dtype=job.dtype,
+            layer=layer,
+            replay=replay,
+            splits=split,
+        )
 
     begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
@@ -312,11 +321,11 @@ def sync(
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
         role = parts.roles[parts.main_role]
-        found = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
+        policy = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
         if engine.weights.streamed:
-            yield from found.exported(engine.weights.names)
+            yield from policy.exported(engine.weights.names)
         else:
-            yield from engine.weights.named(reshard(found.tree(), to_engine, parts.mesh, donate=bool(found.merged)))
+            yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=bool(policy.merged)))
 
     with (clock or Clock()).phase("reshard"):
         engine.load(weights(), state.version + 1)

@@ -55,7 +55,8 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
 
 def _check_roles(algorithm: Algorithm) -> None:
     """Refuse a loss of an undeclared role, and a declared role that nothing reads. Raises: SettingsError."""
-    kinds, present = algorithm.role_kinds, role_names(algorithm)
+    kinds = algorithm.role_kinds
+    present = role_names(algorithm)
     unknown = sorted(set(algorithm.losses) - set(kinds))
     if unknown:
         raise SettingsError(
@@ -81,14 +82,14 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
 
 def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse flags of a role, a field or a filter that a run of the algorithm does not have. Raises: SettingsError."""
-    found = reads(algorithm)
+    read = reads(algorithm)
     filtered = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
-    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *found.optional, *["filter"] * filtered}
-    for name, one in settings_flags().items():
+    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *read.optional, *["filter"] * filtered}
+    for name, flag in settings_flags().items():
         value = flag_value(settings, name)
-        if one.needs and value not in (one.default, one.without) and one.needs not in parts_of_run:
+        if flag.needs and value not in (flag.default, flag.without) and flag.needs not in parts_of_run:
             raise SettingsError(
-                f"--{name}={value} does nothing: the algorithm has no {one.needs}{MISSING[one.needs]}; leave it out"
+                f"--{name}={value} does nothing: the algorithm has no {flag.needs}{MISSING[flag.needs]}; leave it out"
             )
 
 
@@ -98,7 +99,8 @@ def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] |
     Args:
       source: as in `check_algorithm`.
     """
-    sampled, schema = run_kind(algorithm, settings.examples.data) == "rl", algorithm.schema
+    sampled = run_kind(algorithm, settings.examples.data) == "rl"
+    schema = algorithm.schema
     if source is None:
         source = sampled_fields(settings) if sampled else FIELDS.by("source")
     source = {*source, *(name for name in schema.by("source") if name in algorithm.fields)}  # of a source of one's own
@@ -120,7 +122,7 @@ def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] |
 
 def sampled_fields(settings: Settings) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
-    found = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
+    fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
     if settings.sampling.new_tokens_per_step is None:
         absent.add("version")  # all tokens of a step are of the same weights
@@ -128,7 +130,7 @@ def sampled_fields(settings: Settings) -> set[str]:
         absent.add("routes")
     if settings.rewards.process_reward_model is None:
         absent.add("token_reward")
-    return found - absent
+    return fields - absent
 
 
 def check_meshes(
@@ -190,7 +192,8 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
       SettingsError: it cannot, or is not installed.
     """
     if settings.engines.engine == "vllm_server":
-        given, replicas = len(parts(settings.engines.engine_url)), mesh.size(mesh.row_axes)
+        given = len(parts(settings.engines.engine_url))
+        replicas = mesh.size(mesh.row_axes)
         if given != replicas or mesh.size("tensor") > 1:
             raise SettingsError(
                 f"--engine_url={settings.engines.engine_url}: {given} servers, which hold whole "
@@ -206,7 +209,7 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
                 f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}: --engine=hf "
                 "writes whole completions only"
             )
-        penalties = {one.repetition_penalty for one in (sampling, eval_sampling)} - {1.0}
+        penalties = {sampling.repetition_penalty, eval_sampling.repetition_penalty} - {1.0}
         if penalties:
             raise SettingsError(
                 f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "

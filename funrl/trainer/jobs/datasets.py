@@ -211,7 +211,7 @@ def rewarded_task(
     weights = weights_of_rewards(settings, len(rewards))
     new_tokens = resolved(settings, given=True).sampling.max_new_tokens
     assert new_tokens is not None
-    return Task(name, train, heldout, rewards, weights, None, new_tokens)
+    return Task(name, train, heldout, rewards, weights=weights, demonstrations=None, max_new_tokens=new_tokens)
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:

@@ -51,7 +51,8 @@ class DemonstrationReader(NamedTuple):
         Raises:
           DataError: a prompt and its demonstration have more tokens than the model has positions.
         """
-        mesh, device = rows.mesh, rows.mesh.device
+        mesh = rows.mesh
+        device = rows.mesh.device
         owner = generating_ranks(len(examples), 1, mesh.size(mesh.row_axes))
         places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
         own = [self.text(examples[place]) for place in places]
@@ -73,12 +74,13 @@ class DemonstrationReader(NamedTuple):
 
     def table(self, rows: Rows, count: int) -> dict[str, torch.Tensor]:
         """Groups and scores of the demonstrations, of which there are `count`."""
-        group_P, score_B = rows.batch.group.unique_consecutive(), rows.batch.get("score")
+        group_P = rows.batch.group.unique_consecutive()
+        score_B = rows.batch.get("score")
         assert len(group_P) == count
-        found = {"group": group_P if self.paired else -1 - group_P}
+        columns = {"group": group_P if self.paired else -1 - group_P}
         if score_B is not None and self.paired:
-            found["score"] = (score_B.max() + 1).expand(count)
-        return found
+            columns["score"] = (score_B.max() + 1).expand(count)
+        return columns
 
     def text(self, example: Example) -> TextExample:
         """A prompt and its demonstration, which alone is trained."""
@@ -110,8 +112,8 @@ def check_demonstrations(prompts: Sequence[Example], field: str, new_tokens_per_
         if isinstance(text, str) and text:
             continue
         where = f"{example.source}: " if example.source else ""
-        found = f"it is {text!r}" if field in example.fields else f"the fields are {sorted(example.fields)}"
+        problem = f"it is {text!r}" if field in example.fields else f"the fields are {sorted(example.fields)}"
         raise SettingsError(
             f"{where}the algorithm learns from a demonstration of each prompt, a text in its field {field!r}, but "
-            f"{found}; --fields={field}:COLUMN names the column that has it"
+            f"{problem}; --fields={field}:COLUMN names the column that has it"
         )

@@ -32,10 +32,14 @@ from funrl.models.model import Model
 from funrl.trainer.settings.declaration import run_kind
 from funrl.trainer.settings.settings import Settings, flag_value
 
-RATE_OF_ONE, SUPERVISED_RATE_OF_ONE = 0.2, 1.0  # c
-LOWEST, HIGHEST = 5e-7, 1e-3
+# c
+RATE_OF_ONE = 0.2
+SUPERVISED_RATE_OF_ONE = 1.0
+LOWEST = 5e-7
+HIGHEST = 1e-3
 ADAPTERS = 10.0
-FROM_NOTHING, ADAPTERS_FROM_NOTHING = 1e-3, 3e-3
+FROM_NOTHING = 1e-3
+ADAPTERS_FROM_NOTHING = 3e-3
 
 
 def rate_of_size(parameters: int, adapters: bool = False, supervised: bool = False) -> float:

@@ -41,12 +41,12 @@ class Models(NamedTuple):
 
 def located(settings: Settings) -> Settings:
     """The settings with directories instead of names of models in the local Hugging Face cache."""
-    found = {}
+    directories = {}
     for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is not None:
-            found[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
-    return with_flags(settings, **found)
+            directories[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
+    return with_flags(settings, **directories)
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
@@ -58,10 +58,8 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         head = VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else 1
         return decoder_model(embedded.model_config(head)), embedded.tokenizer()
     with blaming("model"):
-        model, tokenizer = (
-            hf.check_directory(settings.models.model, settings.models.model_code),
-            load_tokenizer(settings.models.model),
-        )
+        model = hf.check_directory(settings.models.model, settings.models.model_code)
+        tokenizer = load_tokenizer(settings.models.model)
     if settings.models.resize_vocab:
         rows = 1 + max(tokenizer.get_vocab().values(), default=0)
         if rows <= model.config.vocab:
@@ -87,7 +85,9 @@ def models_of(
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
       read: (directory, --model_code) -> model.
     """
-    models, directories, lora = {}, {}, lora_of(settings, model)
+    models = {}
+    directories = {}
+    lora = lora_of(settings, model)
     names = role_names(algorithm)
     names += tuple(name for name in SCORING_ROLES if flag_value(settings, name) is not None and name not in names)
     for name in names:
@@ -160,7 +160,8 @@ def _check_vocabularies(
     Raises:
       SettingsError: they do not.
     """
-    rows, own = models[role].config.vocab, models[main_role_of(models, algorithm)].config.vocab
+    rows = models[role].config.vocab
+    own = models[main_role_of(models, algorithm)].config.vocab
     if rows != own:
         raise SettingsError(
             f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "

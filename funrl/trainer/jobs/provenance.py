@@ -32,16 +32,30 @@ CODE_FLAGS = ("reward", "curriculum")
 TEXT_FLAGS = ("prompt_template", "system_prompt", "few_shot", "chat_template", "tools", "judge_template")
 CONFIGS = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
 WEIGHTS = "model/weights"  # name of a digest that the ranks take
 # Fields of a model's config that its function does not depend on, and keys of the config.json of another's code.
 NOT_COMPUTED = ("dtype", "bos", "eos", "pad", "generation", "max_positions", "raw")
 NOT_COMPUTED_KEYS = (
-    "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
     "pad_token_id",
-)  # fmt: skip
+)
 PROBES = (
     "The quick brown fox, 1234567890 + 3.14!\n\tdef f(x):  return x",
     "Gr\u00f6\u00dfe na\u00efve \u0395\u03bb\u03bb \u0440\u0443\u0441 \u4e2d\u6587 \u0639\u0631 \U0001f642",
@@ -78,30 +92,30 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
     """
     given = given or Given()
     try:
-        found = {"recipe": _code_digest(source), **_model_digests(settings)}
-        found |= {name: _data_digests(settings, name) for name in DATA_FLAGS}
-        found |= {name: _code_digest(flag_value(settings, name)) for name in CODE_FLAGS}
-        found |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
+        digests = {"recipe": _code_digest(source), **_model_digests(settings)}
+        digests |= {name: _data_digests(settings, name) for name in DATA_FLAGS}
+        digests |= {name: _code_digest(flag_value(settings, name)) for name in CODE_FLAGS}
+        digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error
     records = "prompts" if settings.examples.data is None else "data"
-    found |= {records: _list_digest(given.records)} if given.records is not None else {}
-    found |= {"eval_data": _list_digest(given.eval_records)} if given.eval_records is not None else {}
-    found |= {"reward": "".join(map(_function_digest, given.rewards))} if given.rewards is not None else {}
-    found |= {"curriculum": _function_digest(given.curriculum)} if given.curriculum is not None else {}
-    return {name: digest for name, digest in found.items() if digest}
+    digests |= {records: _list_digest(given.records)} if given.records is not None else {}
+    digests |= {"eval_data": _list_digest(given.eval_records)} if given.eval_records is not None else {}
+    digests |= {"reward": "".join(map(_function_digest, given.rewards))} if given.rewards is not None else {}
+    digests |= {"curriculum": _function_digest(given.curriculum)} if given.curriculum is not None else {}
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 def _model_digests(settings: Settings) -> dict[str, str]:
     """Digests of the small files in the directories of models."""
-    found = {}
+    digests = {}
     for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is None or not Path(path).is_dir():
             continue
-        found |= {f"{name}/{file}": _there({"": Path(path) / file}) for file in CONFIGS}
-        found[f"{name}/tokenizer"] = _there({file: Path(path) / file for file in TOKENIZER_FILES})
-    return found
+        digests |= {f"{name}/{file}": _there({"": Path(path) / file}) for file in CONFIGS}
+        digests[f"{name}/tokenizer"] = _there({file: Path(path) / file for file in TOKENIZER_FILES})
+    return digests
 
 
 def _there(files: Mapping[str, Path]) -> str:
@@ -111,7 +125,7 @@ def _there(files: Mapping[str, Path]) -> str:
 
 
 def _data_digests(settings: Settings, flag: str) -> str:
-    digests = [data_digest(one.path) for one in data_files(settings, flag)]
+    digests = [data_digest(file.path) for file in data_files(settings, flag)]
     return digests[0] if len(digests) == 1 else short_digest(repr(digests).encode()) if digests else ""
 
 

@@ -45,8 +45,8 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
         repetition_penalty=flags.repetition_penalty,
     )
     given: dict[str, Any] = {name: flag_value(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
-    how = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
-    greedy = how["temperature"] == 0
+    values = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
+    greedy = values["temperature"] == 0
     idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
     if idle:
         raise SettingsError(
@@ -58,7 +58,7 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
             "--eval_temperature too"
         )
     try:
-        numbers: dict[str, Any] = how | {"temperature": how["temperature"] or 1.0}
+        numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0}
         return train, Sampling(
             **numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.evaluation.eval_samples
         )

@@ -119,7 +119,8 @@ def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: b
     By default on accelerators. There it takes no longer: what is sent is what the sums that it replaces send, and norms
     are computed once. Gloo, on a CPU, takes as long for a scattered sum as for a whole one, and the gather is more.
     """
-    form, tensor = settings.devices.split_residual, sizes["tensor"]
+    form = settings.devices.split_residual
+    tensor = sizes["tensor"]
     wanted = form == "on" or (form == "auto" and accelerator)
     return wanted and tensor > 1 and TOKEN_MULTIPLE % tensor == 0
 
@@ -133,7 +134,8 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
     Raises:
       SettingsError: they cannot.
     """
-    form, ranks = settings.devices.sequence_parallel, sizes["sequence"]
+    form = settings.devices.sequence_parallel
+    ranks = sizes["sequence"]
     for role, model in models.items():
         heads = model.abilities.heads // sizes["tensor"]
         if form == "ulysses" and heads % ranks:
@@ -156,7 +158,8 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
     """
     if settings.devices.generate is not None:
         return settings.devices.generate.sizes
-    world, item = Mesh(sizes).world, 8 if settings.models.dtype == "float64" else 4
+    world = Mesh(sizes).world
+    item = 8 if settings.models.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4
     alone = dict.fromkeys(AXES, 1) | {"data": world}
     apart = sizes | {"data": sizes["data"] * sizes["sequence"], "sequence": 1}

@@ -51,13 +51,13 @@ def held_out_prompts(examples: Sequence[TextExample], tokenizer: Any, most: int)
     Args:
       most: tokens of a prompt.
     """
-    found = []
-    for one in (examples[i] for i in range(min(len(examples), CONTINUED))):
-        tokens, trained = one.texts[0]
+    prompts = []
+    for example in (examples[i] for i in range(min(len(examples), CONTINUED))):
+        tokens, trained = example.texts[0]
         prompt = tokens[: trained.index(True)] if True in trained else []
         if 0 < len(prompt) <= min(most, LONGEST_PROMPT):
-            found.append(Example(prompt, tokenizer.decode(prompt, skip_special_tokens=True), {}, one.source))
-    return found
+            prompts.append(Example(prompt, tokenizer.decode(prompt, skip_special_tokens=True), {}, example.source))
+    return prompts
 
 
 class TextSampler(NamedTuple):
@@ -116,7 +116,9 @@ def engine_fits(job: TextJob, mesh: Mesh) -> bool:
 
 def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     """Continuations by an engine that is made for them. Every rank calls it and gets the same texts."""
-    job, parts, prompts = sampler.job, sampler.parts, sampler.prompts
+    job = sampler.job
+    parts = sampler.parts
+    prompts = sampler.prompts
     generator = policy_generator(job, parts.begin, parts.begin.model.layer, logging.getLogger(__name__).info)
     sync(parts._replace(generator=generator), State({job.main_role: policy}), frozen=sampler.frozen)
     engine = RewardedEngine(generator.engine, generator.mesh, sampler.decode, Pool(()), weights=())
@@ -127,7 +129,9 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
 
 def forward_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     """The same continuations by forward passes of the trainer."""
-    role, sampling, decode = sampler.parts.roles[sampler.job.main_role], sampler.sampling, sampler.decode
+    role = sampler.parts.roles[sampler.job.main_role]
+    sampling = sampler.sampling
+    decode = sampler.decode
     ids = [prompt.tokens for prompt in sampler.prompts]
     params = role.whole(policy.params, sampler.frozen)
     rows = greedy_continuations(role.placed, params, ids, sampling.max_new_tokens, sampling.stop, sampler.job.pad)
@@ -146,7 +150,8 @@ def greedy_continuations(
       stop: tokens that end a row; they are left out.
       pad: id of the padding token.
     """
-    device, everyone = placed.mesh.device, tuple(placed.mesh.sizes)
+    device = placed.mesh.device
+    everyone = tuple(placed.mesh.sizes)
     placed = dataclasses.replace(placed, layer=placed.model.layer)  # rows of this form are not worth a compilation
     length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
     multiple = math.lcm(8, placed.multiple)
@@ -154,7 +159,8 @@ def greedy_continuations(
     tokens_BT = torch.full((len(prompts), width), pad, dtype=TOKEN_INT, device=device)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = torch.tensor(prompt, dtype=TOKEN_INT)
-    rows_B, at_B = torch.arange(len(prompts), device=device), length_B.clone()
+    rows_B = torch.arange(len(prompts), device=device)
+    at_B = length_B.clone()
     ended_B = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     stops = torch.tensor(sorted(stop), dtype=TOKEN_INT, device=device)
     for _ in range(count):
@@ -167,17 +173,18 @@ def greedy_continuations(
         at_B = at_B + 1
         if not collectives.pmax((~ended_B).any().double(), placed.mesh, everyone).item():
             break
-    found = []
+    continuations = []
     for row, (begin, end) in enumerate(zip(length_B.tolist(), at_B.tolist(), strict=True)):
         written = tokens_BT[row, begin:end].tolist()
         first = next((i for i, token in enumerate(written) if token in stop), len(written))
-        found.append(written[:first])
-    return found
+        continuations.append(written[:first])
+    return continuations
 
 
 def _end_to_end(tokens_BT: Tensor, mask_BT: Tensor) -> Batch:
     """Rows as sequences of one packed row [1, B T], each with its padding behind it, which it does not see."""
-    (B, T), device = tokens_BT.shape, tokens_BT.device
+    (B, T) = tokens_BT.shape
+    device = tokens_BT.device
     positions_BT = torch.arange(T, device=device).expand(B, T)
     segments_BT = torch.arange(1, B + 1, device=device)[:, None].expand(B, T)
     fields = {"tokens": tokens_BT, "mask": mask_BT, "positions": positions_BT, "segments": segments_BT}

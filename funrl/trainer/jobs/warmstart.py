@@ -61,7 +61,8 @@ def initial_weights(job: Job, placed: Placed, stage: WarmstartObserver, kept: st
       stage: shows progress.
       kept: directory in which this run has kept them, if it has.
     """
-    mesh, directory = placed.mesh, kept or job.settings.models.model
+    mesh = placed.mesh
+    directory = kept or job.settings.models.model
     if directory is not None:
         for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
             stage.note(remark)
@@ -110,7 +111,8 @@ def fine_tune(job: Job, mesh: Mesh, stage: WarmstartObserver) -> trees.Tree:
     """
     steps = job.warmstart_steps
     progress = supervised_steps(job, mesh.device) if mesh.rank == 0 else None
-    weights, loss = None, 0.0
+    weights = None
+    loss = 0.0
     for step in range(1, steps + 1):
         if progress is not None:
             weights, loss = next(progress)
@@ -122,7 +124,8 @@ def fine_tune(job: Job, mesh: Mesh, stage: WarmstartObserver) -> trees.Tree:
 
 def supervised_steps(job: Job, device: torch.device) -> Iterator[tuple[trees.Tree, float]]:
     """The weights and the loss after each step of the warm start. Weights are updated in place."""
-    steps, alone = job.warmstart_steps, single(device)
+    steps = job.warmstart_steps
+    alone = single(device)
     schedule = warmup_cosine(LR, steps // 20, steps)
     optimizer = chain(clip_by_global_norm(1.0, in_place=True), fused_adamw(schedule, b2=0.99))
     placed = place(job.model, alone, dtype=job.dtype)
@@ -183,11 +186,16 @@ def cache_directory() -> Path:
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on. The mesh is not among it: it does not change them."""
     facts = {
-        "version": VERSION, "config": saved_fields(job.model.config), "task": job.task.name, "batch": BATCH,
+        "version": VERSION,
+        "config": saved_fields(job.model.config),
+        "task": job.task.name,
+        "batch": BATCH,
         "lr": LR,
-        "steps": job.warmstart_steps, "seed": job.settings.run.seed, "dtype": job.settings.models.dtype,
+        "steps": job.warmstart_steps,
+        "seed": job.settings.run.seed,
+        "dtype": job.settings.models.dtype,
         "demonstrations": job.task.demonstrations(0, 16) if job.task.demonstrations else None,
-    }  # fmt: skip
+    }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -224,14 +232,15 @@ def _store(cached: Path, job: Job, whole: trees.Tree, stage: WarmstartObserver) 
         cached.parent.mkdir(parents=True, exist_ok=True)
         _sweep(cached.parent)
         beside = tempfile.mkdtemp(dir=cached.parent)
-        made, old = Path(beside) / "made", Path(beside) / "old"
-        hf.save(made, job.model, whole, job.tokenizer)
-        (made / DIGEST).write_text(_digest(made))
+        draft = Path(beside) / "made"
+        old = Path(beside) / "old"
+        hf.save(draft, job.model, whole, job.tokenizer)
+        (draft / DIGEST).write_text(_digest(draft))
         if _problem(cached, job) is not None:  # else another run was quicker
             with contextlib.suppress(FileNotFoundError):
                 os.rename(cached, old)  # damaged: nothing takes the name of a directory that is not empty
             try:
-                os.rename(made, cached)
+                os.rename(draft, cached)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another run was quicker
                     raise

@@ -29,16 +29,19 @@ def advantages(
 
     Returns: the rows to train on, with what the chain makes; the chain's state; metrics.
     """
-    here, drawn = on_cpu(rows), list[Tensor]()
+    here = on_cpu(rows)
+    drawn = list[Tensor]()
 
     def choose(batch: Batch, numbers: Tensor) -> Batch:
         drawn.append(numbers)
         return batch
 
-    made, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
-    values = describe(here, made, names) if made.get("rollout_logp") is not None else {}  # texts were not sampled
+    advantaged, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
+    values = (
+        describe(here, advantaged, names) if advantaged.get("rollout_logp") is not None else {}
+    )  # texts were not sampled
     values |= {name: float(metric.value) for name, metric in metrics.items()}
-    result = mapped(here._replace(batch=made), lambda x: x.to(rows.batch.tokens.device))
+    result = mapped(here._replace(batch=advantaged), lambda x: x.to(rows.batch.tokens.device))
     return (take(result, drawn[0].numpy()) if drawn else result), state, values
 
 
@@ -49,27 +52,37 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
       rows, made: before and after the advantage chain; without one, the same.
       names: of the columns of `scores`; (): their numbers, from 1.
     """
-    batch, mask, own_B = rows.batch, rows.batch.mask, torch.ones_like(rows.batch.truncated)
+    batch = rows.batch
+    mask = rows.batch.mask
+    own_B = torch.ones_like(rows.batch.truncated)
     demonstration = batch.get("demonstration")
     if demonstration is not None:
-        mask, own_B = mask & ~demonstration, batch.across.sums(demonstration) == 0
+        mask = mask & ~demonstration
+        own_B = batch.across.sums(demonstration) == 0
     response_B = batch.across.sums(mask.double())[own_B]
     out = {
-        "response_length/mean": response_B.mean(), "response_length/max": response_B.max(),
-        "response_length/min": response_B.min(), "response_length/clip_ratio": batch.truncated[own_B].double().mean(),
+        "response_length/mean": response_B.mean(),
+        "response_length/max": response_B.max(),
+        "response_length/min": response_B.min(),
+        "response_length/clip_ratio": batch.truncated[own_B].double().mean(),
         "rollout/logp_mean": _mean(batch.rollout_logp, mask, batch),
         "perf/total_num_tokens": batch.length.sum(),
-    }  # fmt: skip
-    score_B, scores_BK = batch.get("score"), batch.get("scores")
+    }
+    score_B = batch.get("score")
+    scores_BK = batch.get("scores")
     if score_B is not None and (demonstration is None or scores_BK is not None):  # else pairs were told by it only
-        score_B, group_B = score_B[own_B], batch.get("group")
+        score_B = score_B[own_B]
+        group_B = batch.get("group")
         out |= {"reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min()}
         out |= equal_groups(score_B, None if group_B is None else group_B[own_B])
     if scores_BK is not None and scores_BK.shape[1] > 1:
         columns = zip(names or range(1, scores_BK.shape[1] + 1), scores_BK[own_B].unbind(1), strict=True)
         out |= {f"reward/{name}/mean": column.nanmean() for name, column in columns}
-    count, peaks = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch), {}
-    advantage, values, returns = made.get("advantage"), made.get("value"), made.get("returns")
+    count = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch)
+    peaks = {}
+    advantage = made.get("advantage")
+    values = made.get("value")
+    returns = made.get("returns")
     if advantage is not None and count > 0:
         out["critic/advantages/mean"] = _mean(advantage, made.mask, batch)
         peaks |= {
@@ -86,7 +99,8 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
             out |= {"critic/vf_explained_var": 1 - unexplained}
     if batch.get("old_logp") is not None:
         gap = engine_gap(batch)
-        mean, most = gap["rollout/logprob_gap_mean"], gap["rollout/logprob_gap_max"]
+        mean = gap["rollout/logprob_gap_mean"]
+        most = gap["rollout/logprob_gap_max"]
         assert isinstance(mean, Mean) and isinstance(most, Max)
         out["rollout/logprob_gap_mean"] = _mean((batch.old_logp - batch.rollout_logp).abs(), mask, batch)
         peaks["rollout/logprob_gap_max"] = (most.value.reshape(1), torch.ones(1, dtype=torch.bool), 1)

@@ -101,7 +101,8 @@ def own_micro_batches(
       mask: field that becomes the mask.
       row_fields: fields per row that are wanted too, as numbers per token.
     """
-    ranks, split = rows.mesh.size(rows.mesh.row_axes), token_ranks(rows.mesh)
+    ranks = rows.mesh.size(rows.mesh.row_axes)
+    split = token_ranks(rows.mesh)
     packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
     most = sizes_of(rows.lengths, token_budget, split, SCORE_PARTS)[1]
     yield from packed(rows, packing, None, most, mask, row_fields)
@@ -121,27 +122,28 @@ def packed(
       part: numbers of the rows that the packing is of; None: all.
       mask, row_fields: as in `own_micro_batches`.
     """
-    lengths, own = rows.lengths, rows.own
-    host_mask = getattr(rows.batch, mask).cpu()  # once for all: no micro-batch waits for the device
+    lengths = rows.lengths
+    own = rows.own
+    batch = rows.batch._replace(mask=getattr(rows.batch, mask).cpu())  # once for all: no micro-batch waits for it
     # Ranks of `expert` exchange the tokens of a micro-batch: it has one size on all of them.
     sizes = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
     for (places, _), size in zip(packing.own(rows.index), sizes, strict=True):
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)
-        made = micro_batch(rows.batch, lengths[own], places, size, max_rows, host_mask, rows.mesh)
-        yield made._replace(batch=made.batch._replace(**_spread_rows(rows, made, row_fields)))
+        micro = micro_batch(batch, lengths[own], places, size, max_rows, rows.mesh)
+        yield micro._replace(batch=micro.batch._replace(**_spread_rows(rows, micro, row_fields)))
 
 
-def _spread_rows(rows: Rows, made: MicroBatch, names: Collection[str]) -> dict[str, Tensor]:
+def _spread_rows(rows: Rows, micro: MicroBatch, names: Collection[str]) -> dict[str, Tensor]:
     """Fields per row on the tokens of a micro-batch [1, N, ...]: each token has its row's number, padding has 0."""
-    found = {}
+    spread = {}
     for name in names:
         x_B = rows.batch.get(name)
         if x_B is not None:
-            own = torch.from_numpy(rows.own).to(x_B.device)[made.rows.to(x_B.device)]
+            own = torch.from_numpy(rows.own).to(x_B.device)[micro.rows.to(x_B.device)]
             table = torch.cat([x_B.new_zeros(1, *x_B.shape[1:]), x_B[own]])  # segments are numbered from 1
-            found[name] = table[made.at.segments.to(x_B.device).long()].to(made.batch.mask.device)
-    return found
+            spread[name] = table[micro.at.segments.to(x_B.device).long()].to(micro.batch.mask.device)
+    return spread
 
 
 def token_ranks(mesh: Mesh) -> int:
@@ -176,38 +178,39 @@ def micro_batch(
     rows: np.ndarray,
     size: int,
     max_rows: int,
-    host_mask: Tensor,
     mesh: Mesh = SINGLE,
 ) -> MicroBatch:
     """Some rows end to end in [1, `size`], the shortest first.
 
     Args:
-      batch: its per-token fields are of this rank's rows.
+      batch: its per-token fields are of this rank's rows; the device is waited for unless its mask is on the host.
       lengths: [b] tokens of each of these.
       rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
-      host_mask: [b, T] of these rows, on the host; it becomes the mask.
       mesh: whose ranks share its tokens, if it has such.
     """
-    device, schema = batch.tokens.device, schema_of(batch)
+    device = batch.tokens.device
+    host_mask = batch.mask.cpu()
+    schema = schema_of(batch)
     fields = {n: x for n, x in as_dict(batch).items() if schema[n].kind.per_token and n != "mask"}
     owned = {n: x for n, x in as_dict(batch).items() if not schema[n].kind.per_token and not schema[n].kind.everywhere}
     if not len(batch.tokens):  # a rank without rows computes padding
         fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
         host_mask = host_mask.new_zeros(1, 1)
     rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
-    at = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
-    mask_1N = pack_tokens(host_mask, at, False)
+    places = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
+    mask_1N = pack_tokens(host_mask, places, False)
     own = size // token_ranks(mesh)
     trained = mask_1N[0, 1 + int(mesh.index("sequence")) * own :][:own].nonzero().squeeze(-1)
-    at = at.to(device)
-    laid = {n: pack_tokens(x, at, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
+    places = places.to(device)
+    laid = {n: pack_tokens(x, places, False if x.dtype == torch.bool else 0) for n, x in fields.items()}
     inner = laid.get("segments")
     if inner is None:
-        segments, offsets = at.segments, at.offsets
+        segments = places.segments
+        offsets = places.offsets
     else:  # the row's own sequences, numbered on from row to row
-        segments = torch.where(at.used, inner + PARTS_OF_A_ROW * (at.segments - 1), 0)
+        segments = torch.where(places.used, inner + PARTS_OF_A_ROW * (places.segments - 1), 0)
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
-    laid |= {"positions": laid.get("positions", at.positions), "segments": segments, "offsets": offsets}
+    laid |= {"positions": laid.get("positions", places.positions), "segments": segments, "offsets": offsets}
     laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
     laid |= {n: schema[n].kind.select(x, torch.from_numpy(rows)) for n, x in owned.items()}
-    return MicroBatch(torch.from_numpy(rows).to(device, non_blocking=True), at, Batch(schema, **laid))
+    return MicroBatch(torch.from_numpy(rows).to(device, non_blocking=True), places, Batch(schema, **laid))

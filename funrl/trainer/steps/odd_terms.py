@@ -48,14 +48,14 @@ def odd_term(
     Args:
       params, micro_batches, frozen: as in `train_step`.
     """
-    found = None
+    odd = None
     for number, rows in enumerate(micro_batches):
         with torch.no_grad():
             present = present_scores(params, role, rows, frozen)
-        if found is None:
+        if odd is None:
             text = _odd_term_of(role, present.x, present.rows)
-            found = None if text is None else OddTerm(number, text)
-    return found
+            odd = None if text is None else OddTerm(number, text)
+    return odd
 
 
 def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
@@ -73,11 +73,12 @@ def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
     except PieceError:
         return None
     for term, place, _, loss_BT in seen.terms:
-        odd_BT, what = ~where_masked(loss_BT, rows.mask).isfinite(), "loss"
+        odd_BT = ~where_masked(loss_BT, rows.mask).isfinite()
+        what = "loss"
         if not odd_BT.any() and loss_BT.requires_grad:
             total = where_masked(loss_BT, rows.mask).sum()
             grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-            odd = [~g.isfinite() for g in grads if g is not None]
+            odd = [~grad.isfinite() for grad in grads if grad is not None]
             odd_BT = torch.stack([x if x.dim() == 2 else x.any(-1) for x in odd]).any(0)
             what = "derivative, where its loss is finite,"
         if odd_BT.any():

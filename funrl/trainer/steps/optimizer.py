@@ -32,10 +32,12 @@ def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) 
         "linear": lambda: warmup_linear(lr, warmup, updates),
         "cosine": lambda: warmup_cosine(lr, warmup, updates),
     }
-    schedule, decay = schedules[settings.optimization.lr_schedule](), settings.optimization.weight_decay
+    schedule = schedules[settings.optimization.lr_schedule]()
+    decay = settings.optimization.weight_decay
     decayed = None if settings.optimization.decay_all else matrices
     if settings.optimization.optimizer == "muon":
-        axes, layouts = placed.model.axes, placed.stored
+        axes = placed.model.axes
+        layouts = placed.stored
         step = muon(schedule, weight_decay=decay, axes=axes, layouts=layouts, mesh=placed.mesh, mask=decayed)
     else:
         step = fused_adamw(schedule, weight_decay=decay, mask=decayed)

@@ -151,19 +151,20 @@ def weights_of(
 
 def row_fields_of(loss: Loss) -> tuple[str, ...]:
     """The fields per row that a loss reads, which its micro-batches are to have."""
-    found = loss.reads
-    return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in found.required | found.optional)
+    read = loss.reads
+    return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in read.required | read.optional)
 
 
 def fields_read(algorithm: Algorithm) -> frozenset[str]:
     """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
-    found = reads(algorithm).required
-    return found.union(*(algorithm.schema[name].made_of for name in found))
+    required = reads(algorithm).required
+    return required.union(*(algorithm.schema[name].made_of for name in required))
 
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
-    kinds, fields = algorithm.role_kinds, fields_read(algorithm)
+    kinds = algorithm.role_kinds
+    fields = fields_read(algorithm)
     needed = {algorithm.schema[field].writer for field in fields} | set(algorithm.losses)
     if algorithm.divergence is not None:  # which the step computes with that role beside the policy
         needed.add(algorithm.divergence.role)
@@ -192,8 +193,8 @@ def reads_scores(algorithm: Algorithm) -> bool:
 
     What an advantage chain reads counts where a loss reads what the chain makes.
     """
-    found = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
+    read = reads(*algorithm.losses.values(), algorithm.filter, fields=algorithm.fields)
     chain = algorithm.advantage
-    if chain is not None and (found.required | found.optional) & run_advantage(chain).makes:
-        found |= reads(chain)
-    return bool({"score", "scores", "greedy_score"} & (found.required | found.optional))
+    if chain is not None and (read.required | read.optional) & run_advantage(chain).makes:
+        read |= reads(chain)
+    return bool({"score", "scores", "greedy_score"} & (read.required | read.optional))

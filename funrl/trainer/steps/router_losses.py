@@ -101,14 +101,14 @@ def load_metrics(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     that of the choices over the largest possible, the mean of the layers; "router/unused" the share of experts that no
     token chose.
     """
-    found = dict(values)
-    counts_LE = found.pop(ROUTER_COUNTS, None)
+    metrics = dict(values)
+    counts_LE = metrics.pop(ROUTER_COUNTS, None)
     if counts_LE is None:
-        return found
+        return metrics
     share_LE = divide(counts_LE, counts_LE.sum(-1, keepdim=True).expand_as(counts_LE))
     experts = counts_LE.shape[-1]
     entropy_L = torch.special.entr(share_LE).sum(-1) / torch.tensor(float(max(experts, 2))).log().item()
-    return found | {
+    return metrics | {
         "router/load_max": share_LE.max() * experts,
         "router/entropy": entropy_L.mean(),
         "router/unused": (counts_LE == 0).double().mean(),

@@ -60,12 +60,14 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
 
 def _outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
     """Values of the model for each field that the role writes."""
-    wanted, placed, found = tuple(role.writes.values()), role.placed, {}
+    wanted = tuple(role.writes.values())
+    placed = role.placed
+    outputs = {}
     if "values" in wanted:
-        found["values"] = placed.values(params, rows)
+        outputs["values"] = placed.values(params, rows)
     want = tuple(name for name in wanted if name in TOKEN_SCORES)
     if want:
-        found |= placed.token_scores(params, rows, want, role.temperature)._asdict()
+        outputs |= placed.token_scores(params, rows, want, role.temperature)._asdict()
     if "topk" in wanted or "topk_logp" in wanted:
-        found["topk"], found["topk_logp"] = placed.topk(params, rows, role.topk, role.temperature)
-    return [found[name] for name in wanted]
+        outputs["topk"], outputs["topk_logp"] = placed.topk(params, rows, role.topk, role.temperature)
+    return [outputs[name] for name in wanted]

@@ -30,7 +30,10 @@ from funrl.trainer.steps.step_rows import Rows, own_batch
 
 LARGE = 1e15  # what is smaller has squares that float32 can add up
 FOLDER = "skipped"  # in the run's directory
-FILES, FILE_ROWS, FILE_BYTES = 8, 16, 16 << 20  # at most, of a run and of a file
+# at most, of a run and of a file
+FILES = 8
+FILE_ROWS = 16
+FILE_BYTES = 16 << 20
 ADVICE = {  # by the writer of a field; a role that is not among them is an algorithm's own
     "source": "the reward function gave it; have it give numbers of usual size, such as between -1 and 1",
     "advantage": "the advantage chain made it of numbers of usual size",
@@ -74,7 +77,8 @@ def cause_in(rows: Rows, part: np.ndarray, suspects: Suspects, rank: int) -> Cau
       part: numbers of the rows of the update.
     """
     own = np.sort(part[rows.owner[part] == rows.index])
-    fields, schema = as_dict(rows.batch), schema_of(rows.batch)
+    fields = as_dict(rows.batch)
+    schema = schema_of(rows.batch)
     for order, (name, field) in enumerate(schema.items()):
         x = fields.get(name)
         if x is None or field.kind.spread is None or not x.is_floating_point():
@@ -104,13 +108,14 @@ def _odd(values: Tensor) -> Tensor:
 def _values(rows: Rows, name: str, x: Tensor, numbers: np.ndarray) -> Tensor:
     """A field of some of this rank's rows [n, K]; 0 on tokens that do not count and where a reward does not apply."""
     if kind_of(rows.batch, name).everywhere:
-        found = x[torch.from_numpy(numbers).to(x.device)]
-        found = torch.where(found.isnan(), 0, found) if name == "scores" else found
+        values = x[torch.from_numpy(numbers).to(x.device)]
+        values = torch.where(values.isnan(), 0, values) if name == "scores" else values
     else:
-        at = torch.from_numpy(rows.local(numbers)).to(x.device)
-        found, mask = x[at], rows.batch.mask[at].to(x.device)
-        found = torch.where(mask.view(*mask.shape, *(1,) * (found.ndim - mask.ndim)), found, 0)
-    return found.flatten(1) if found.ndim > 1 else found[:, None]
+        places = torch.from_numpy(rows.local(numbers)).to(x.device)
+        values = x[places]
+        mask = rows.batch.mask[places].to(x.device)
+        values = torch.where(mask.view(*mask.shape, *(1,) * (values.ndim - mask.ndim)), values, 0)
+    return values.flatten(1) if values.ndim > 1 else values[:, None]
 
 
 class Skips:
@@ -124,10 +129,13 @@ class Skips:
           folder: the run's checkpoints, beside which rows are saved; None: they are not.
           note: shows a line.
         """
-        self.most, self.mesh, self.note = most, mesh, note
+        self.most = most
+        self.mesh = mesh
+        self.note = note
         self.folder = None if folder is None else Path(folder).parent / FOLDER
         self.in_a_row: dict[str, int] = {}
-        self.count, self.problem = 0, None
+        self.count = 0
+        self.problem = None
 
     def made(self, name: str) -> None:
         """Take note of an update of a role that was made."""
@@ -148,7 +156,7 @@ class Skips:
         self.count += 1
         row = self.in_a_row[name] = self.in_a_row.get(name, 0) + 1
         file = self._save(what, error, cause, rows) if cause.rank == self.mesh.rank else None
-        file = next((found for found in gather_objects(file, self.mesh) if found), None)
+        file = next((path for path in gather_objects(file, self.mesh) if path), None)
         where = f"; its rows are in {file}" if file else ""
         self.note(f"{error}: the update is left out. {cause.text}{where}")
         if row >= self.most and self.problem is None:

@@ -46,12 +46,41 @@ class NotFiniteError(ArithmeticError):
         self.suspects = tuple(suspects)
 
 
+class Totals(NamedTuple):
+    """Sums over the rows of a mini-batch on all ranks, taken before its gradient.
+
+    Attributes:
+      denominators: of a role's loss.
+      tokens: number of tokens that it trains on.
+    """
+
+    denominators: tuple[Tensor, ...]
+    tokens: Tensor
+
+
+class Gradient(NamedTuple):
+    """Gradient of a role's loss over a mini-batch.
+
+    Attributes:
+      tree: the gradient, as the role's own weights are stored.
+      metrics: values by name.
+      loss: of the mini-batch.
+      micro_losses: of each of this rank's micro-batches.
+      load: choices of each expert over all ranks, a tensor [L, E]; empty where there are no experts.
+    """
+
+    tree: trees.Tree
+    metrics: dict[str, Tensor]
+    loss: Tensor
+    micro_losses: Sequence[Tensor] = ()
+    load: Sequence[Tensor] = ()
+
+
 def train_step(
     role: Role,
     state: RoleState,
     micro_batches: Iterable[Batch],
-    denominators: Sequence[Tensor],
-    tokens: Tensor,
+    totals: Totals,
     what: str = "update",
     frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[RoleState, dict[str, Tensor]]:
@@ -60,9 +89,7 @@ def train_step(
     Args:
       role: one that learns.
       micro_batches: this rank's rows of the mini-batch, packed.
-      denominators: of the role's loss, over the rows of all ranks.
-      tokens: how many are trained on, over the rows of all ranks. Where there is none, nothing moves, not even the
-        optimizer's momentum.
+      totals: of the mini-batch. Where it has no tokens to train on, nothing moves, not even the optimizer's momentum.
       what: name of the update, for the message of an error.
       frozen: this rank's weights that do not learn, by name: the base and the companion of the role, if it has them.
 
@@ -71,13 +98,12 @@ def train_step(
     Raises:
       NotFiniteError: the loss or the gradient's norm is not finite, on every rank. The state has not changed.
     """
-    each, load = list[Tensor](), list[Tensor]()
-    grads, metrics, loss = gradient(role, state.params, micro_batches, denominators, frozen, each, load)
+    grads, metrics, loss, micro_losses, load = gradient(role, state.params, micro_batches, totals.denominators, frozen)
     norm = global_norm(grads, role.stored, role.placed.mesh)
-    on_host = torch.stack([loss.double(), norm.double(), tokens.double()]).cpu()  # the host waits once an update
+    on_host = torch.stack([loss.double(), norm.double(), totals.tokens.double()]).cpu()  # the host waits once an update
     if not (math.isfinite(on_host[0].item()) and math.isfinite(on_host[1].item())):
         text = f"{what}: the gradient's norm is {on_host[1].item():.4g} and the loss {on_host[0].item():.4g}"
-        raise NotFiniteError(text, [i for i, value in enumerate(each) if not math.isfinite(value.item())])
+        raise NotFiniteError(text, [i for i, value in enumerate(micro_losses) if not math.isfinite(value.item())])
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
     if on_host[2].item() == 0:
         return state, metrics
@@ -96,18 +122,12 @@ def gradient(
     micro_batches: Iterable[Batch],
     denominators: Sequence[Tensor],
     frozen: Mapping[str, trees.Tree] | None = None,
-    each: list[Tensor] | None = None,
-    load: list[Tensor] | None = None,
-) -> tuple[trees.Tree, dict[str, Tensor], Tensor]:
-    """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks.
-
-    Args:
-      each: given the loss on each of this rank's micro-batches.
-      load: given how often each expert was chosen, over all ranks, [L, E]; nothing where there are none.
-
-    Returns: the gradient tree, as these weights are stored; the metrics' values; the loss.
-    """
-    grads, found, chosen = None, None, None
+) -> Gradient:
+    """The gradient of a role's loss by its own weights over a mini-batch, summed over micro-batches and ranks."""
+    micro_losses = []
+    grads = None
+    sums_so_far = None
+    chosen = None
     if role.router.wanted:
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
@@ -117,16 +137,15 @@ def gradient(
         )
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
-        if each is not None:
-            each.append(value.detach())
+        micro_losses.append(value.detach())
         beat()
-        found = _joined(found, numerators, metrics)
-    assert found is not None
-    grads, sums = sum_rest(grads, found[0], role.stored, role.compute, role.placed.mesh, role.partial)
+        sums_so_far = _joined(sums_so_far, numerators, metrics)
+    assert sums_so_far is not None
+    grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
-    if load is not None and ROUTER_COUNTS in sums[1]:
-        load += sums[1][ROUTER_COUNTS]
-    return grads, *_values(role, sums, found[1], metrics, denominators)
+    load = sums[1].get(ROUTER_COUNTS, ())
+    values, loss = _values(role, sums, sums_so_far[1], metrics, denominators)
+    return Gradient(grads, values, loss, micro_losses, load)
 
 
 @torch.no_grad()
@@ -138,13 +157,13 @@ def loss_value(
     frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The metrics' values and the loss of a role over some rows; the arguments are those of `gradient`."""
-    found = None
+    sums_so_far = None
     for rows in micro_batches:
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
-        found = _joined(found, numerators, metrics)
-    assert found is not None
-    sums = psum_tree(found[0], role.placed.mesh, role.placed.mesh.row_axes)
-    return _values(role, sums, found[1], metrics, denominators)
+        sums_so_far = _joined(sums_so_far, numerators, metrics)
+    assert sums_so_far is not None
+    sums = psum_tree(sums_so_far[0], role.placed.mesh, role.placed.mesh.row_axes)
+    return _values(role, sums, sums_so_far[1], metrics, denominators)
 
 
 def objective(
@@ -166,13 +185,13 @@ def objective(
     """
     loss = role.loss
     assert loss is not None
-    found = present_scores(params, role, rows, frozen)
-    numerators, metrics = loss.numerators(found.x, found.rows)
-    seen = dict(found.metrics)
-    if found.load is not None:
-        seen |= counts_metric(found.load, role.placed.mesh)
+    present = present_scores(params, role, rows, frozen)
+    numerators, metrics = loss.numerators(present.x, present.rows)
+    seen = dict(present.metrics)
+    if present.load is not None:
+        seen |= counts_metric(present.load, role.placed.mesh)
         if chosen is not None:
-            router_terms, router_metrics = router_numerators(role.router, found.load, chosen, role.placed.mesh)
+            router_terms, router_metrics = router_numerators(role.router, present.load, chosen, role.placed.mesh)
             numerators = (*numerators, *router_terms)
             seen |= router_metrics
             denominators = (*denominators, *chosen.denominators)
@@ -199,7 +218,9 @@ def present_scores(
     params: trees.Tree, role: Role, rows: Batch, frozen: Mapping[str, trees.Tree] | None = None
 ) -> Present:
     """Run a role's model on some rows of a mini-batch; the arguments are those of `objective`."""
-    loss, placed, frozen = role.loss, role.placed, frozen or {}
+    loss = role.loss
+    placed = role.placed
+    frozen = frozen or {}
     assert loss is not None
     params = role.whole(params, frozen)
     if placed.model.unembed is None:
@@ -209,7 +230,8 @@ def present_scores(
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
     teacher = None if role.companion is None else role.companion.teacher(frozen)
     scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
-    logp_BT, seen = scores.logp, dict[str, Metric]()
+    logp_BT = scores.logp
+    seen = dict[str, Metric]()
     assert logp_BT is not None
     if role.watch_entropy and scores.entropy is not None:
         seen[f"{role.prefix}/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
@@ -240,8 +262,8 @@ def _choices(
 @functools.cache
 def fields_of(loss: Loss) -> frozenset[str]:
     """The fields of the batch that a loss reads."""
-    found = reads(loss)
-    return found.required | found.optional
+    read = reads(loss)
+    return read.required | read.optional
 
 
 def engine_gap(batch: Batch) -> dict[str, Metric]:
@@ -255,13 +277,13 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
     }
 
 
-def _joined(found: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
+def _joined(joined: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:
     """Sums (numerators, parts of metrics) and largest values, with those of one more micro-batch."""
     mine = (numerators, {k: tuple(v) for k, v in metrics.items() if not isinstance(v, Max)})
     most = {k: v.value for k, v in metrics.items() if isinstance(v, Max)}
-    if found is None:
+    if joined is None:
         return mine, most
-    return trees.map(torch.add, found[0], mine), trees.map(torch.maximum, found[1], most)
+    return trees.map(torch.add, joined[0], mine), trees.map(torch.maximum, joined[1], most)
 
 
 def _values(
@@ -273,7 +295,8 @@ def _values(
       sums, peaks: of `_joined`; the sums are over all ranks.
       metrics: of any micro-batch, for their kinds.
     """
-    (numerators, parts), mesh = sums, role.placed.mesh
+    (numerators, parts) = sums
+    mesh = role.placed.mesh
     values = {name: type(metrics[name])(*part).value for name, part in parts.items()}
     if peaks:
         names, most = zip(*peaks.items(), strict=True)

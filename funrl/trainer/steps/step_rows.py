@@ -180,5 +180,6 @@ def _chosen(rows: Rows, numbers: np.ndarray, own: np.ndarray) -> Batch:
       numbers: of the rows.
       own: those of them that this rank has.
     """
-    everywhere, here = torch.from_numpy(np.asarray(numbers)), torch.from_numpy(rows.local(own))
+    everywhere = torch.from_numpy(np.asarray(numbers))
+    here = torch.from_numpy(rows.local(own))
     return map_kinds(lambda kind, x: kind.select(x, everywhere if kind.everywhere else here), rows.batch)
