@@ -18,7 +18,7 @@ from funrl.trainer.steps.micro import packed, plan_epoch, row_cost, sizes_of, to
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
 from funrl.trainer.steps.skipped import Skips, Suspects
-from funrl.trainer.steps.step import NotFiniteError, Totals, train_step
+from funrl.trainer.steps.step import NotFiniteError, LossTotals, train_step
 from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, own_batch
 
 
@@ -124,7 +124,7 @@ class _Update(NamedTuple):
 def _updated(
     update: _Update,
     state: RoleState,
-    total: Totals,
+    total: LossTotals,
     frozen: Mapping[str, trees.Tree] | None,
     monitor: UpdateMonitor,
 ) -> tuple[RoleState, dict[str, Tensor]]:
@@ -154,8 +154,8 @@ def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarr
     return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 
 
-def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]) -> list[dict[str, Totals]]:
-    """Totals of each mini-batch for each role, in one collective.
+def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]) -> list[dict[str, LossTotals]]:
+    """LossTotals of each mini-batch for each role, in one collective.
 
     Args:
       parts: numbers of the rows of each mini-batch.
@@ -171,7 +171,7 @@ def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarr
             mine += [x.double().reshape(()) for x in sums]
             counts.append(len(sums))
     summed = psum(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).split(counts)
-    each = iter([Totals(tuple(part[:-1].unbind()), part[-1]) for part in summed])
+    each = iter([LossTotals(tuple(part[:-1].unbind()), part[-1]) for part in summed])
     return [{name: next(each) for name in roles} for _ in parts]
 
 

@@ -46,7 +46,7 @@ class NotFiniteError(ArithmeticError):
         self.suspects = tuple(suspects)
 
 
-class Totals(NamedTuple):
+class LossTotals(NamedTuple):
     """Sums over the rows of a mini-batch on all ranks, taken before its gradient.
 
     Attributes:
@@ -80,7 +80,7 @@ def train_step(
     role: Role,
     state: RoleState,
     micro_batches: Iterable[Batch],
-    totals: Totals,
+    totals: LossTotals,
     what: str = "update",
     frozen: Mapping[str, trees.Tree] | None = None,
 ) -> tuple[RoleState, dict[str, Tensor]]:
