@@ -65,6 +65,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "or_token_ratio": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_piece": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_term": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "typed_metric": "test_guards.py::test_metrics_are_typed",
     "share_of": "test_selection.py::test_random_selection",
     "side_by_side": "test_pairs.py::test_layout",
     "smoothed": "test_terms.py::test_equals_its_reference_whatever_lies_outside_the_mask",
@@ -120,7 +121,7 @@ def public_functions():
 
 def test_every_public_piece_has_a_row_or_a_test():
     covered = {row.name.split()[0] for row in ROWS} | {name for row in ROWS for name in row.also}
-    functions = set(public_functions()) - {"reads_of", "on_example", "learns_alone"}  # of `reads`, `check` and a job
+    functions = set(public_functions()) - {"on_example", "learns_alone"}  # of `reads`, `check` and a job
     assert len(functions) > 100
     assert functions - covered - set(TESTED) - set(SERVE) == set(), "add a row for each of these to a rows_*.py"
     assert covered - functions - set(NAMES) == set(), "these rows are of functions that are not there"
@@ -148,7 +149,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     assert {name: WHERE[name] for name in functions if name in WHERE} == {
         name: module.removeprefix("funrl.algos.") for name, module in functions.items() if name in WHERE
     }
-    inner = {"reads_of", "on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
+    inner = {"on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
     inner |= {"call_text", "node_of"}  # of explanations
     inner |= {"reverse_linear_scan"}
     assert set(functions) - set(WHERE) == inner

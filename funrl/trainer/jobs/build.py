@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.reading import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan

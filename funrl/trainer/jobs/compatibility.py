@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from funrl.algos.checking import Available, check
-from funrl.algos.core import Algorithm, Divergence, reads
+from funrl.algos.core import Algorithm, Divergence
+from funrl.algos.reading import reads
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import Mesh

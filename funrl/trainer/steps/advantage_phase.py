@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos import core
-from funrl.algos.core import Advantage, Max, Mean
+from funrl.algos.applying import apply_advantage
+from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
+from funrl.algos.metrics import Max, Mean
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
 from funrl.trainer.steps.step import engine_gap
@@ -35,7 +36,7 @@ def advantages(
         drawn.append(numbers)
         return batch
 
-    made, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
+    made, state, metrics = apply_advantage(chain, state, here.batch, choose)
     values = describe(here, made, names) if made.get("rollout_logp") is not None else {}  # texts were not sampled
     values |= {name: float(metric.value) for name, metric in metrics.items()}
     result = mapped(here._replace(batch=made), lambda x: x.to(rows.batch.tokens.device))
