@@ -41,7 +41,7 @@ def test_a_rank_configures_memory_before_it_takes_its_device(calls, monkeypatch)
     monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     rank = launch._Rank(1, 1, 2)
-    with pytest.raises(RuntimeError, match="no further"):
-        with launch._process_group(parse("dp2"), rank, "cuda", "env://", launch.Waiting().timeout):
-            pass
+    group = launch._process_group(parse("dp2"), rank, "cuda", "env://", launch.Waiting().timeout)
+    with pytest.raises(RuntimeError, match="no further"), group:
+        pass
     assert calls == ["expandable_segments:True", "device"]
