@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
+from funrl.compiled_kernels.flash_kernel import faster_attention
 
 KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
 KERNEL_HEAD = 256  # numbers of a head at most, in eights
@@ -230,6 +231,7 @@ def paged_kernel() -> Callable[..., Tensor] | None:
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    faster_attention()  # what torch's kernel calls is chosen before it is tried
     if "block_table" in inspect.signature(varlen_attn).parameters:
         kernel = functools.partial(by_torch, varlen_attn)
         if (problem := _problem(kernel)) is None:

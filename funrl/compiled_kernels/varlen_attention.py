@@ -231,7 +231,7 @@ def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     if not _is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     offsets, longest = planned_segments(offsets, longest)
-    out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window, scale, cap)
+    out, lse, generator = flash_kernel(cap > 0).forward(q, k, v, offsets, longest, window, scale, cap)
     return _without_padding(out, offsets), lse, generator
 
 
@@ -241,13 +241,13 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     d_out = d_out.contiguous()
     offsets, longest = planned_segments(offsets, longest)
-    grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
+    grads = flash_kernel(cap > 0).backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
     return tuple(_without_padding(grad, offsets) for grad in grads)
 
 
 def _is_for_flash(q: Tensor, cap: float) -> bool:
     """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
-    return q.element_size() == 2 and (not cap or flash_kernel().caps)
+    return q.element_size() == 2 and (not cap or flash_kernel(True).caps)
 
 
 def _forward_by_matrix(q, k, v, offsets, window, scale, cap):

@@ -305,6 +305,7 @@ def test_a_kernel_that_refuses_pages_or_is_wrong_is_passed_over(monkeypatch, cap
 
     wrong.__signature__ = inspect.signature(published)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "faster_attention", lambda: None)
     monkeypatch.setattr(kernels, "_PROBED", "cpu")
     flash = types.SimpleNamespace(flash_attn_varlen_func=published_flash)
     cases = [(published, None, kernels.by_torch, "is by torch"), (refusing, flash, kernels.by_flash_attn, "throws if")]

@@ -16,7 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from funrl.compiled_kernels import varlen_attention as kernels
 from funrl.compiled_kernels.attention import attention
-from funrl.compiled_kernels.flash_kernel import Kernel, _torch_backward, _torch_forward, flash_kernel
+from funrl.compiled_kernels.flash_kernel import (
+    Kernel,
+    _torch_backward,
+    _torch_forward,
+    faster_attention,
+    flash_kernel,
+)
 from funrl.compiled_kernels.varlen_attention import (
     SegmentBounds,
     bound_segments,
@@ -244,7 +250,7 @@ def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
     q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
     offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
     forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))
-    monkeypatch.setattr(kernels, "flash_kernel", lambda: Kernel("none", True, forward, backward))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: Kernel("none", True, forward, backward))
     out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, 16)
     grads = kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, 16, generator)
     assert out.shape == q.shape and [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -272,7 +278,7 @@ def workspace_bytes(tokens, segments, heads, head):
 def test_a_gpu_plans_for_the_used_segments_and_the_longest(monkeypatch):
     """16,384 tokens in 10 rows, with room for 2,056 rows."""
     plans = []
-    monkeypatch.setattr(kernels, "flash_kernel", lambda: planning_kernel(plans))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: planning_kernel(plans))
     lengths = [1500] * 9 + [2000]
     room = 16384 // 8 + 8
     q, k, v, d_out = (x.detach()[0] for x in draw(16384, 2, 1, 8, torch.bfloat16))
@@ -348,6 +354,41 @@ def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(wind
         assert [r.message for r in caplog.records] == ["variable-length attention on the GPU is by flash-attn"]
     finally:
         flash_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "major,hip,installed,expected",
+    [
+        (9, None, True, "FA3"),
+        (10, None, True, "FA4"),
+        (9, None, False, None),
+        (8, None, True, None),
+        (9, "7", True, None),
+    ],
+)
+def test_torch_calls_the_faster_attention_of_the_device(major, hip, installed, expected, monkeypatch):
+    """By capability; a missing one and ROCm leave torch as it is, and capped logits go to flash-attn all the same."""
+    activated = []
+
+    def activate(name):
+        if not installed:
+            raise ModuleNotFoundError("No module named 'flash_attn_interface'")
+        activated.append(name)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_interface = fake_flash_attn()
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    faster_attention.cache_clear()
+    try:
+        name = f"torch {torch.__version__} with {expected}" if expected else "flash-attn"
+        assert flash_kernel.__wrapped__().name == name and flash_kernel.__wrapped__(True).name == "flash-attn"
+        assert activated == ([expected] if expected else [])
+    finally:
+        faster_attention.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
