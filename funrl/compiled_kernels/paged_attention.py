@@ -268,8 +268,8 @@ def _problem(kernel: Callable[..., Tensor]) -> str | None:
         for counts, ends in (((1, 2), (40, 200)), ((1, 1, 1), (40, 200, 256))):  # of a prompt; of decoding alone
             table = torch.arange(len(counts)).remainder(2).unsqueeze(1)
             paging = paging_of(counts, ends, table, KERNEL_PAGE, _PROBED)
-            new = (x.flatten(0, 1)[paging.places_N] for x in (keys, values))
-            expected = paged_attention_reference(q, *new, (keys, values), paging)
+            new_keys, new_values = (x.flatten(0, 1)[paging.places_N] for x in (keys, values))
+            expected = paged_attention_reference(q, new_keys, new_values, (keys, values), paging)
             places = paging.table_SP, paging.offsets_S1, paging.ends_S, paging.groups_G5
             error = (kernel(q, keys, values, *places, 0, 0.0) - expected).abs().max().item()
             if not error < _TOLERANCE:
