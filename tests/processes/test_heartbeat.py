@@ -107,6 +107,21 @@ def test_who_saves_the_state_of_a_run_that_fails(replicas, whole, dead, replica)
     assert stall_monitor.rescuers(signs, dead, False) == Order(replica, False)
 
 
+@pytest.mark.parametrize(
+    ("waited", "failed", "says"),
+    [
+        ({0: 95.0, 1: 0.0, 2: 95.0}, [0, 2], "rank 0 on host7 (step 3, reward, in all_reduce over data) has waited "),
+        ({0: 95.0, 1: 0.0, 2: 5.0}, [0, 2], None),  # rank 2 has failed for a reason of its own
+        ({0: 95.0, 1: 0.0, 2: 95.0}, [0, 1], None),  # so has rank 1, outside a collective
+        ({0: 95.0, 1: 0.0, 2: 95.0}, [], None),
+    ],
+)
+def test_a_run_ends_by_the_timeout_where_every_rank_that_failed_has_waited_for_it(waited, failed, says):
+    signs = {rank: SIGN if rank == 1 else WAITING for rank in range(3)}
+    text = stall_monitor.timed_out(signs, failed, waited, [], 100.0)
+    assert text is None if says is None else says in text and "for rank 1 on host7" in text
+
+
 @pytest.mark.timed
 def test_a_rank_writes_where_it_is():
     record = bytearray(RECORD_BYTES)

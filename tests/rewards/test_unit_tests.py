@@ -30,6 +30,7 @@ PAIRS = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
         ("```python\nimport os\nos._exit(0)\n```", {"tests": ["assert True"]}, 0.0, 0.0),
         ("```python\nprint(3)\nraise KeyError\n```", {"tests": {"inputs": [""], "outputs": ["3"]}}, 0.0, 0.0),
         ("", {"tests": ["assert add(1, 2) == 3"]}, 0.0, 0.0),
+        (ADD, {"tests": ["raise SystemExit", "assert add(1, 2) == 3"]}, 0.0, 0.5),
     ],
 )
 def test_a_program_is_worth_what_its_tests_say(completion, fields, reward, share):

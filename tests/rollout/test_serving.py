@@ -116,6 +116,13 @@ def test_a_finished_rows_place_is_taken_at_once():
     assert len(passes) < 1.2 * tokens / 4  # nearly always four rows
 
 
+def test_samples_of_a_prompt_that_find_no_place_begin_before_later_prompts():
+    ended = []
+    requests = requests_of([[1, 2], [3]], Sampling(max_new_tokens=5, samples=5), 0)
+    complete(engine_of(CONFIG, max_rows=2), requests, lambda done: ended.append(done.number))
+    assert [set(ended[i : i + 2]) for i in range(0, 10, 2)] == [{i, i + 1} for i in range(0, 10, 2)]
+
+
 def test_room_is_what_would_begin_at_once():
     engine = engine_of(CONFIG, max_rows=4)
     assert engine.room() == 4

@@ -136,6 +136,9 @@ def test_a_broken_line_is_named(tmp_path):
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 2: not JSON"):
         list(read_lines(path))
+    path.write_text('{"step": 1}\n{"step": \n')  # the last one, but whole
+    with pytest.raises(RunDirectoryError, match=r"line 2: not JSON"):
+        list(read_lines(path))
     path.write_text('{"step": 1}\n3\n')
     with pytest.raises(RunDirectoryError, match=r"line 2: a JSON object is needed, not int"):
         list(read_lines(path))

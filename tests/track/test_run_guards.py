@@ -55,6 +55,11 @@ def test_a_healthy_run_is_told_nothing():
     assert not list(guards.findings(healthy()))
 
 
+def test_a_guard_speaks_as_soon_as_it_has_its_steps():
+    rows = [{"step": step, "partial/staleness_mean": 6.0} for step in range(1, guards.WINDOW + 2)]
+    assert [(one.cause, one.step) for one in guards.findings(rows)] == [("stale_tokens", guards.WINDOW)]
+
+
 @pytest.mark.parametrize("cause", ILLS)
 def test_an_ill_is_named_once_and_after_it_began(cause):
     found = list(guards.findings(changed(ILLS[cause])))

@@ -65,6 +65,16 @@ def test_the_first_row_that_fails_is_raised_and_without_workers_nothing_is_begun
     assert workers or not (tmp_path / "p2").exists()
 
 
+@BOTH
+def test_where_rows_may_fail_they_are_marked_and_the_first_is_shown(workers):
+    with open_pool([lambda prompt, completion: 1 / (prompt in ("p0", "p2"))], workers) as pool:
+        pending = PendingRewards(pool, completed)
+        add(pending, [(3, [3]), (2, [2]), (1, [1]), (0, [0])])
+        rewarded = pending.collect("zero")
+    assert rewarded[:2] == ([[1.0], [0.0], [1.0], [0.0]], [False, True, False, True])
+    assert "ZeroDivisionError" in rewarded.problem and "prompt: 'p1'" in rewarded.problem
+
+
 def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path):
     def reward(prompt, completion):
         (tmp_path / completion).touch()
