@@ -62,6 +62,8 @@ def test_what_the_engine_has_is_made_for_it(tmp_path):
     assert whole.phases["reshard"].peak["weights"] == 2 * base  # the policy, which the engine shares, and the reference
     assert adapted.phases["reshard"].peak["weights"] == base + 4 * own(adapted.job, "policy") + targets
     assert adapted.phases["generate"].peak["weights"] == pytest.approx(base)  # what only the trainer has is away
+    stays = dry_run.estimate(plain("grpo", model=flags["model"], **LORA), 8, H100).phases["generate"]
+    assert stays.peak["weights"] == base + 4 * own(adapted.job, "policy") + targets  # merged weights are not shared
 
 
 def test_the_report_says_what_learns(tmp_path):

@@ -35,7 +35,7 @@ MESHES = {
     "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective", **SPLIT}),
     "ep2,tp2 ragged": ("ep2,tp2", FEW, SPLIT),
     "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
-    "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True}),
+    "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True, "token_budget": 16}),  # several micro-batches
     "tp2 deepseek": ("tp2", DEEPSEEK, BIASES),
     "dp2 deepseek": ("dp2", DEEPSEEK, BIASES | {"fsdp": True}),
     "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
