@@ -118,6 +118,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     Args:
       inputs: digests of the run's files, as the first rank knows them.
     """
+    from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import Waiting, WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
 
@@ -127,20 +128,16 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     problem = ""
     try:
         with _signals():
-            program = functools.partial(_rank, command, run_dir, inputs)
             settings = command.settings
-            outcome = launch(
-                program,
-                job.sizes,
-                job.device,
-                PLAIN,
-                before=functools.partial(_rewards, command),
-                waiting=Waiting(
-                    datetime.timedelta(minutes=settings.waiting.timeout),
-                    settings.waiting.heartbeat,
-                    settings.waiting.stalled_after,
-                ),
+            waiting = Waiting(
+                datetime.timedelta(minutes=settings.waiting.timeout),
+                settings.waiting.heartbeat,
+                settings.waiting.stalled_after,
             )
+            with warm_started(job, shown=first) as started:
+                program = functools.partial(_rank, command, run_dir, inputs, started.start)
+                rewards = functools.partial(_rewards, command)
+                outcome = launch(program, job.sizes, job.device, PLAIN, before=rewards, waiting=waiting)
         if outcome.error:  # which every rank knows
             status = 1
             problem = f"error: {outcome.error}" if first else ""
@@ -200,11 +197,13 @@ def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[P
     return open_rewards(_job(command), rank)
 
 
-def _rank(command: Command, run_dir: str | None, inputs: Mapping[str, str], mesh: Mesh, pool: Pool | None) -> Outcome:
+def _rank(
+    command: Command, run_dir: str | None, inputs: Mapping[str, str], start: str | None, mesh: Mesh, pool: Pool | None
+) -> Outcome:
     from funrl.track.observe import RunObserver
     from funrl.trainer.loop import train_loop
 
-    job = _with_inputs(_job(command), inputs)
+    job = dataclasses.replace(_with_inputs(_job(command), inputs), start=start)
     with RunObserver(job, run_dir, mesh.rank) as observer:
         return train_loop(job, mesh, observer, pool=pool)
 

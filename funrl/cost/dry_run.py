@@ -113,14 +113,13 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         "lora": lora_of(settings, model),
     }
     if kind == "supervised":
-        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm), None))
+        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm)))
     task = Task(
         name="dry run",
         prompts=(),
         heldout=(),
         rewards=(),
         weights=(1.0,),
-        demonstrations=None,
         max_new_tokens=new_tokens(settings),
     )
     sampling, _ = samplings(settings, task.max_new_tokens, stop, model.config)

@@ -28,7 +28,9 @@ ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
 MODELS = ("arithmetic", "arithmetic_moe")  # the task by the name of its model: dense, or with experts
-WARMSTART_STEPS = 800
+WARMSTART_STEPS = 500
+WARMSTART_DEMONSTRATIONS = 25_600
+WARMSTART_FLAGS = {"batch_prompts": 256, "lr": 4e-3}
 TRAINING_PROMPTS = 4096
 
 Split = Literal["train", "heldout"]
@@ -250,6 +252,8 @@ def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
         model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,
+        warmstart_demonstrations=WARMSTART_DEMONSTRATIONS,
+        warmstart_flags=WARMSTART_FLAGS,
         demonstration_field="answer",
         readable=in_usual_order,
     )

@@ -5,7 +5,8 @@ import pytest
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_config, decoder_model
-from funrl.trainer.jobs.datasets import Task, check_token_ids
+from funrl.trainer.jobs.compatibility import check_token_ids
+from funrl.trainer.jobs.datasets import Task
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head": 4, "mlp": 8}
@@ -13,7 +14,7 @@ SIZES = {"embed": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head": 4, "mlp": 8
 
 def task_with(*tokens):
     example = Example(list(tokens), "text", {})
-    return Task("prompts", [example], [example], (), (), None, 4)
+    return Task("prompts", [example], [example], (), (), 4)
 
 
 def test_ids_that_nothing_uses_may_be_beyond():

@@ -285,7 +285,7 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
         )
 
 
-def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory: str | None) -> None:
+def check_token_ids(task: Task | Texts, tokenizer: Any, model: Model, directory: str | None = None) -> None:
     """Check the token ids that a run uses against the model's vocabulary. Ones that nothing uses may be beyond it.
 
     Args:

@@ -171,6 +171,7 @@ def _common_fields(
         "algorithm": algorithm,
         "stop": stop,
         "pad": pad,
+        "start": settings.models.model,
         "lora": lora,
     }
 
@@ -240,7 +241,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     steps = settings.run.warmstart_steps
     if steps is None:
         steps = TASKS[examples.task].warmstart_steps if scratch else 0
-    if steps and task.demonstrations is None:
+    if steps and isinstance(task, Task) and not task.embedded:
         raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
     return steps
 

@@ -18,7 +18,7 @@ from funrl.trainer.steps.micro import packed, plan_epoch, row_cost, sizes_of, to
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
 from funrl.trainer.steps.skipped import Skips, Suspects
-from funrl.trainer.steps.step import NotFiniteError, LossTotals, train_step
+from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, own_batch
 
 
