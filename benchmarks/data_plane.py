@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from funrl.algos.core import apply_advantage
+from funrl.algos.applying import apply_advantage
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.ppo import ppo
 from funrl.batch import Batch, with_across

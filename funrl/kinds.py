@@ -126,10 +126,6 @@ def _select(x: Tensor, rows: Any) -> Tensor:
     return x[rows.to(x.device) if isinstance(rows, Tensor) else rows]
 
 
-def _first_of_two(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return x[first]
-
-
 def _same(x: Value, *_: Any) -> Value:
     return x
 
@@ -160,7 +156,7 @@ def _row_kind(name: str, *trailing: int) -> FieldKind:
         name,
         select=_select,
         concatenate=torch.cat,
-        beside=_first_of_two,
+        beside=lambda x, first, second: x[first],
         lines=_same,
         begins=_one_line_each,
         counts=_one_each,
@@ -175,26 +171,6 @@ def _row_kind(name: str, *trailing: int) -> FieldKind:
 # ---- numbers per token
 
 
-def _beside_tokens(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((x[first], x[second]), 1)
-
-
-def _token_lines(x: Tensor) -> Tensor:
-    return x.flatten(0, 1)
-
-
-def _token_begins(x: Tensor) -> np.ndarray:
-    return np.arange(x.shape[0]) * x.shape[1]
-
-
-def _lengths(x: Tensor, lengths: np.ndarray) -> np.ndarray:
-    return lengths
-
-
-def _blank_tokens(lines: Tensor, counts: np.ndarray, width: int) -> Tensor:
-    return lines.new_zeros(len(counts), width, *lines.shape[1:])
-
-
 def _fit_tokens(x: Tensor, width: int) -> Tensor:
     x = x[:, :width]
     return pad(x, (*(0, 0) * (x.ndim - 2), 0, width - x.shape[1]))
@@ -205,11 +181,11 @@ def _token_kind(name: str, *trailing: int) -> FieldKind:
         name,
         select=_select,
         concatenate=torch.cat,
-        beside=_beside_tokens,
-        lines=_token_lines,
-        begins=_token_begins,
-        counts=_lengths,
-        blank=_blank_tokens,
+        beside=lambda x, first, second: torch.cat((x[first], x[second]), 1),
+        lines=lambda x: x.flatten(0, 1),
+        begins=lambda x: np.arange(x.shape[0]) * x.shape[1],
+        counts=lambda x, lengths: lengths,
+        blank=lambda lines, counts, width: lines.new_zeros(len(counts), width, *lines.shape[1:]),
         fit=_fit_tokens,
         spread=_same,
         example=lambda fn, rows, tokens: fn((rows, tokens, *trailing)),
@@ -222,10 +198,6 @@ def _token_kind(name: str, *trailing: int) -> FieldKind:
 
 def _ragged_begins(x: Ragged) -> np.ndarray:
     return x.offsets[:-1].cpu().numpy()
-
-
-def _ragged_counts(x: Ragged, lengths: np.ndarray) -> np.ndarray:
-    return x.offsets.diff().cpu().numpy()
 
 
 def _ragged_offsets(counts: np.ndarray) -> Tensor:
@@ -275,7 +247,7 @@ FIELD_KINDS: Mapping[str, FieldKind] = {
             beside=_beside_ragged,
             lines=lambda x: x.values,
             begins=_ragged_begins,
-            counts=_ragged_counts,
+            counts=lambda x, lengths: x.offsets.diff().cpu().numpy(),
             blank=_blank_ragged,
             fit=_same,
             spread=None,

@@ -54,21 +54,33 @@ def page() -> str:
                 own.setdefault(name, set()).update(_types(flag))
     arguments = {name: " | ".join(sorted(types, key=lambda one: (one == "None", one))) for name, types in own.items()}
     fields = {name: _name_of(hint) for name, hint in typing.get_type_hints(Sampling).items()}
-    return "\n".join(
-        [
-            HEAD,
-            *_table("TrainKeywords", "Flags of a run, then the arguments of recipes.",
-                    _without(_keywords(flags.values()) | dict(sorted(arguments.items())), train)),
-            *_table("EvaluateKeywords", "Flags of `funrl evaluate`.",
-                    _without(_keywords(inference_flags("evaluate")), evaluate)),
-            *_table("SamplingKeywords", "Fields of `Sampling`.", _without(fields, generate)),
-        ]
-    ).rstrip() + "\n"  # fmt: skip
+    of_run = _without(_keywords(flags.values()) | dict(sorted(arguments.items())), train)
+    of_evaluation = _without(_keywords(inference_flags("evaluate")), evaluate)
+    shared = {k: kind for k, kind in of_run.items() if of_evaluation.get(k) == kind}
+    tables = [
+        _table(
+            "SharedKeywords", "Flags of a run and of `funrl evaluate`.", {k: shared[k] for k in of_run if k in shared}
+        ),
+        _table(
+            "TrainKeywords",
+            "Flags of a run alone, then the arguments of recipes.",
+            {k: kind for k, kind in of_run.items() if k not in shared},
+            base="SharedKeywords",
+        ),
+        _table(
+            "EvaluateKeywords",
+            "Flags of `funrl evaluate` alone.",
+            {k: kind for k, kind in of_evaluation.items() if k not in shared},
+            base="SharedKeywords",
+        ),
+        _table("SamplingKeywords", "Fields of `Sampling`.", _without(fields, generate)),
+    ]
+    return "\n".join([HEAD, *(line for table in tables for line in table)]).rstrip() + "\n"
 
 
-def _table(name: str, text: str, types: Mapping[str, str]) -> list[str]:
+def _table(name: str, text: str, types: Mapping[str, str], base: str = "TypedDict") -> list[str]:
     lines = [f"    {keyword}: {kind}" for keyword, kind in types.items()]
-    return ["", f"class {name}(TypedDict, total=False):", f'    """{text}"""', "", *lines, ""]
+    return ["", f"class {name}({base}, total=False):", f'    """{text}"""', "", *lines, ""]
 
 
 def _keywords(flags: Iterable[Flag]) -> dict[str, str]:

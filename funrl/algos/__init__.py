@@ -11,14 +11,15 @@ from typing import Any
 from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
-    "core": "Advantage Algorithm Divergence Filter Loss Metrics RankError Reads Reduction Signal Term add"
-    " apply_advantage chain check_called check_rank first_signal reads reduce run_piece run_term"
-    " scale stateless sum_losses value_of weighted",
-    "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of",
+    "core": "Advantage Algorithm Divergence Loss RankError Reads Reduction Signal add chain check_rank reduce"
+    " run_piece scale stateless sum_losses weighted",
+    "terms": "Filter Metrics Term check_called run_term typed_metric",
+    "applying": "apply_advantage first_signal",
+    "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of value_of",
     "masks": "clean in_order rounding sequence_sums to_own_tokens total where_masked",
     "checking": "check check_order",
     "guarding": "described name_of",
-    "reading": "CountError run_advantage run_function",
+    "reading": "CountError reads run_advantage run_function",
     "explanation": "explain_algorithm",
     "compose": "corrected filtered kl_controller with_regularizers",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"

@@ -11,20 +11,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.across import ALONE, Across
-from funrl.algos.core import (
-    CARRIED,
-    Advantage,
-    Algorithm,
-    Loss,
-    PieceError,
-    Signal,
-    apply_advantage,
-    first_signal,
-    reads,
-    run_piece,
-)
+from funrl.algos.applying import apply_advantage, first_signal
+from funrl.algos.core import CARRIED, Advantage, Algorithm, Loss, Signal, run_piece
 from funrl.algos.guarding import defined_at, described, line_of, name_of
-from funrl.algos.reading import on_example, run_advantage
+from funrl.algos.metrics import PieceError
+from funrl.algos.reading import on_example, reads, run_advantage
 from funrl.batch import (
     Batch,
     MissingField,

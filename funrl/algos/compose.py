@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from funrl.algos.advantages.shaping import Controller, adaptive_kl, fixed_kl
-from funrl.algos.core import Advantage, Algorithm, Filter, PieceError, Term, add, chain, scale, weighted
+from funrl.algos.core import Advantage, Algorithm, add, chain, scale, weighted
 from funrl.algos.filters.by_row import every
 from funrl.algos.losses.clipped import entropy_bonus
 from funrl.algos.losses.kl import kl_to_reference
+from funrl.algos.metrics import PieceError
+from funrl.algos.terms import Filter, Term
 
 
 def with_regularizers(

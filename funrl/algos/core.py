@@ -9,7 +9,7 @@
 `reduce(term, reduction)` is a `Loss`: its numerators are summed over micro-batches and ranks and divided by
 denominators that are known before, so gradient accumulation and data parallelism are exact by construction. A term
 never looks outside the mask: what stands there, NaN included, is 0 before a term sees it. What a piece reads of the
-batch is found by running it (`reads`); it need not be declared.
+batch is found by running it (`reading.reads`); it need not be declared.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
-from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, divide, token_mean_of
-from funrl.batch import Batch, Reads, declare, seen_of, select
+from funrl.algos.metrics import Metric, PieceError, value_of
+from funrl.algos.terms import Filter, Term, check_called, run_term, typed_metric
+from funrl.batch import Batch, Reads, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
-Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
-Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
-Filter = Callable[[Batch], Tensor]
 NO_FIELDS = Schema()
 NO_ROLES = RoleTable()
 CARRIED = ("returns", "weight")  # fields of the batch that a signal has a place for
@@ -71,20 +68,14 @@ class Loss(NamedTuple):
     @property
     def reads(self) -> Reads:
         """The fields of the batch that it reads."""
+        from funrl.algos.reading import reads  # which imports this
+
         return reads(self)
 
     def __call__(self, x_BT: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """The loss of a whole batch, and its metrics."""
         nums, metrics = self.numerators(x_BT, batch)
         return value_of(nums, self.denominators(batch)), metrics
-
-
-def value_of(nums: tuple[Tensor, ...], dens: tuple[Tensor, ...]) -> Tensor:
-    """sum_i num_i / den_i, where a den of 0 stands for 1."""
-    total = divide(nums[0], dens[0])
-    for num, den in zip(nums[1:], dens[1:], strict=True):
-        total = total + divide(num, den)
-    return total
 
 
 class Signal(NamedTuple):
@@ -369,52 +360,7 @@ def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tup
     return out
 
 
-def first_signal(batch: Batch) -> Signal:
-    """The signal that a chain is given: the scores, or zeros where the batch has none."""
-    score_B = batch.get("score")
-    if score_B is None:
-        like = batch.get("old_logp")
-        score_B = batch.mask.new_zeros(len(batch.mask), dtype=torch.float32 if like is None else like.dtype)
-    return Signal(score_B, batch.mask)
-
-
-def apply_advantage(
-    advantage: Advantage, state: Any, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = select
-) -> tuple[Batch, Any, dict[str, Metric]]:
-    """Run a chain on a batch.
-
-    Args:
-      choose: (batch, numbers of rows) -> batch, where the chain draws rows.
-
-    Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
-      (the mask before it) and the rows that it drew; the next state; metrics.
-
-    Raises:
-      PieceError: the chain never came to tokens.
-    """
-    batch = declare(batch, advantage.fields)
-    signal, state = run_piece(advantage, first_signal(batch), state, batch=batch)
-    if signal.x.dim() != 2:
-        raise PieceError(f"the advantage chain ends with {list(signal.x.shape)}: put to_tokens() at its end")
-    batch = batch._replace(advantage=signal.x, mask=signal.mask, sampled=batch.mask, **signal.fields)
-    return (batch if signal.rows is None else choose(batch, signal.rows)), state, signal.metrics
-
-
 # ---- terms and losses
-
-
-def check_called(piece: Any, kind: str) -> None:
-    """Check that a piece is one, and not the factory that makes it, which tells what it makes by its annotation.
-
-    Args:
-      kind: the annotation, such as "Term".
-
-    Raises:
-      PieceError: it is a factory, or nothing that can be called.
-    """
-    if not callable(piece) or getattr(piece, "__annotations__", {}).get("return") == kind:
-        hint = f": call it, {name_of(piece)}(...)" if callable(piece) else ""
-        raise PieceError(f"{described(piece)} is not a {kind.lower()}{hint}")
 
 
 def add(*terms: Term) -> Term:
@@ -479,59 +425,10 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     def numerators(x_BT: Tensor, batch: Batch):
         mask_BT = batch.mask
         loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
-        typed = {name: _typed(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
+        typed = {name: typed_metric(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
         return reduction.numerators(loss_BT, mask_BT, batch.get("segments")), typed
 
     return Loss(denominators, numerators)
-
-
-def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[Tensor, Metrics]:
-    """The term's loss and metrics, checked to be what a term gives.
-
-    Args:
-      place: of the term among those that are added.
-
-    Raises:
-      PieceError: they are not; or, on a batch that records, the term changed its inputs.
-    """
-    seen = seen_of(batch)
-    if seen is None:
-        return _checked_term(term, term(x_BT, batch), batch)
-    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, others={"x": x_BT})
-    loss_BT, metrics = _checked_term(term, out, batch)
-    seen.terms.append((term, place, x_BT, loss_BT))
-    return loss_BT, metrics
-
-
-def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
-        loss_BT = out[0]
-        if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
-            return loss_BT, out[1]
-        raise PieceError(
-            f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a "
-            f"loss per token [B, T] is needed; the reduction sums it{defined_at(term)}"
-        )
-    name = name_of(term)
-    origin = defined_at(term)
-    if isinstance(out, Tensor):
-        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}}){origin}")
-    if callable(out):
-        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...){origin}")
-    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){origin}")
-
-
-def _typed(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
-    if isinstance(metric, Mean):
-        return Mean(metric.num.detach(), metric.den)
-    if isinstance(metric, (Max, Sum)):
-        return type(metric)(metric.value.detach())
-    if not isinstance(metric, Tensor) or metric.shape != mask_BT.shape:
-        raise PieceError(
-            f"metric {name!r} of term {name_of(term)} is {described(metric)}: give a tensor [B, T], whose mean over "
-            f"tokens is reported, or Mean, Max or Sum{defined_at(term)}"
-        )
-    return token_mean_of(metric.detach(), mask_BT)
 
 
 def sum_losses(*losses: Loss) -> Loss:
@@ -550,23 +447,3 @@ def sum_losses(*losses: Loss) -> Loss:
         return nums, metrics
 
     return Loss(lambda batch: tuple(den for loss in losses for den in loss.denominators(batch)), numerators)
-
-
-def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
-    """The fields that pieces read: losses, advantages, terms, filters, or algorithms less what their advantages make.
-
-    They are run on an example batch that records, so that neither a lambda nor a user's own function hides any.
-
-    Args:
-      pieces: what reads.
-      fields: declarations of further fields that terms and filters may read; other pieces have theirs.
-
-    Raises:
-      PieceError: one of them cannot be run on the example, or gives what its kind may not give.
-    """
-    from funrl.algos.reading import reads_of  # which imports this
-
-    all_reads = Reads()
-    for piece in pieces:
-        all_reads = all_reads | reads_of(piece, Schema(fields))
-    return all_reads

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from funrl.algos.core import Advantage, Algorithm, Divergence, Loss, name_of, reads
+from funrl.algos.core import Advantage, Algorithm, Divergence, Loss
+from funrl.algos.guarding import name_of
 from funrl.algos.notation import MEANINGS, Formula, grouped, is_sum, occurs, with_factor
 from funrl.algos.notation_chains import STEPS, TO_TOKENS
 from funrl.algos.notation_losses import FORMULAS, divergence_between
 from funrl.algos.plain_text import plain
-from funrl.algos.reading import run_advantage
+from funrl.algos.reading import reads, run_advantage
 
 WIDTH = 100  # characters of a line of text
 CALL_WIDTH = 120  # of a line with the call of a piece

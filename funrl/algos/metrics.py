@@ -79,3 +79,11 @@ def mean_over_tokens(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Mean:
     """The mean of x over the mask and all rows of the step, in the dtype of x; see `total`."""
     count = total(mask_BT, mask_BT, batch)
     return Mean(total(x_BT, mask_BT, batch).to(x_BT.dtype), count.to(x_BT.dtype))
+
+
+def value_of(nums: tuple[Tensor, ...], dens: tuple[Tensor, ...]) -> Tensor:
+    """sum_i num_i / den_i, where a den of 0 stands for 1."""
+    total = divide(nums[0], dens[0])
+    for num, den in zip(nums[1:], dens[1:], strict=True):
+        total = total + divide(num, den)
+    return total

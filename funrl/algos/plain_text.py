@@ -7,10 +7,22 @@ import re
 from funrl.algos.notation import is_sum
 
 LATEX_COMMANDS = (  # of LaTeX, whose names do not say what to write in text
-    (r"\leftarrow", "<-"), (r"\left", ""), (r"\right", ""), (r"\,", ""), (r"\quad ", ""), (r"\|", "||"),
-    (r"\leq", "<="), (r"\geq", ">="), (r"\neq", "!="), (r"\cdot", "*"), (r"\notin", "not in"), (r"\in ", "in "),
-    (r"^{\circ}", " degrees"), (r"\\", ""), ("&", ""),
-)  # fmt: skip
+    (r"\leftarrow", "<-"),
+    (r"\left", ""),
+    (r"\right", ""),
+    (r"\,", ""),
+    (r"\quad ", ""),
+    (r"\|", "||"),
+    (r"\leq", "<="),
+    (r"\geq", ">="),
+    (r"\neq", "!="),
+    (r"\cdot", "*"),
+    (r"\notin", "not in"),
+    (r"\in ", "in "),
+    (r"^{\circ}", " degrees"),
+    (r"\\", ""),
+    ("&", ""),
+)
 WORD_COMMANDS = re.compile(r"\\(?:operatorname|mathrm|mathcal|mathbf)\{([^{}]*)\}")
 
 REACHING = re.compile(r"\\(sum|prod|log)(?![a-z(])|mean_t ")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import CARRIED, Advantage, Algorithm, Loss, PieceError, RankError, Signal, run_piece
+from funrl.algos.core import CARRIED, NO_FIELDS, Advantage, Algorithm, Loss, RankError, Signal, run_piece
 from funrl.algos.guarding import described, guarded, line_of, name_of
 from funrl.algos.masks import clean
+from funrl.algos.metrics import PieceError
 from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording, with_rows_spread
-from funrl.fields import FIELDS, Schema
+from funrl.fields import FIELDS, Field, Schema
 
 
 class CountError(ValueError):
@@ -44,15 +45,33 @@ class PieceRun(NamedTuple):
     signal: Signal
 
 
-def reads_of(piece: Any, fields: Schema) -> Reads:
-    """The fields that one piece reads; see `core.reads`."""
+def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
+    """The fields that pieces read: losses, advantages, terms, filters, or algorithms less what their advantages make.
+
+    They are run on an example batch that records, so that neither a lambda nor a user's own function hides any.
+
+    Args:
+      pieces: what reads.
+      fields: declarations of further fields that terms and filters may read; other pieces have theirs.
+
+    Raises:
+      PieceError: one of them cannot be run on the example, or gives what its kind may not give.
+    """
+    all_reads = Reads()
+    for piece in pieces:
+        all_reads = all_reads | _reads_of(piece, Schema(fields))
+    return all_reads
+
+
+def _reads_of(piece: Any, fields: Schema) -> Reads:
+    """The fields that one piece reads."""
     if piece is None:
         return Reads()
     if isinstance(piece, Algorithm):
         makes = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
-        all_reads = reads_of(piece.advantage, fields) | reads_of(piece.filter, Schema(piece.fields))
+        all_reads = _reads_of(piece.advantage, fields) | _reads_of(piece.filter, Schema(piece.fields))
         for loss in piece.losses.values():
-            all_reads = all_reads | (reads_of(loss, fields) - makes)
+            all_reads = all_reads | (_reads_of(loss, fields) - makes)
         return all_reads
     if isinstance(piece, Advantage):
         return run_advantage(piece).reads

@@ -13,22 +13,15 @@ NumberValue = float | np.integer | np.floating
 TextValue = str | Path | float
 
 
-class TrainKeywords(TypedDict, total=False):
-    """Flags of a run, then the arguments of recipes."""
+class SharedKeywords(TypedDict, total=False):
+    """Flags of a run and of `funrl evaluate`."""
 
     model_code: TextValue
-    resize_vocab: TruthValue
-    teacher: TextValue | None
-    teacher_top_k: WholeValue
     dtype: TextValue
     compile: TextValue
-    task: TextValue
-    data: TextValue | None
     fields: TextValue | None
     long_prompts: TextValue
     max_prompt_tokens: WholeValue | None
-    max_text_tokens: WholeValue | None
-    difficulty: TextValue | None
     prompt_template: TextValue | None
     system_prompt: TextValue | None
     few_shot: TextValue | None
@@ -38,7 +31,6 @@ class TrainKeywords(TypedDict, total=False):
     step_separator: TextValue | None
     reward_model: TextValue | None
     process_reward_model: TextValue | None
-    process_reward: TextValue | None
     reward_weights: TextValue | None
     on_reward_error: TextValue
     reward_workers: WholeValue | None
@@ -47,6 +39,30 @@ class TrainKeywords(TypedDict, total=False):
     judge_template: TextValue | None
     judge_pattern: TextValue
     judge_max_new_tokens: WholeValue
+    generate_mesh: TextValue | None
+    device: TextValue | None
+    timeout: WholeValue
+    engine: TextValue
+    engine_url: TextValue | None
+    engine_timeout: NumberValue | None
+    kv_cache_gb: NumberValue | None
+    decode_rows: WholeValue
+    speculate: WholeValue
+    queue: TextValue
+    max_new_tokens: WholeValue | None
+
+
+class TrainKeywords(SharedKeywords, total=False):
+    """Flags of a run alone, then the arguments of recipes."""
+
+    resize_vocab: TruthValue
+    teacher: TextValue | None
+    teacher_top_k: WholeValue
+    task: TextValue
+    data: TextValue | None
+    max_text_tokens: WholeValue | None
+    difficulty: TextValue | None
+    process_reward: TextValue | None
     steps: WholeValue
     batch_prompts: WholeValue
     warmstart_steps: WholeValue | None
@@ -63,8 +79,6 @@ class TrainKeywords(TypedDict, total=False):
     text_tokens: WholeValue | None
     json: TruthValue
     hardware: TextValue | None
-    generate_mesh: TextValue | None
-    device: TextValue | None
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None
@@ -72,20 +86,11 @@ class TrainKeywords(TypedDict, total=False):
     split_residual: TextValue
     remat: TextValue
     offload: TextValue | None
-    timeout: WholeValue
     heartbeat: WholeValue
     stalled_after: WholeValue
-    engine: TextValue
-    engine_url: TextValue | None
-    engine_timeout: NumberValue | None
-    kv_cache_gb: NumberValue | None
-    decode_rows: WholeValue
-    speculate: WholeValue
-    queue: TextValue
     verify_sync: TruthValue
     probe_sync_every: WholeValue
     samples_per_prompt: WholeValue
-    max_new_tokens: WholeValue | None
     new_tokens_per_step: WholeValue | None
     temperature: NumberValue
     top_k: WholeValue
@@ -197,44 +202,10 @@ class TrainKeywords(TypedDict, total=False):
     weight_bound: NumberValue | None
 
 
-class EvaluateKeywords(TypedDict, total=False):
-    """Flags of `funrl evaluate`."""
+class EvaluateKeywords(SharedKeywords, total=False):
+    """Flags of `funrl evaluate` alone."""
 
-    fields: TextValue | None
-    prompt_template: TextValue | None
-    system_prompt: TextValue | None
-    few_shot: TextValue | None
-    chat_template: TextValue | None
-    tools: TextValue | None
-    template_arguments: TextValue | None
-    long_prompts: TextValue
-    max_prompt_tokens: WholeValue | None
-    max_new_tokens: WholeValue | None
-    reward_model: TextValue | None
-    process_reward_model: TextValue | None
-    step_separator: TextValue | None
-    judge: TextValue | None
-    judge_template: TextValue | None
-    judge_pattern: TextValue
-    judge_max_new_tokens: WholeValue
-    reward_weights: TextValue | None
-    on_reward_error: TextValue
-    reward_workers: WholeValue | None
-    reward_timeout: NumberValue | None
     mesh: TextValue
-    generate_mesh: TextValue | None
-    device: TextValue | None
-    dtype: TextValue
-    compile: TextValue
-    model_code: TextValue
-    engine: TextValue
-    engine_url: TextValue | None
-    engine_timeout: NumberValue | None
-    kv_cache_gb: NumberValue | None
-    decode_rows: WholeValue
-    speculate: WholeValue
-    queue: TextValue
-    timeout: WholeValue
     samples: WholeValue
     temperature: NumberValue | None
     top_k: WholeValue | None

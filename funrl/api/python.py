@@ -21,6 +21,7 @@ from funrl.api.arguments import (
     check_place,
     check_recipe,
     checked_value,
+    find_model,
     mesh_text,
     objects_given,
     recipe_flags,
@@ -429,18 +430,6 @@ def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorit
         if problem := flag.problem(values[name]):
             raise SettingsError(f"{name}={values[name]!r}: {problem}")
     return find_recipe(recipe)(**values)
-
-
-def find_model(model: str | Path) -> Path:
-    """A directory as it is, or that of a model in the local Hugging Face cache; nothing is downloaded.
-
-    Raises:
-      SettingsError: there is neither.
-    """
-    directory = hf.find_directory(model)
-    if not directory.exists():
-        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
-    return directory
 
 
 def load(directory: str | Path) -> TrainedModel:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
+_FASTER = {9: "FA3", 10: "FA4"}  # by major compute capability, torch's name of its faster implementation
 
 
 class Kernel(NamedTuple):
@@ -32,21 +33,55 @@ class Kernel(NamedTuple):
 
 
 @functools.cache
-def flash_kernel() -> Kernel:
-    """The kernel for 16-bit tensors on a GPU: flash-attn's where it is installed, else torch's. It is logged once."""
+def faster_attention() -> str | None:
+    """Let torch's attention operators call FA3 on Hopper and FA4 on Blackwell, where these are installed.
+
+    Returns: the name of the implementation; None: the operators stay as they are.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    name = _FASTER.get(torch.cuda.get_device_capability()[0])
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if name is None or activate is None:
+        return None
+    try:
+        activate(name)
+    except (ImportError, RuntimeError, ValueError) as problem:
+        log.info("torch's attention is not by %s: %s", name, problem)
+        return None
+    return name
+
+
+@functools.cache
+def flash_kernel(capped: bool = False) -> Kernel:
+    """The kernel for 16-bit tensors on a GPU: torch's where it calls FA3 or FA4, else flash-attn's, else torch's.
+
+    It is logged once.
+
+    Args:
+      capped: whether logits are capped, which flash-attn's kernel alone can do.
+    """
+    faster = faster_attention()
+    kernel = None if faster and not capped else _flash_attn()
+    if kernel is None:
+        by = "" if faster is None else f" with {faster}"
+        kernel = Kernel(f"torch {torch.__version__}{by}", False, _torch_forward, _torch_backward)
+    log.info("variable-length attention on the GPU is by %s%s", kernel.name, " where logits are capped" * capped)
+    return kernel
+
+
+def _flash_attn() -> Kernel | None:
+    """flash-attn's kernel; None: it is not installed."""
     try:
         from flash_attn import flash_attn_interface as flash  # type: ignore[import-not-found]
     except ImportError:
-        kernel = Kernel(f"torch {torch.__version__}", False, _torch_forward, _torch_backward)
-    else:
-        kernel = Kernel(
-            "flash-attn",
-            True,
-            functools.partial(_flash_forward, flash._flash_attn_varlen_forward),
-            functools.partial(_flash_backward, flash._flash_attn_varlen_backward),
-        )
-    log.info("variable-length attention on the GPU is by %s", kernel.name)
-    return kernel
+        return None
+    return Kernel(
+        "flash-attn",
+        True,
+        functools.partial(_flash_forward, flash._flash_attn_varlen_forward),
+        functools.partial(_flash_backward, flash._flash_attn_varlen_backward),
+    )
 
 
 def _window(window: int) -> dict[str, int]:

@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
+from funrl.compiled_kernels.flash_kernel import faster_attention
 
 KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
 KERNEL_HEAD = 256  # numbers of a head at most, in eights
+_PROBED = "cuda"  # where a kernel is tried
+_TOLERANCE = 0.05  # of results in bfloat16 that are averages of values of size 1
 log = logging.getLogger(__name__)
 CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped
 
@@ -158,7 +161,8 @@ def paged_attention_reference(
     for s, end in enumerate(paging.ends_S.tolist()):
         begin, stop = paging.offsets_S1[s : s + 2].tolist()
         keys, values = (x[paging.table_SP[s]].flatten(0, 1)[None, :end] for x in cache)
-        behind_TS = torch.arange(end - (stop - begin), end)[:, None] - torch.arange(end)
+        behind_TS = torch.arange(end - (stop - begin), end, device=q_NHD.device)[:, None]
+        behind_TS = behind_TS - torch.arange(end, device=q_NHD.device)
         seen = (behind_TS >= 0) & (behind_TS < (window or end))
         outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None], scale=scale, cap=cap)[0])
     return torch.cat(outs)
@@ -222,13 +226,18 @@ def takes_kernel(device: str, dtype: torch.dtype, head: int, page_tokens: int, c
 def paged_kernel() -> Callable[..., Tensor] | None:
     """Attention over pages on a GPU: torch's from 2.12 on, else flash-attn's where that is installed; None: neither.
 
-    It is logged once, and takes (q, keys, values, table, offsets, ends, groups, window, scale).
+    It is logged once, and takes (q, keys, values, table, offsets, ends, groups, window, scale). Where there is a GPU a
+    small call is tried first: a kernel may take pages by its signature and refuse them on this device.
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    faster_attention()  # what torch's kernel calls is chosen before it is tried
     if "block_table" in inspect.signature(varlen_attn).parameters:
-        log.info("attention over pages on the GPU is by torch %s", torch.__version__)
-        return functools.partial(by_torch, varlen_attn)
+        kernel = functools.partial(by_torch, varlen_attn)
+        if (problem := _problem(kernel)) is None:
+            log.info("attention over pages on the GPU is by torch %s", torch.__version__)
+            return kernel
+        log.warning("torch %s has no attention over pages for this GPU: %s", torch.__version__, problem)
     try:
         flash = importlib.import_module("flash_attn").flash_attn_varlen_func
     except ImportError:
@@ -240,8 +249,34 @@ def paged_kernel() -> Callable[..., Tensor] | None:
             torch.__version__,
         )
         return None
+    kernel = functools.partial(by_flash_attn, flash)
+    if (problem := _problem(kernel)) is not None:
+        log.warning("attention over pages on the GPU gathers them, which is slow: flash-attn says %s", problem)
+        return None
     log.info("attention over pages on the GPU is by flash-attn: torch %s has no kernel for it", torch.__version__)
-    return functools.partial(by_flash_attn, flash)
+    return kernel
+
+
+def _problem(kernel: Callable[..., Tensor]) -> str | None:
+    """Reason why a kernel does not attend over pages on this machine's GPU; None: it does, or there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 2, 64), (2, KERNEL_PAGE, 1, 64), (2, KERNEL_PAGE, 1, 64)
+    q, keys, values = (torch.randn(shape, generator=generator).bfloat16().to(_PROBED) for shape in shapes)
+    try:
+        for counts, ends in (((1, 2), (40, 200)), ((1, 1, 1), (40, 200, 256))):  # of a prompt; of decoding alone
+            table = torch.arange(len(counts)).remainder(2).unsqueeze(1)
+            paging = paging_of(counts, ends, table, KERNEL_PAGE, _PROBED)
+            new_keys, new_values = (x.flatten(0, 1)[paging.places_N] for x in (keys, values))
+            expected = paged_attention_reference(q, new_keys, new_values, (keys, values), paging)
+            places = paging.table_SP, paging.offsets_S1, paging.ends_S, paging.groups_G5
+            error = (kernel(q, keys, values, *places, 0, 0.0) - expected).abs().max().item()
+            if not error < _TOLERANCE:
+                return f"its results differ by {error:.2g} from the reference's"
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
+        return str(problem).partition("\n")[0]
+    return None
 
 
 def by_torch(kernel: Callable, q, keys, values, table, offsets, ends, groups, window: int, scale: float) -> Tensor:
@@ -255,7 +290,7 @@ def by_torch(kernel: Callable, q, keys, values, table, offsets, ends, groups, wi
         None,
         most_new,
         most,
-        window_size=(window - 1 if window else -1, 0),
+        window_size=_window(window, most_new),
         scale=scale or None,
         enable_gqa=True,
         seqused_k=ends,
@@ -277,10 +312,21 @@ def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, group
         most_new,
         most,
         softmax_scale=scale or None,
-        causal=True,
-        window_size=(window - 1 if window else -1, 0),
+        causal=_window(window, most_new)[1] == 0,
+        window_size=_window(window, most_new),
         block_table=table.int(),
     )
+
+
+def _window(window: int, most_new: int) -> tuple[int, int]:
+    """Tokens that a token sees before and after itself, as kernels take them; -1: all.
+
+    A single new token is the last of its sequence, so nothing after it needs to be hidden. Only without that bound do
+    kernels treat query heads that share keys as queries of one head, and read these keys once.
+    """
+    if most_new == 1 and not window:
+        return -1, -1
+    return window - 1 if window else -1, 0
 
 
 def _most(keys: Tensor, groups: Tensor) -> tuple[int, int]:

@@ -23,7 +23,20 @@ from funrl.compiled_kernels.flash_kernel import flash_kernel
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
 _KNOWN = WeakTensorKeyDictionary()  # offsets -> their version, and themselves on the host
+_BOUNDS = WeakTensorKeyDictionary()  # offsets -> their `SegmentBounds`
 _MATRIX_TOKENS = 4096  # of short segments that are computed together by a whole matrix of weights
+
+
+class SegmentBounds(NamedTuple):
+    """Bounds of the segments of a packed row, which the host knows without waiting for the device.
+
+    Attributes:
+      longest: no segment has more tokens.
+      segments: number of segments after which all others are empty.
+    """
+
+    longest: int
+    segments: int
 
 
 def varlen_attention(
@@ -49,7 +62,8 @@ def varlen_attention(
       offsets: [S + 1] int32 on the device of q, ascending from 0: segment s is the tokens offsets[s] to offsets[s + 1].
         Segments may be empty. Tokens after the last offset are padding: their output and gradients are 0.
       window: how many tokens a token sees at most, itself included; None: all of its segment.
-      longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: T, which is slower.
+      longest: a bound on the tokens of a segment that the CUDA kernels plan with; None: that of `bound_segments`, and
+        without one T, which is slower.
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
       blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
@@ -99,6 +113,31 @@ def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
     tokens = torch.zeros(count + 1, dtype=torch.int32, device=segments.device)
     tokens = tokens.scatter_add(0, segments.long(), (segments > 0).int())
     return tokens.cumsum(0, dtype=torch.int32)
+
+
+def bound_segments(offsets: Tensor, bounds: SegmentBounds) -> Tensor:
+    """Attach to offsets what the host knows of them, and return them.
+
+    Kernels on a GPU plan blocks and workspace for every segment, empty or not, as if it were as long as the longest. So
+    they receive the offsets of the used segments only, in few sizes. The bounds hold as long as the offsets do not
+    change; a copy of the offsets has none.
+    """
+    _BOUNDS[offsets] = bounds
+    return offsets
+
+
+def planned_segments(offsets: Tensor, longest: int) -> tuple[Tensor, int]:
+    """Offsets of a power of two of segments, among them all used ones, and a bound on the tokens of a segment.
+
+    Args:
+      offsets: [S + 1]; without bounds of `bound_segments` all of them are returned.
+      longest: a bound that is known otherwise.
+    """
+    bounds: SegmentBounds | None = _BOUNDS.get(offsets)
+    if bounds is None:
+        return offsets, longest
+    segments = 1 << max(bounds.segments - 1, 0).bit_length()
+    return offsets[: segments + 1], min(longest, bounds.longest)
 
 
 def _on_host(offsets: Tensor) -> np.ndarray:
@@ -191,7 +230,8 @@ def _backward(
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     if not _is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
-    out, lse, generator = flash_kernel().forward(q, k, v, offsets, longest, window, scale, cap)
+    offsets, longest = planned_segments(offsets, longest)
+    out, lse, generator = flash_kernel(cap > 0).forward(q, k, v, offsets, longest, window, scale, cap)
     return _without_padding(out, offsets), lse, generator
 
 
@@ -200,13 +240,14 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
     if not _is_for_flash(q, cap):
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
     d_out = d_out.contiguous()
-    grads = flash_kernel().backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
+    offsets, longest = planned_segments(offsets, longest)
+    grads = flash_kernel(cap > 0).backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap)
     return tuple(_without_padding(grad, offsets) for grad in grads)
 
 
 def _is_for_flash(q: Tensor, cap: float) -> bool:
     """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
-    return q.element_size() == 2 and (not cap or flash_kernel().caps)
+    return q.element_size() == 2 and (not cap or flash_kernel(True).caps)
 
 
 def _forward_by_matrix(q, k, v, offsets, window, scale, cap):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.reading import reads
 from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware

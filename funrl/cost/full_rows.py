@@ -7,7 +7,7 @@ import math
 import torch
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.reading import reads
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES

@@ -8,7 +8,7 @@ import re
 from typing import NamedTuple
 
 from funrl import trees
-from funrl.algos.core import reads
+from funrl.algos.reading import reads
 from funrl.cost.decoding import EngineWork, completions
 from funrl.cost.tracing.costs import Costs, along
 from funrl.cost.tracing.estimate import axes_of, depths_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funrl.algos.core import reads
+from funrl.algos.reading import reads
 from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, add_traffic, times
 from funrl.cost.tracing.estimate import MOVE, MOVES
 from funrl.data.packing import Packing, RowCost, lockstep_work

@@ -23,6 +23,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes import heartbeat
+from funrl.processes.device_memory import expand_segments
 from funrl.processes.environment import read_environment
 from funrl.processes.heartbeat import RECORD_BYTES, Link
 from funrl.processes.shared_progress import SharedProgress
@@ -213,6 +214,7 @@ def _on_rank(
 def _single(device: str) -> Iterator[Mesh]:
     """The mesh of this process alone."""
     if device == "cuda":
+        expand_segments()
         torch.cuda.set_device(0)
     yield meshes.single(f"{device}:0" if device == "cuda" else "cpu")
 
@@ -226,6 +228,7 @@ def _process_group(
     torch.set_num_threads(max(1, cores() // own.here))
     where = torch.device(f"{device}:{own.local}" if device == "cuda" else "cpu")
     if device == "cuda":
+        expand_segments()
         torch.cuda.set_device(where)
     options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
     with heartbeat.phase("rendezvous"):

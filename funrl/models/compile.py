@@ -27,7 +27,6 @@ def compile_layer(
     mode: str = "auto",
     device: str = "cpu",
     note: Callable[[str], None] = log.info,
-    fullgraph: bool = True,
     remat: str = "none",
     backend: str | Callable = "inductor",
 ) -> Layer:
@@ -42,7 +41,6 @@ def compile_layer(
         than a short run gains. Layers of transformers' own code are not compiled.
       device: type of the device, such as "cuda".
       note: told what was compiled and how long it took.
-      fullgraph: a part that cannot be compiled is an error.
       remat: what the backward pass computes again, as `rematerialized` has it; of a compiled layer it is part of what
         is compiled.
       backend: torch.compile's.
@@ -52,7 +50,7 @@ def compile_layer(
         return plain
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    compiled = torch.compile(plain, fullgraph=fullgraph, backend=backend)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
 
     def layer(config, mesh, params, x_BTD, context):
         before = _graphs()

@@ -82,12 +82,7 @@ def plain_name(name: str) -> str:
 
 def trained_part(model: Model, tree: trees.Tree) -> trees.Tree:
     """The part that learns of a tree like the model's weights: all of it where there are no adapters."""
-    return tree if model.adapters is None else _part(tree, True)
-
-
-def frozen_part(model: Model, tree: trees.Tree) -> trees.Tree:
-    """The part that does not learn of a tree like the model's weights; of a model without adapters, {}."""
-    return {} if model.adapters is None else _part(tree, False)
+    return tree if model.adapters is None else _trained(tree)
 
 
 def decoder_of(tree: trees.Tree) -> trees.Tree:
@@ -253,14 +248,14 @@ def _rebuild(model: Model, lora: Lora, config: ModelConfig) -> Model:
     return with_lora(model.rebuild(config), lora)
 
 
-def _part(tree: Any, trained: bool, name: str = "") -> Any:
-    """The leaves of nested dicts and tuples that are trained, or are not; dicts without any are left out."""
+def _trained(tree: Any, name: str = "") -> Any:
+    """The leaves of nested dicts and tuples that are trained; dicts without any are left out."""
     if isinstance(tree, dict):
-        parts = {key: _part(x, trained, f"{name}/{key}" if name else key) for key, x in tree.items()}
+        parts = {key: _trained(x, f"{name}/{key}" if name else key) for key, x in tree.items()}
         return {key: x for key, x in parts.items() if x is not None} or (None if name else {})
     if isinstance(tree, tuple):
-        return tuple(_part(x, trained, f"{name}/{i}") or {} for i, x in enumerate(tree))
-    return tree if is_trained(name) == trained else None
+        return tuple(_trained(x, f"{name}/{i}") or {} for i, x in enumerate(tree))
+    return tree if is_trained(name) else None
 
 
 def _joined(one: Any, other: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from funrl.algos.core import Advantage, Algorithm, Filter, Loss, Reduction, Term
+from funrl.algos.core import Advantage, Algorithm, Loss, Reduction
 from funrl.algos.guarding import defined_at, line_of, name_of
+from funrl.algos.terms import Filter, Term
 from funrl.batch import Batch
 from funrl.testing.loss_properties import (
     constants,

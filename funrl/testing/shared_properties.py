@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from funrl import trees
-from funrl.algos.core import Signal, reads, reduce, run_piece
+from funrl.algos.core import Signal, reduce, run_piece
 from funrl.algos.losses.reductions import token_mean
+from funrl.algos.reading import reads
 from funrl.batch import Batch, MissingField, as_dict, recording, schema_of
 from funrl.testing.awkward_rows import nearby_logp, plain_batch, token_rewards_like, with_padding
 from funrl.testing.subjects import (

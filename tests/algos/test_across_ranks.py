@@ -14,7 +14,8 @@ import torch
 from tables import ROWS as TABLE
 
 from funrl.algos.advantages.groups import group_mean, groups_of
-from funrl.algos.core import Advantage, Signal, first_signal, reduce
+from funrl.algos.applying import first_signal
+from funrl.algos.core import Advantage, Signal, reduce
 from funrl.algos.filters.by_row import every, not_truncated
 from funrl.algos.recipes import NAMES, recipe
 from funrl.batch import Batch, as_dict, example, map_fields

@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 TESTED = {  # name: the test that would fail if it were wrong
     "adaptive_kl": "test_arguments.py::test_adaptive_coefficients",
     "apply_advantage": "test_named.py::test_golden_numbers",
-    "first_signal": "test_guards.py::test_a_chain_begins_with_the_scores_or_zeros",
+    "first_signal": "test_metrics.py::test_a_chain_begins_with_the_scores_or_zeros",
     "best_and_worst": "test_pairs.py::test_ranking",
     "check": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "check_beta": "test_arguments.py::test_bad_arguments_are_refused_at_once",
@@ -33,7 +33,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "described": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "compared": "test_pairs.py::test_triples",
     "gold": "test_pairs.py::test_triples",
-    "divide": "test_guards.py::test_metrics_are_typed",
+    "divide": "test_metrics.py::test_metrics_are_typed",
     "explain_algorithm": "test_explanation.py::test_the_formulas_of_recipes_are_those_of_their_papers",
     "filtered": "test_compose.py::test_corrected_and_filtered",
     "fixed_kl": "test_arguments.py::test_adaptive_coefficients",
@@ -44,7 +44,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "line_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "loss_factors": "test_arguments.py::test_bad_arguments_are_refused_at_once",
     "mean_over_tokens": "test_pieces.py::test_a_piece_has_a_property",
-    "merge": "test_guards.py::test_metrics_are_typed",
+    "merge": "test_metrics.py::test_metrics_are_typed",
     "name_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "node_of": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
     "noise": "test_selection.py::test_noise",
@@ -65,11 +65,12 @@ TESTED = {  # name: the test that would fail if it were wrong
     "or_token_ratio": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_piece": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
     "run_term": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
+    "typed_metric": "test_metrics.py::test_metrics_are_typed",
     "share_of": "test_selection.py::test_random_selection",
     "side_by_side": "test_pairs.py::test_layout",
     "smoothed": "test_terms.py::test_equals_its_reference_whatever_lies_outside_the_mask",
     "to_pair_tokens": "test_pairs.py::test_places",
-    "token_mean_of": "test_guards.py::test_metrics_are_typed",
+    "token_mean_of": "test_metrics.py::test_metrics_are_typed",
     "top_tokens": "test_selection.py::test_the_same_tokens_are_on_top_as_by_sorting",
     "total": "test_pieces.py::test_a_piece_has_a_property",
     "value_of": "test_pieces.py::test_a_piece_has_a_property",
@@ -120,7 +121,7 @@ def public_functions():
 
 def test_every_public_piece_has_a_row_or_a_test():
     covered = {row.name.split()[0] for row in ROWS} | {name for row in ROWS for name in row.also}
-    functions = set(public_functions()) - {"reads_of", "on_example", "learns_alone"}  # of `reads`, `check` and a job
+    functions = set(public_functions()) - {"on_example", "learns_alone"}  # of `reads`, `check` and a job
     assert len(functions) > 100
     assert functions - covered - set(TESTED) - set(SERVE) == set(), "add a row for each of these to a rows_*.py"
     assert covered - functions - set(NAMES) == set(), "these rows are of functions that are not there"
@@ -148,7 +149,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     assert {name: WHERE[name] for name in functions if name in WHERE} == {
         name: module.removeprefix("funrl.algos.") for name, module in functions.items() if name in WHERE
     }
-    inner = {"reads_of", "on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
+    inner = {"on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
     inner |= {"call_text", "node_of"}  # of explanations
     inner |= {"reverse_linear_scan"}
     assert set(functions) - set(WHERE) == inner

@@ -11,7 +11,6 @@ from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
 from funrl.models import Inputs, decoder_config, decoder_model
 from funrl.models.decoder.decoder import decoder_layer
-from funrl.models.decoder.sequence_parallel import with_blocks
 
 STRUCTURES = {  # tokens of each segment, and padding behind them
     "one": ([23], 0),
@@ -68,13 +67,17 @@ CONFIG = decoder_config(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, head=4
 MODEL = decoder_model(CONFIG)
 
 
+def layer_in_blocks(config, mesh, params, x_BTD, context):
+    return decoder_layer(config, mesh, params, x_BTD, context._replace(blockwise=True))
+
+
 def packed_pass(params, tokens, segments, positions):
     """The sum of squares of the hidden states of a packed row, and its gradients."""
     offsets = segment_offsets(segments, 4)
     inputs = Inputs(tokens, positions, segments, offsets)
     leaves = {name: x.detach().requires_grad_() for name, x in params["layers"][0]["attn"].items()}
     tree = {**params, "layers": ({**params["layers"][0], "attn": leaves},)}
-    hidden = MODEL.apply(tree, inputs, layer=with_blocks(decoder_layer)).hidden
+    hidden = MODEL.apply(tree, inputs, layer=layer_in_blocks).hidden
     return hidden, *torch.autograd.grad(hidden.square().sum(), list(leaves.values()))
 
 

@@ -228,7 +228,10 @@ def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux
               window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
     """torch's kernel with its published signature, one sequence and one token at a time."""
     assert cu_seq_k is None and return_aux is None and enable_gqa and num_splits == 1
-    assert window_size[1] == 0 and block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
+    alone = max_q == 1 and window_size[0] < 0  # then keys are read once for all heads that share them
+    assert (
+        window_size[1] == (-1 if alone else 0) and block_table.dtype == seqused_k.dtype == cu_seq_q.dtype == torch.int32
+    )
     assert max_q == max(cu_seq_q.diff()) and max_k >= max(seqused_k)
     out = torch.empty_like(query)
     for s, end in enumerate(seqused_k.tolist()):
@@ -248,15 +251,16 @@ def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux
 def published_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
                     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, block_table=None):  # fmt: skip
     """flash-attn's function with its published signature."""
-    assert causal and dropout_p == softcap == 0.0 and cu_seqlens_k.dtype == torch.int32
+    assert causal == (window_size[1] == 0) and dropout_p == softcap == 0.0 and cu_seqlens_k.dtype == torch.int32
     how = {"scale": softmax_scale, "window_size": window_size, "block_table": block_table, "enable_gqa": True}
     ends = cu_seqlens_k.diff().int()
     return published(q, k, v, cu_seqlens_q, None, max_seqlen_q, max_seqlen_k, **how, seqused_k=ends, num_splits=1)
 
 
 @pytest.mark.parametrize("window,scale", [(None, None), (1, None), (7, 0.2)])
-def test_kernels_are_called_as_they_want(window, scale):
-    q, k, v, cache, paging = scene(PASSES["all together"])
+@pytest.mark.parametrize("passes", [PASSES["all together"], [(1, 3), (1, 20), (1, 7)]], ids=["mixed", "decoding"])
+def test_kernels_are_called_as_they_want(window, scale, passes):
+    q, k, v, cache, paging = scene(passes)
     (expected, *caches), _ = both(q, k, v, cache, paging, window, scale=scale)
     _, _, *rest = paging
     for call, kernel in ((kernels.by_torch, published), (kernels.by_flash_attn, published_flash)):
@@ -288,6 +292,31 @@ def test_the_kernel_is_that_which_is_there_and_is_told_once(monkeypatch, caplog)
     refused += [("cuda", bf16, 64, 16), ("cuda", bf16, 12, 256), ("cuda", bf16, 64, 256, 50.0)]
     assert not any(kernels.takes_kernel(*case) for case in refused)
     kernels.paged_kernel.cache_clear()
+
+
+def test_a_kernel_that_refuses_pages_or_is_wrong_is_passed_over(monkeypatch, caplog):
+    """The machine seems to have a GPU, and the kernel is tried on the CPU."""
+
+    def refusing(*given, block_table=None, **named):
+        raise RuntimeError("throws if reached\nC++ stack")
+
+    def wrong(*given, **named):
+        return published(*given, **named) + 1
+
+    wrong.__signature__ = inspect.signature(published)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "faster_attention", lambda: None)
+    monkeypatch.setattr(kernels, "_PROBED", "cpu")
+    flash = types.SimpleNamespace(flash_attn_varlen_func=published_flash)
+    cases = [(published, None, kernels.by_torch, "is by torch"), (refusing, flash, kernels.by_flash_attn, "throws if")]
+    cases += [(wrong, flash, kernels.by_flash_attn, "differ by 1 "), (refusing, None, None, "gathers them")]
+    for torchs, package, expected, text in cases:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        caplog.clear()
+        with caplog.at_level("INFO", kernels.__name__):
+            found = kernels.paged_kernel.__wrapped__()
+        assert (found and found.func) is expected and text in caplog.text and "C++" not in caplog.text
 
 
 def test_torchs_kernel_takes_pages():

@@ -12,11 +12,25 @@ import pytest
 import torch
 from packed_rows import draw, offsets_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from funrl.compiled_kernels import varlen_attention as kernels
 from funrl.compiled_kernels.attention import attention
-from funrl.compiled_kernels.flash_kernel import Kernel, _torch_backward, _torch_forward, flash_kernel
-from funrl.compiled_kernels.varlen_attention import segment_offsets, varlen_attention, varlen_attention_reference
+from funrl.compiled_kernels.flash_kernel import (
+    Kernel,
+    _torch_backward,
+    _torch_forward,
+    faster_attention,
+    flash_kernel,
+)
+from funrl.compiled_kernels.varlen_attention import (
+    SegmentBounds,
+    bound_segments,
+    planned_segments,
+    segment_offsets,
+    varlen_attention,
+    varlen_attention_reference,
+)
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 STRUCTURES = {  # tokens of each segment, and padding behind them
@@ -236,10 +250,62 @@ def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
     q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
     offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
     forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))
-    monkeypatch.setattr(kernels, "flash_kernel", lambda: Kernel("none", True, forward, backward))
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: Kernel("none", True, forward, backward))
     out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, 16)
     grads = kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, 16, generator)
     assert out.shape == q.shape and [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def planning_kernel(plans):
+    """A kernel that computes as the CPU does and notes what it is to plan for: the tokens, segments and longest one."""
+
+    def forward(q, k, v, offsets, longest, window, scale, cap):
+        plans.append((len(q), len(offsets) - 1, longest))
+        return kernels._forward(q, k, v, offsets, window, longest, scale, cap)
+
+    def backward(d_out, q, k, v, out, lse, offsets, longest, window, generator, scale, cap):
+        plans.append((len(q), len(offsets) - 1, longest))
+        return kernels._backward(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale, cap)
+
+    return Kernel("planning", False, forward, backward)
+
+
+def workspace_bytes(tokens, segments, heads, head):
+    """Bytes of flash-attn's `dq_accum`, float32 [tokens + 128 segments, heads, head] (flash_api.cpp)."""
+    return 4 * (tokens + 128 * segments) * heads * head
+
+
+def test_a_gpu_plans_for_the_used_segments_and_the_longest(monkeypatch):
+    """16,384 tokens in 10 rows, with room for 2,056 rows."""
+    plans = []
+    monkeypatch.setattr(kernels, "flash_kernel", lambda capped: planning_kernel(plans))
+    lengths = [1500] * 9 + [2000]
+    room = 16384 // 8 + 8
+    q, k, v, d_out = (x.detach()[0] for x in draw(16384, 2, 1, 8, torch.bfloat16))
+    offsets = offsets_of(lengths + [0] * (room - len(lengths)))
+    unplanned = kernels._forward_cuda(q, k, v, offsets, 0, len(q))
+    bound_segments(offsets, SegmentBounds(2048, len(lengths)))
+    out, lse, generator = kernels._forward_cuda(q, k, v, offsets, 0, len(q))
+    kernels._backward_cuda(d_out, q, k, v, out, lse, offsets, 0, len(q), generator)
+    assert torch.equal(out, unplanned[0])
+    assert plans == [(16384, 2056, 16384), (16384, 16, 2048), (16384, 16, 2048)]
+    before, _, after = (workspace_bytes(tokens, segments, 32, 128) for tokens, segments, _ in plans)
+    assert (round(before / 1e9, 1), round(after / 1e9, 1)) == (4.6, 0.3)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_bounds_reach_the_operator_from_a_compiled_function(recomputed, monkeypatch):
+    """A graph, autograd and a recomputed layer pass on the very tensor that has the bounds."""
+    plans, blocks = [], kernels._blocks
+    monkeypatch.setattr(
+        kernels, "_blocks", lambda x, *rest: (plans.append(planned_segments(x, 99)), blocks(x, *rest))[1]
+    )
+    q, k, v, d_out = draw(40)
+    offsets = bound_segments(offsets_of([10, 20, 0, 0, 0]), SegmentBounds(32, 2))
+    compiled = torch.compile(lambda *x: varlen_attention(*x).sin(), fullgraph=True, backend="aot_eager")
+    run = functools.partial(checkpoint, compiled, use_reentrant=False) if recomputed else compiled
+    torch.autograd.grad(run(q, k, v, offsets), (q, k, v), d_out)
+    assert [(len(x), longest) for x, longest in plans] == [(3, 32)] * (3 if recomputed else 2)
 
 
 def fake_flash_attn():
@@ -288,6 +354,41 @@ def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(wind
         assert [r.message for r in caplog.records] == ["variable-length attention on the GPU is by flash-attn"]
     finally:
         flash_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "major,hip,installed,expected",
+    [
+        (9, None, True, "FA3"),
+        (10, None, True, "FA4"),
+        (9, None, False, None),
+        (8, None, True, None),
+        (9, "7", True, None),
+    ],
+)
+def test_torch_calls_the_faster_attention_of_the_device(major, hip, installed, expected, monkeypatch):
+    """By capability; a missing one and ROCm leave torch as it is, and capped logits go to flash-attn all the same."""
+    activated = []
+
+    def activate(name):
+        if not installed:
+            raise ModuleNotFoundError("No module named 'flash_attn_interface'")
+        activated.append(name)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_interface = fake_flash_attn()
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    faster_attention.cache_clear()
+    try:
+        name = f"torch {torch.__version__} with {expected}" if expected else "flash-attn"
+        assert flash_kernel.__wrapped__().name == name and flash_kernel.__wrapped__(True).name == "flash-attn"
+        assert activated == ([expected] if expected else [])
+    finally:
+        faster_attention.cache_clear()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")

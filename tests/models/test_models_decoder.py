@@ -137,7 +137,7 @@ def test_values_speak_of_the_state_before_the_token(params):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_trees_have_one_structure(tied):
-    model = every_bias(tied)
+    model = every_bias(tied=tied)
     assert len(trees.leaves(model.shapes)) == 2 * 15 + (2 if tied else 3)
     for each in (model, with_value_head(model)):
         assert names_of(each).keys() == dict(trees.named(each.shapes)).keys()

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from chex_peer import every_bias
 from own_parts import own_part
 from safetensors.torch import load_file, save_file
 
@@ -18,21 +19,8 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface import weight_slices
 from funrl.trainer.settings.settings import settings_of
 
-CONFIG = decoder_config(
-    vocab=31,
-    embed=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head=6,
-    mlp=24,
-    family="qwen3",
-    qk_norm=True,
-    attention_bias=True,
-    output_bias=True,
-    eos=(2, 3),
-)
-MODEL = decoder_model(CONFIG)
+MODEL = every_bias(eos=(2, 3))
+CONFIG = MODEL.config
 
 
 @pytest.fixture
@@ -64,20 +52,7 @@ def test_saving_again_leaves_no_stale_weights(tmp_path, params):
 
 @pytest.mark.parametrize("text", ["tp2", "dp2,tp4"])
 def test_a_rank_reads_its_own_slice(tmp_path, params, text):
-    config = decoder_config(
-        vocab=32,
-        embed=16,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head=6,
-        mlp=24,
-        family="qwen3",
-        qk_norm=True,
-        attention_bias=True,
-        output_bias=True,
-    )
-    model = decoder_model(config)
+    model = every_bias(vocab=32)
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params, max_shard_bytes=4000)
     sizes = meshes.parse(text)

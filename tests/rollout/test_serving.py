@@ -250,6 +250,14 @@ def test_where_no_size_is_given_the_cache_is_a_share_of_what_is_free(monkeypatch
     assert engine.cost().pages == 9
 
 
+def test_on_a_gpu_what_the_allocator_holds_unused_is_free(monkeypatch):
+    """70 GB of an 80 GB device are the allocator's, of which 20 are in use: 60 are free, and not 10."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert native.free_bytes(Mesh(parse("dp1"), device=torch.device("cuda"))) == 60
+
+
 def test_ranks_of_a_machine_share_what_is_free():
     one, four = native.free_bytes(SINGLE), native.free_bytes(Mesh(parse("dp4")))
     assert local_ranks(4) == 4 and 1 << 27 < one < 1 << 50 and 3 < one / four < 5  # others allocate meanwhile

@@ -15,6 +15,7 @@ from funrl.algos.recipes.gkd import gkd
 from funrl.algos.recipes.ppo import ppo
 from funrl.algos.recipes.prime import prime
 from funrl.batch import map_fields
+from funrl.compiled_kernels.varlen_attention import planned_segments
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
@@ -85,7 +86,11 @@ def test_no_micro_batch_waits_for_the_device(case, models):
         if read is not None:
             assert end_values(run.parts.roles["reward_model"], params["reward_model"], read, BUDGET).device == META
         for name, role in learning.items():
-            batches = [piece.batch for piece in own_micro_batches(there[role.mask], BUDGET)]
+            made = list(own_micro_batches(there[role.mask], BUDGET))
+            batches = [piece.batch for piece in made]
+            for piece in made:  # kernels on a GPU plan for these, and not for the room of the batch
+                offsets, longest = planned_segments(piece.batch.offsets, 10**6)
+                assert longest == piece.at.longest <= BUDGET and len(offsets) - 1 <= 8 * max(1, len(piece.rows))
             grads, _, loss, *_ = gradient(role, params[name], batches, totals[name], frozen)
             assert loss.device == META and all(x.device == META for x in trees.leaves(grads))
             pieces += len(batches)

@@ -21,7 +21,8 @@ from funrl.algos import (
     reduce,
     token_mean,
 )
-from funrl.algos.core import chain, reads
+from funrl.algos.core import chain
+from funrl.algos.reading import reads
 from funrl.algos.recipes.distillation import distillation
 from funrl.algos.recipes.gdpo import gdpo
 from funrl.algos.recipes.grpo import grpo

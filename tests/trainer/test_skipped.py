@@ -90,7 +90,7 @@ def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, rows, says)
 
 
 def test_what_is_saved_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped, "FILES", 2)
+    monkeypatch.setattr(skipped, "MOST_FILES", 2)
     monkeypatch.setattr(skipped, "FILE_ROWS", 2)
     notes = []
     skips = Skips(9, single(), str(tmp_path / "checkpoints"), notes.append)

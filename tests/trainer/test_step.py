@@ -11,7 +11,8 @@ from small_runs import GRPO, PPO, assert_same, assert_same_gradients, begin, gap
 from small_runs import scored_batch as scored_of
 
 from funrl import trees
-from funrl.algos.core import Loss, Sum, token_mean_of
+from funrl.algos.core import Loss
+from funrl.algos.metrics import Sum, token_mean_of
 from funrl.batch import TOKEN_INT, Batch, map_fields
 from funrl.fields import FIELDS
 from funrl.mesh.launch import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from funrl.algos.advantages.groups import group_mean, group_std, groups_of
-from funrl.algos.core import Filter
+from funrl.algos.terms import Filter
 from funrl.batch import Batch
 
 

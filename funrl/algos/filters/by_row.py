@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from funrl.across import Across
-from funrl.algos.core import Filter, reads
+from funrl.algos.reading import reads
+from funrl.algos.terms import Filter
 from funrl.batch import Batch, as_dict, kind_of, map_kinds, with_across
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term
 from funrl.algos.losses.ratios import Ratio, log_ratio, or_token_ratio
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

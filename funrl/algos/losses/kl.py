@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from funrl.algos.core import Term
 from funrl.algos.losses.ratios import LOG_RATIO_BOUND, times_ratio
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 KL_KINDS = ("k1", "k2", "k3", "abs")

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from funrl.algos.core import Loss, Term
+from funrl.algos.core import Loss
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from funrl.algos.core import Loss, Term, reduce, scale
+from funrl.algos.core import Loss, reduce, scale
 from funrl.algos.losses.likelihood import negative_log_likelihood, restrict
 from funrl.algos.losses.pair_losses import PairLoss, check_beta, smoothed
 from funrl.algos.losses.pairs import chosen, gold, pair_metrics, pair_sums, pairs_present, to_pair_tokens
@@ -31,6 +31,7 @@ from funrl.algos.losses.ratios import bounded_exp, either, sum_of_sequence
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.masks import rounding, sequence_sums, to_own_tokens, where_masked
 from funrl.algos.metrics import Mean, token_mean_of
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 PairReward = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term, check_called, run_term
 from funrl.algos.masks import sequence_sums, to_own_tokens
+from funrl.algos.terms import Term, check_called, run_term
 from funrl.batch import Batch
 
 Ratio = Callable[[Tensor, Batch], Tensor]

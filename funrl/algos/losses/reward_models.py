@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from funrl.algos.core import Term
 from funrl.algos.losses.pairs import pair_metrics, pair_sums, to_pair_tokens
 from funrl.algos.masks import rounding, where_masked
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term, run_term
+from funrl.algos.terms import Term, run_term
 from funrl.batch import Batch
 
 Selection = Callable[[Tensor, Batch], Tensor]

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term, run_term
 from funrl.algos.losses.pair_losses import check_beta
 from funrl.algos.losses.ratios import (
     LOG_RATIO_BOUND,
@@ -23,6 +22,7 @@ from funrl.algos.losses.ratios import (
 )
 from funrl.algos.masks import where_masked
 from funrl.algos.scan import reverse_linear_scan
+from funrl.algos.terms import Term, run_term
 from funrl.batch import Batch
 
 SMALLEST_WEIGHT = 1e-8

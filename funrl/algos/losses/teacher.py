@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from funrl.algos.core import Term
 from funrl.algos.losses.kl import kl_to
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

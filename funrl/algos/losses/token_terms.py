@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term
 from funrl.algos.losses.ratios import Ratio, bounded_exp, either, log_ratio, or_token_ratio, product_ratio
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

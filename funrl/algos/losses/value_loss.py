@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Term
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 

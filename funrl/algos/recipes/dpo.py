@@ -19,17 +19,25 @@ import inspect
 import re
 from typing import Any
 
-from funrl.algos.core import Algorithm, Term, add, reduce, scale, sum_losses
+from funrl.algos.core import Algorithm, add, reduce, scale, sum_losses
 from funrl.algos.losses import pair_losses
 from funrl.algos.losses.preference import aot, chosen_likelihood, on_policy_weight, preference, reference_log_ratio
 from funrl.algos.losses.reductions import sequence_mean
+from funrl.algos.terms import Term
 
 PAIRS = {
-    "sigmoid": pair_losses.sigmoid_pairs, "hinge": pair_losses.hinge_pairs, "ipo": pair_losses.ipo_pairs,
-    "robust": pair_losses.robust_pairs, "exo": pair_losses.exo_pairs, "nca": pair_losses.nca_pairs,
-    "bco": pair_losses.bco_pairs, "sppo": pair_losses.sppo_pairs, "apo_zero": pair_losses.apo_zero_pairs,
-    "apo_down": pair_losses.apo_down_pairs, "discopop": pair_losses.discopop_pairs,
-}  # fmt: skip
+    "sigmoid": pair_losses.sigmoid_pairs,
+    "hinge": pair_losses.hinge_pairs,
+    "ipo": pair_losses.ipo_pairs,
+    "robust": pair_losses.robust_pairs,
+    "exo": pair_losses.exo_pairs,
+    "nca": pair_losses.nca_pairs,
+    "bco": pair_losses.bco_pairs,
+    "sppo": pair_losses.sppo_pairs,
+    "apo_zero": pair_losses.apo_zero_pairs,
+    "apo_down": pair_losses.apo_down_pairs,
+    "discopop": pair_losses.discopop_pairs,
+}
 AOT = {"aot": True, "aot_unpaired": False}  # whether both sides of a pair stay together
 LOSSES = PAIRS | dict.fromkeys(AOT, aot)
 

@@ -78,15 +78,6 @@ def with_form(layer: Layer, form: str) -> Layer:
     return formed
 
 
-def with_blocks(layer: Layer) -> Layer:
-    """A layer whose attention over packed rows is computed by blocks of static shapes: to trace for XLA."""
-
-    def blockwise(config, mesh, params, x_BTD, context):
-        return layer(config, mesh, params, x_BTD, context._replace(blockwise=True))
-
-    return blockwise
-
-
 def ulysses_attention(
     q_1tHN: Tensor, k_1tKN: Tensor, v_1tKN: Tensor, offsets: Tensor, mesh: Mesh, window: int | None, **how: Any
 ) -> Tensor:

@@ -309,6 +309,7 @@ class NativeEngine:
                 free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
                 given = -int(pmax(-free, mesh, "tensor").item())  # the same on all ranks of a replica
             self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
+            log.info("the cache may have %d pages of keys and values, %.3g GB", self._limit, given / 1e9)
         return self._limit
 
     def _make_room(self) -> None:
@@ -393,9 +394,14 @@ def native_engine(
 
 
 def free_bytes(mesh: Mesh) -> int:
-    """Free memory of this rank's device; ranks on a CPU share the machine's evenly."""
+    """Free memory of this rank's device; ranks on a CPU share the machine's evenly.
+
+    On a GPU it is what the device has free and what torch's allocator holds without using it, such as the cache and the
+    activations of the step before, which the device counts as taken.
+    """
     if mesh.device.type == "cuda":
-        return torch.cuda.mem_get_info(mesh.device)[0]
+        unused = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
+        return torch.cuda.mem_get_info(mesh.device)[0] + unused
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

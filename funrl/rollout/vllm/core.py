@@ -31,6 +31,7 @@ from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
+from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.engine import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
@@ -271,6 +272,8 @@ def start_vllm(
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if mesh.world != processes:
         raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
+    if mesh.device.type == "cuda":
+        expand_segments(False)  # the memory pool of the sleep mode refuses them
     with _contained(mesh), tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Loss, reads
+from funrl.algos.core import Loss
+from funrl.algos.reading import reads
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from funrl.algos.checking import Available, check
-from funrl.algos.core import Algorithm, Divergence, reads
+from funrl.algos.core import Algorithm, Divergence
+from funrl.algos.reading import reads
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS

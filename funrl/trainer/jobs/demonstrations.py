@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funrl.algos.core import Algorithm, reads
+from funrl.algos.core import Algorithm
+from funrl.algos.reading import reads
 from funrl.batch import Batch, as_dict, kind_of, schema_of, select
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextExample, completed_text, text_batch

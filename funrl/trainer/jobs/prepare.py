@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.algos.core import Algorithm, reads
+from funrl.algos.core import Algorithm
+from funrl.algos.reading import reads
 from funrl.mesh.launch import check_devices, device_type
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.checking import learns_alone
-from funrl.algos.core import Algorithm, Filter, reads
+from funrl.algos.core import Algorithm
 from funrl.algos.filters.by_row import every, rewarded
+from funrl.algos.reading import reads
+from funrl.algos.terms import Filter
 from funrl.batch import select
 from funrl.data.prompts import Example
 from funrl.data.supervised import mismatched, text_batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Filter
+from funrl.algos.terms import Filter
 from funrl.data.order import order_digest, take_next
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos import core
-from funrl.algos.core import Advantage, Max, Mean
+from funrl.algos.applying import apply_advantage
+from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
+from funrl.algos.metrics import Max, Mean
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
 from funrl.trainer.steps.step import engine_gap
@@ -36,10 +37,9 @@ def advantages(
         drawn.append(numbers)
         return batch
 
-    advantaged, state, metrics = core.apply_advantage(chain, state, here.batch, choose)
-    values = (
-        describe(here, advantaged, names) if advantaged.get("rollout_logp") is not None else {}
-    )  # texts were not sampled
+    advantaged, state, metrics = apply_advantage(chain, state, here.batch, choose)
+    sampled = advantaged.get("rollout_logp") is not None
+    values = describe(here, advantaged, names) if sampled else {}
     values |= {name: float(metric.value) for name, metric in metrics.items()}
     result = mapped(here._replace(batch=advantaged), lambda x: x.to(rows.batch.tokens.device))
     return (take(result, drawn[0].numpy()) if drawn else result), state, values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch, as_dict, schema_of
-from funrl.compiled_kernels.varlen_attention import segment_offsets
+from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -207,9 +207,12 @@ def micro_batch(
     if inner is None:
         segments = places.segments
         offsets = places.offsets
+        most = len(rows)
     else:  # the row's own sequences, numbered on from row to row
         segments = torch.where(places.used, inner + PARTS_OF_A_ROW * (places.segments - 1), 0)
         offsets = segment_offsets(segments, PARTS_OF_A_ROW * max_rows)
+        most = PARTS_OF_A_ROW * len(rows)
+    offsets = bound_segments(offsets, SegmentBounds(places.longest, most))
     laid |= {"positions": laid.get("positions", places.positions), "segments": segments, "offsets": offsets}
     laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
     laid |= {n: schema[n].kind.select(x, torch.from_numpy(rows)) for n, x in owned.items()}

@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from funrl import trees
-from funrl.algos.core import Algorithm, Divergence, Loss, reads
-from funrl.algos.reading import run_advantage
+from funrl.algos.core import Algorithm, Divergence, Loss
+from funrl.algos.reading import reads, run_advantage
 from funrl.fields import FIELDS
 from funrl.models.lora import on_base, trained_part
 from funrl.models.model import Model

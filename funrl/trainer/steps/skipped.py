@@ -31,9 +31,9 @@ from funrl.trainer.steps.step_rows import Rows, own_batch
 LARGE = 1e15  # what is smaller has squares that float32 can add up
 FOLDER = "skipped"  # in the run's directory
 # at most, of a run and of a file
-FILES = 8
+MOST_FILES = 8
 FILE_ROWS = 16
-FILE_BYTES = 16 << 20
+MOST_BYTES = 16 << 20
 ADVICE = {  # by the writer of a field; a role that is not among them is an algorithm's own
     "source": "the reward function gave it; have it give numbers of usual size, such as between -1 and 1",
     "advantage": "the advantage chain made it of numbers of usual size",
@@ -179,7 +179,7 @@ class Skips:
         with contextlib.suppress(OSError, SafetensorError):  # the run goes on without it
             self.folder.mkdir(parents=True, exist_ok=True)
             there = len(list(self.folder.glob("*.safetensors")))
-            if there >= FILES:
+            if there >= MOST_FILES:
                 return None
             file = self.folder / f"{what.replace(', ', '-').replace(' ', '-')}-{there + 1}.safetensors"
             draft = file.with_suffix(".partial")
@@ -193,6 +193,6 @@ class Skips:
 def row_tensors(rows: Rows, numbers: np.ndarray) -> Mapping[str, Tensor]:
     """The fields of the first of some of this rank's rows, as many as a file may have, and their numbers as "rows"."""
     size = trees.nbytes(own_batch(rows, numbers[:1]))
-    numbers = numbers[: max(1, min(FILE_ROWS, FILE_BYTES // max(size, 1)))]
+    numbers = numbers[: max(1, min(FILE_ROWS, MOST_BYTES // max(size, 1)))]
     chosen = trees.named(as_dict(own_batch(rows, numbers)))
     return {"rows": torch.from_numpy(numbers)} | {name: x.contiguous().cpu() for name, x in chosen}

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Loss, Max, Metric, reads, token_mean_of, value_of
+from funrl.algos.core import Loss
 from funrl.algos.masks import where_masked
+from funrl.algos.metrics import Max, Metric, token_mean_of, value_of
+from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.sums import psum_tree, sum_rest

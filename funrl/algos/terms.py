@@ -1,0 +1,80 @@
+"""Terms as they run: the checks of what a term gives, with its name and line where it gives something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from funrl.algos.guarding import defined_at, described, guarded, name_of
+from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, token_mean_of
+from funrl.batch import Batch, seen_of
+
+Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
+Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
+Filter = Callable[[Batch], Tensor]
+
+
+def check_called(piece: Any, kind: str) -> None:
+    """Check that a piece is one, and not the factory that makes it, which tells what it makes by its annotation.
+
+    Args:
+      kind: the annotation, such as "Term".
+
+    Raises:
+      PieceError: it is a factory, or nothing that can be called.
+    """
+    if not callable(piece) or getattr(piece, "__annotations__", {}).get("return") == kind:
+        hint = f": call it, {name_of(piece)}(...)" if callable(piece) else ""
+        raise PieceError(f"{described(piece)} is not a {kind.lower()}{hint}")
+
+
+def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[Tensor, Metrics]:
+    """The term's loss and metrics, checked to be what a term gives.
+
+    Args:
+      place: of the term among those that are added.
+
+    Raises:
+      PieceError: they are not; or, on a batch that records, the term changed its inputs.
+    """
+    seen = seen_of(batch)
+    if seen is None:
+        return _checked_term(term, term(x_BT, batch), batch)
+    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, others={"x": x_BT})
+    loss_BT, metrics = _checked_term(term, out, batch)
+    seen.terms.append((term, place, x_BT, loss_BT))
+    return loss_BT, metrics
+
+
+def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        loss_BT = out[0]
+        if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
+            return loss_BT, out[1]
+        raise PieceError(
+            f"term {name_of(term)} gave {described(loss_BT)} as its loss, for a batch of {list(batch.mask.shape)}: a "
+            f"loss per token [B, T] is needed; the reduction sums it{defined_at(term)}"
+        )
+    name = name_of(term)
+    origin = defined_at(term)
+    if isinstance(out, Tensor):
+        raise PieceError(f"term {name} gave a loss and no metrics: return (loss, {{}}){origin}")
+    if callable(out):
+        raise PieceError(f"{name}(x, batch) gave {described(out)}: {name} makes terms; call it, {name}(...){origin}")
+    raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){origin}")
+
+
+def typed_metric(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
+    """A metric of a term as the number that is reported. Raises: PieceError, it is none."""
+    if isinstance(metric, Mean):
+        return Mean(metric.num.detach(), metric.den)
+    if isinstance(metric, (Max, Sum)):
+        return type(metric)(metric.value.detach())
+    if not isinstance(metric, Tensor) or metric.shape != mask_BT.shape:
+        raise PieceError(
+            f"metric {name!r} of term {name_of(term)} is {described(metric)}: give a tensor [B, T], whose mean over "
+            f"tokens is reported, or Mean, Max or Sum{defined_at(term)}"
+        )
+    return token_mean_of(metric.detach(), mask_BT)
