@@ -203,7 +203,8 @@ def test_without_a_warm_start_a_job_stays_as_it_is(cache):
 
 
 def test_it_needs_no_variables_of_a_launcher(cache, monkeypatch):
+    job = job_of(steps=1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
-    with warm_started(job_of(steps=1), shown=False) as started:
+    with warm_started(job, shown=False) as started:
         assert Path(started.start).is_dir()

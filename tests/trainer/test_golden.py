@@ -35,7 +35,7 @@ def golden_run(mesh, name="ppo", **more):
     """Metrics of each step, and of the sampled tokens and the final weights what tells them apart."""
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
     settings = {
-        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 20, "epochs": 2,
+        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 40, "epochs": 2,
         "lr_schedule": "linear", "lr_warmup_steps": 2, "weight_decay": 0.01, "token_budget": 160, "steps": STEPS,
     }  # fmt: skip
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
