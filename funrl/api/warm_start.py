@@ -129,9 +129,9 @@ def _run(command: Sequence[str], folder: Path, note: Callable[[str], None]) -> N
         try:
             for line in process.stdout or ():
                 lines = [*lines[-20:], line.rstrip()]
-                step = re.match(r"(\d+)/(\d+) ", line)
+                step = re.match(r"\s*(\d+)/(\d+)\s+(\S+)", line)
                 if step and int(step[1]) % max(1, int(step[2]) // SHOWN) == 0:
-                    note(f"warm start {line.rstrip()}")
+                    note(f"warm start: step {step[1]}/{step[2]}, loss {step[3]}")
         except BaseException:
             process.kill()
             raise
