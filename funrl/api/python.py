@@ -363,7 +363,7 @@ def _run(
             waiting = Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after)
             rewards = functools.partial(open_rewards, job)
             try:
-                with warm_started(job, shown=os.environ.get("RANK", "0") == "0") as started:
+                with warm_started(job) as started:
                     program = functools.partial(_rank, started, run_dir, on_step, source)
                     outcome = launch(program, job.sizes, job.device, before=rewards, waiting=waiting)
             except BaseException:

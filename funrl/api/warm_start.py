@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -23,42 +23,40 @@ from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.data.file_digests import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
+from funrl.processes.environment import read_environment
 from funrl.tasks.embedded import TASKS
 from funrl.trainer.jobs.initial_weights import random_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
 
 DIGEST = "sha256"  # file with the checksum of a cached model
-SHOWN = 10  # lines of progress
+PROGRESS_LINES = 10  # lines of progress
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_")  # variables
 
 
 @contextlib.contextmanager
-def warm_started(job: Job, shown: bool = True) -> Iterator[Job]:
+def warm_started(job: Job) -> Iterator[Job]:
     """Give the job the directory of its warm start, which is made unless it is in the cache.
 
-    A job without a warm start stays as it is. Where the cache cannot be written, the directory is a temporary one, and
-    is removed at the end of the `with` block.
-
-    Args:
-      shown: print what is done.
+    A job without a warm start stays as it is. Where torchrun or srun has started the ranks, only the first one makes
+    the model and has the directory; the others wait for it. Where the cache cannot be written, the directory is a
+    temporary one, and is removed at the end of the `with` block.
 
     Raises:
       SettingsError: `funrl sft` fails; with its last lines.
     """
-    if not job.warmstart_steps:
+    if not job.warmstart_steps or read_environment():
         yield job
         return
     with contextlib.ExitStack() as temporary:
-        note = _print if shown else _ignore
         try:
             folder = cache_folder() / "warmstart"
             folder.mkdir(parents=True, exist_ok=True)
-            directory = _cached(folder / _key(job), job, note)
+            directory = _cached(folder / _key(job), job)
         except OSError as error:
-            note(f"the warm start is not cached: {error}")
+            _print(f"the warm start is not cached: {error}")
             folder = temporary.enter_context(tempfile.TemporaryDirectory(prefix="funrl-warmstart-"))
-            directory = _cached(Path(folder) / _key(job), job, note)
+            directory = _cached(Path(folder) / _key(job), job)
         yield dataclasses.replace(job, start=str(directory))
 
 
@@ -78,26 +76,26 @@ def sft_flags(job: Job) -> dict[str, object]:
     }
 
 
-def _cached(directory: Path, job: Job, note: Callable[[str], None]) -> Path:
+def _cached(directory: Path, job: Job) -> Path:
     """The directory of the model, made if it is not there; processes that want the same one wait for each other."""
     with FileLock(f"{directory}.lock"):
         problem = _problem(directory, job)
         if problem is None:
-            note(f"warm start: {job.warmstart_steps} steps of funrl sft, taken from the cache, {directory}")
+            _print(f"warm start: {job.warmstart_steps} steps of funrl sft, taken from the cache, {directory}")
             return directory
         if problem:
-            note(f"the cached warm start in {directory} is damaged ({problem}); it is made again")
+            _print(f"the cached warm start in {directory} is damaged ({problem}); it is made again")
             _remove(directory)
         draft = Path(tempfile.mkdtemp(dir=directory.parent, prefix="draft-"))
         try:
-            _make(draft, job, note)
+            _make(draft, job)
             os.rename(draft / "run" / "model", directory)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return directory
 
 
-def _make(draft: Path, job: Job, note: Callable[[str], None]) -> None:
+def _make(draft: Path, job: Job) -> None:
     """Run `funrl sft` on demonstrations of the task, from random weights; the model is in run/model of the draft.
 
     It is one process with one thread on the CPU, so every machine and mesh gets about the same weights, and every run
@@ -112,12 +110,12 @@ def _make(draft: Path, job: Job, note: Callable[[str], None]) -> None:
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     command = [sys.executable, "-m", "funrl.experiments.sft", "--model=initial", "--data=demonstrations.jsonl"]
     command += [*(f"--{name}={value}" for name, value in flags.items()), "--run_dir=run"]
-    note(f"warm start: python {shlex.join(command[1:])}")
-    _run(command, draft, note)
+    _print(f"warm start: python {shlex.join(command[1:])}")
+    _run(command, draft)
     (draft / "run" / "model" / DIGEST).write_text(_digest(draft / "run" / "model"))
 
 
-def _run(command: Sequence[str], folder: Path, note: Callable[[str], None]) -> None:
+def _run(command: Sequence[str], folder: Path) -> None:
     """Run a command in a folder, and show some of the lines that it prints of its steps."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     package = str(Path(funrl.__file__).parents[1])
@@ -130,8 +128,8 @@ def _run(command: Sequence[str], folder: Path, note: Callable[[str], None]) -> N
             for line in process.stdout or ():
                 lines = [*lines[-20:], line.rstrip()]
                 step = re.match(r"\s*(\d+)/(\d+)\s+(\S+)", line)
-                if step and int(step[1]) % max(1, int(step[2]) // SHOWN) == 0:
-                    note(f"warm start: step {step[1]}/{step[2]}, loss {step[3]}")
+                if step and int(step[1]) % max(1, int(step[2]) // PROGRESS_LINES) == 0:
+                    _print(f"warm start: step {step[1]}/{step[2]}, loss {step[3]}")
         except BaseException:
             process.kill()
             raise
@@ -178,7 +176,3 @@ def _remove(path: Path) -> None:
 
 def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -134,7 +134,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
                 settings.waiting.heartbeat,
                 settings.waiting.stalled_after,
             )
-            with warm_started(job, shown=first) as started:
+            with warm_started(job) as started:
                 program = functools.partial(_rank, command, run_dir, inputs, started.start)
                 rewards = functools.partial(_rewards, command)
                 outcome = launch(program, job.sizes, job.device, PLAIN, before=rewards, waiting=waiting)

@@ -132,7 +132,7 @@ DAMAGES = {
 def test_a_damaged_cache_is_said_and_made_again(damage, made, stored, capsys, monkeypatch):
     folder, weights, name = made
     whole = folder / "funrl" / "warmstart" / name
-    monkeypatch.setattr(warm_start, "_make", lambda draft, job, note: shutil.copytree(whole, draft / "run" / "model"))
+    monkeypatch.setattr(warm_start, "_make", lambda draft, job: shutil.copytree(whole, draft / "run" / "model"))
     damage(stored)
     again, path = weights_of(job_of())
     assert path == stored and same(again, weights)
@@ -143,12 +143,12 @@ def test_a_damaged_cache_is_said_and_made_again(damage, made, stored, capsys, mo
 
 def _start(folder, results):
     os.environ["XDG_CACHE_HOME"] = folder
-    with warm_started(job_of(), shown=False) as started:
+    with warm_started(job_of()) as started:
         results.put(started.start)
 
 
 def test_processes_that_want_the_same_one_wait_for_each_other(cache, tmp_path):
-    """As the ranks of torchrun do: one makes it, and the others take it."""
+    """One makes it, and the other takes it."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=_start, args=(str(tmp_path), results)) for _ in range(2)]
@@ -204,7 +204,16 @@ def test_without_a_warm_start_a_job_stays_as_it_is(cache):
 
 def test_it_needs_no_variables_of_a_launcher(cache, monkeypatch):
     job = job_of(steps=1)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
-    with warm_started(job, shown=False) as started:
+    with warm_started(job) as started:
         assert Path(started.start).is_dir()
+
+
+def test_only_the_first_rank_of_a_launcher_makes_it(cache, monkeypatch):
+    job = job_of()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with warm_started(job) as started:
+        assert started.start is None
+    assert not cache.exists()

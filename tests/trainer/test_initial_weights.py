@@ -42,6 +42,22 @@ def test_weights_from_a_directory(mesh, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
 
 
+@pytest.mark.gloo
+def test_a_warm_start_is_read_by_the_first_rank_alone(tmp_path):
+    job = small_job(mesh="dp2")
+    whole, _ = start(small_job(seed=5))
+    hf.save(tmp_path / "model", job.model, whole, job.tokenizer)
+
+    def program(mesh):
+        folder = str(tmp_path / "model") if mesh.rank == 0 else None
+        started = dataclasses.replace(job, start=folder, warmstart_steps=1)
+        placed = build(started, mesh, print).begin
+        return unshard(initial_weights(started, placed, print), placed.stored, mesh)
+
+    loaded = launch(program, job.sizes, "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(whole), strict=True))
+
+
 def test_weights_that_are_read_as_something_else_are_said(tmp_path):
     job, file = small_job(), tmp_path / "model" / "model.safetensors"
     hf.save(tmp_path / "model", job.model, start(job)[0], job.tokenizer)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from funrl import trees
+from funrl.mesh import collectives
 from funrl.mesh.rules import shard
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
@@ -20,6 +21,8 @@ def initial_weights(
 ) -> trees.Tree:
     """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
 
+    The directory of a warm start is read by the first rank alone, as it may be on the disk of one machine.
+
     Those that adapters stand on, and that do not learn, are in the dtype to compute in where they are read.
 
     Args:
@@ -29,6 +32,10 @@ def initial_weights(
     """
     mesh = placed.mesh
     directory = kept or job.start
+    if kept is None and job.warmstart_steps:
+        whole = hf.load(str(directory), job.master)[1] if mesh.rank == 0 else None
+        whole = collectives.from_first_rank(whole, mesh)
+        return trees.to_device(shard(whole, placed.stored, mesh), mesh.device)
     if directory is None:
         return trees.to_device(shard(random_weights(job), placed.stored, mesh), mesh.device)
     for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
