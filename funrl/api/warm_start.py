@@ -24,7 +24,7 @@ from funrl.data.file_digests import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.processes.environment import read_environment
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.initial_weights import random_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
@@ -63,7 +63,7 @@ def warm_started(job: Job) -> Iterator[Job]:
 def sft_flags(job: Job) -> dict[str, object]:
     """Flags of the `funrl sft` that makes the warm start of a job, but for its paths."""
     return {
-        **TASKS[job.settings.examples.task].warmstart_flags,
+        **embedded_task(job.settings.examples.task).warmstart_flags,
         "lr_schedule": "cosine",
         "lr_warmup_steps": job.warmstart_steps // 20,
         "steps": job.warmstart_steps,
@@ -102,7 +102,7 @@ def _make(draft: Path, job: Job) -> None:
     on this machine the same ones.
     """
     flags = sft_flags(job)
-    task = TASKS[job.settings.examples.task]
+    task = embedded_task(job.settings.examples.task)
     hf.save(draft / "initial", job.model, random_weights(job), job.tokenizer)
     count = min(task.warmstart_demonstrations, job.warmstart_steps * int(str(flags["batch_prompts"])))
     with open(draft / "demonstrations.jsonl", "w") as file:
@@ -143,7 +143,7 @@ def _key(job: Job) -> str:
         "flags": sft_flags(job),
         "config": saved_fields(job.model.config),
         "task": job.task.name,
-        "demonstrations": TASKS[job.settings.examples.task].demonstrations(job.settings.run.seed, 16),
+        "demonstrations": embedded_task(job.settings.examples.task).demonstrations(job.settings.run.seed, 16),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -29,8 +29,6 @@ from funrl.processes.output import lasting_output
 from funrl.track.records.run_directory import RunDirectory, RunDirectoryError, check_can_go_on, expanded
 from funrl.track.records.run_lock import leave_nothing, owned_run
 from funrl.track.records.services import TrackerError
-from funrl.track.report.page import write_report
-from funrl.track.report.run_files import ReportError
 from funrl.trainer.storage.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
@@ -264,6 +262,9 @@ def _ended(status: int, problem: str, first: bool) -> int:
 
 def _report(run_dir: str) -> str:
     """Write the report of whatever was written; return what there is to open."""
+    from funrl.track.report.page import write_report  # here, for it imports numpy
+    from funrl.track.report.run_files import ReportError
+
     try:
         return f"open {write_report(run_dir, running=False)}"
     except ReportError as error:  # it stopped before its first step, or the disk is full

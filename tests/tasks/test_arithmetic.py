@@ -8,7 +8,7 @@ import torch
 
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.tasks import arithmetic as a
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import TASK_NAMES, embedded_task
 
 
 def forgetful(x, y):
@@ -106,9 +106,9 @@ def test_the_global_random_states_are_left_alone():
     assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TASK_NAMES)
 def test_the_record_of_a_task_fits_together(name):
-    task = TASKS[name]
+    task = embedded_task(name)
     tokenizer = task.tokenizer()
     assert set(task.texts) == set(TEXT_FIELDS)
     assert len(tokenizer.get_vocab()) == task.model_config(1).vocab

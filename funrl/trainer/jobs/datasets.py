@@ -30,7 +30,7 @@ from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
-from funrl.tasks.embedded import TASKS, is_embedded_reward
+from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,
@@ -218,7 +218,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     rewards = (embedded.reward,)
@@ -371,7 +371,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     labels of its digits.
     """
     count = settings.evaluation.eval_prompts
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     train = embedded.texts[kind](settings.run.seed, TEXTS, split="train")
     heldout = embedded.texts[kind](0, count, split="heldout")

@@ -14,7 +14,7 @@ from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.role_kinds import SCORING_ROLES, RoleKind
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.datasets import Given, Task, Texts
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
@@ -51,7 +51,7 @@ def located(settings: Settings) -> Settings:
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     """The model that a run begins with, and its tokenizer."""
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     if given.model is not None:
         return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:
