@@ -140,7 +140,8 @@ sys.argv = [name, *flags]
 try:
     runpy.run_module(f"funrl.experiments.{name}", run_name="__main__", alter_sys=True)
 except SystemExit as stopped:
-    print(json.dumps([stopped.code, sorted({"torch", "transformers", "jax", "tensorboard", "numpy"} & set(sys.modules))]))
+    watched = {"torch", "transformers", "jax", "tensorboard", "numpy"}
+    print(json.dumps([stopped.code, sorted(watched & set(sys.modules))]))
 """
 
 
