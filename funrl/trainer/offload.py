@@ -7,7 +7,6 @@ device, not by the program. Pinned buffers are kept from step to step.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
+from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.steps.roles import Role, RoleState, bases
@@ -144,7 +144,7 @@ def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: Buffers | N
         if host is None or (host.shape, host.dtype, host.stride()) != (x.shape, x.dtype, x.stride()):
             host = torch.empty_like(x, device="cpu", pin_memory=True)
             buffers[leaf] = host
-        side = _stream(x.device)
+        side = copy_stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(side):  # where the buffer was last read, so that it is written after that
             host.copy_(x, non_blocking=True)
@@ -159,7 +159,7 @@ def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: Buffers | N
 def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     """The tree on the device again: what is computed with it after this call runs after the copies."""
     here = torch.cuda.current_stream(device)
-    side = _stream(device)
+    side = copy_stream(device)
 
     def back(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.is_cuda or not x.is_pinned():
@@ -174,8 +174,3 @@ def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     values = [back(x) for x in trees.leaves(tree)]
     here.wait_stream(side)
     return trees.fill(tree, values)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

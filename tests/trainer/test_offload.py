@@ -57,7 +57,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(offload, "_stream", lambda device: here)
+    monkeypatch.setattr(offload, "copy_stream", lambda device: here)
     return pinned
 
 
