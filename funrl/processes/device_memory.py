@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+PINNED_FOR = ("cuda",)  # types of devices that read pinned memory by themselves
 
 
 def expand_segments(expand: bool = True, environment: Mapping[str, str] = os.environ) -> bool:
@@ -27,6 +28,13 @@ def expand_segments(expand: bool = True, environment: Mapping[str, str] = os.env
         return False
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expand}")
     return True
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, in the order of the device's work: the host does not wait for the copy."""
+    if x.device.type == "cpu" and device.type in PINNED_FOR:
+        x = x.pin_memory()  # a copy from other memory waits for all work before it
+    return x.to(device, non_blocking=True)
 
 
 @functools.cache
