@@ -31,7 +31,7 @@ NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `fro
     "save": ("params",),
 }
 Mover = Callable[[Any, State, str], tuple[Any, State]]
-Buffers = dict[int, Tensor]  # pinned, of the leaves of one tree by their numbers
+HostBuffers = dict[int, Tensor]  # pinned, of the leaves of one tree by their numbers
 
 
 def offloaded_parts(text: str | None) -> frozenset[str]:
@@ -72,7 +72,7 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
     main = parts.roles[parts.main_role]
     merged = merged_weights(main.placed.model)
     source = main.base or parts.main_role  # whose weights may be the engine's too
-    buffers: defaultdict[tuple[str, str], Buffers] = defaultdict(dict)  # by part and role
+    buffers: defaultdict[tuple[str, str], HostBuffers] = defaultdict(dict)  # by part and role
 
     def kept_by_engine(name: str, tree: trees.Tree) -> Collection[bool]:
         return shared(tree, to_engine, merged) if name == source and to_engine is not None else ()
@@ -127,7 +127,7 @@ def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[b
     ]
 
 
-def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: Buffers | None = None) -> trees.Tree:
+def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: HostBuffers | None = None) -> trees.Tree:
     """The tree in pinned memory; its device memory is free when the copies, which this does not wait for, are done.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.processes.device_memory import to_device
+from funrl.processes.device_memory import copy_to_device
 
 
 class HostCopy:
@@ -34,4 +34,4 @@ class HostCopy:
 
 def device_copy(x: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device, in the order of the device's work."""
-    return to_device(torch.from_numpy(x), device)
+    return copy_to_device(torch.from_numpy(x), device)
