@@ -19,6 +19,7 @@ from funrl.compiled_kernels.varlen_attention import planned_segments
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
+from funrl.processes import device_memory
 from funrl.tasks import arithmetic
 from funrl.trainer.sources.completion_scores import as_read, end_values
 from funrl.trainer.steps.learn import denominators
@@ -45,6 +46,7 @@ class NoBlockingCopies(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
             assert kwargs.get("non_blocking"), f"a copy of {args[0].shape} to the device waits for it"
+            assert getattr(args[0], "pinned", False), f"a copy of {args[0].shape} from pageable memory waits for it"
         return func(*args, **kwargs)
 
 
@@ -57,6 +59,19 @@ def models(tmp_path_factory):
         hf.save(folder, model, model.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
         made[name] = str(folder)
     return made
+
+
+@pytest.fixture(autouse=True)
+def pinned_memory(monkeypatch):
+    """Tensors in "pinned" memory, which this machine need not have, are marked."""
+
+    def pin_memory(x):
+        copy = x.clone()
+        copy.pinned = True
+        return copy
+
+    monkeypatch.setattr(device_memory, "PINNED_FOR", ("cuda", "meta"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
 
 
 def on_device(rows, mask="mask"):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import load_tokenizer
+from funrl.mesh.launch import device_type
 from funrl.models import Model, decoder_model, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
@@ -40,13 +41,20 @@ class Models(NamedTuple):
 
 
 def located(settings: Settings) -> Settings:
-    """The settings with directories instead of names of models in the local Hugging Face cache."""
+    """The settings with what this machine decides: directories of models in its Hugging Face cache, and the dtype."""
     directories = {}
     for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is not None:
             directories[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
-    return with_flags(settings, **directories)
+    return with_flags(settings, **directories, dtype=compute_dtype(settings))
+
+
+def compute_dtype(settings: Settings) -> str:
+    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device."""
+    if settings.models.dtype != "auto":
+        return settings.models.dtype
+    return "bfloat16" if (settings.devices.device or device_type()) == "cuda" else "float32"
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:

@@ -45,9 +45,10 @@ class ModelSettings:
         needs="teacher_topk",
     )
     dtype: str = flag(
-        "float32",
-        "what forward passes compute in (bfloat16 keeps float32 master weights)",
-        one_of("float32", "float64", "bfloat16"),
+        "auto",
+        "what forward passes compute in (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, float32 on "
+        "a CPU",
+        one_of("auto", "float32", "float64", "bfloat16"),
     )
     compile: str = flag(
         "auto",
