@@ -40,7 +40,7 @@ def golden_run(mesh, name="ppo", **more):
     }  # fmt: skip
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
     job = dataclasses.replace(job, task=job.task._replace(rewards=(answer_reward,)))
-    with warm_started(job, shown=False) as job:
+    with warm_started(job) as job:
         done = launch(steps_program(job, job.settings.run.steps), job.sizes, "cpu")
     steps = []
     for metrics, batch in zip(done["metrics"], done["batches"], strict=True):

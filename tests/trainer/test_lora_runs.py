@@ -108,7 +108,7 @@ def test_adapters_learn_from_texts():
     job = small_job(
         sft, sizes, reward=None, steps=16, lr=3e-2, dtype="float32", batch_prompts=16, warmstart_steps=40, **LORA
     )
-    with warm_started(job, shown=False) as job:
+    with warm_started(job) as job:
         outcome = train_loop(job, single(), Quiet())
     assert outcome.last["eval/loss"] < outcome.first["eval/loss"] - 0.03
 

@@ -33,6 +33,8 @@ def initial_weights(
     mesh = placed.mesh
     directory = kept or job.start
     if kept is None and job.warmstart_steps:
+        if mesh.rank == 0 and directory is None:
+            raise ValueError(f"the warm start of {job.warmstart_steps} steps is not made; `warm_started` makes it")
         whole = hf.load(str(directory), job.master)[1] if mesh.rank == 0 else None
         whole = collectives.from_first_rank(whole, mesh)
         return trees.to_device(shard(whole, placed.stored, mesh), mesh.device)
