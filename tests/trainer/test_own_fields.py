@@ -131,8 +131,8 @@ def test_own_fields_are_trained_on_saved_and_replayed(compose, tmp_path):
     without = open_rows(tmp_path / "rollouts", 1)  # as `funrl bisect` opens them, which has no algorithm
     assert without.schema["surprises"].kind is FIELDS.extended(job.algorithm.fields)["surprises"].kind
     done = launch(lambda mesh: replay(job, tmp_path, 1, mesh, Quiet()), job.sizes, "cpu")
-    assert {"curiosity", "mixed", "surprises"} <= {part.name for part in done[0].found}
-    assert [part.name for one in done for part in one.found if not part.agrees(0.0)] == []
+    assert {"curiosity", "mixed", "surprises"} <= {part.name for part in done[0].differences}
+    assert [part.name for one in done for part in one.differences if not part.agrees(0.0)] == []
 
 
 def test_an_algorithm_of_own_fields_is_checked_like_any_other(compose):
