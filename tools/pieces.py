@@ -34,7 +34,7 @@ KINDS = {  # what a piece returns: the heading, and one line
     "Reduction": ("Reductions", "From a loss per token to one number, for `reduce`."),
     "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
 }  # fmt: skip
-FORMULA = re.compile(r" = |\w\[\w|(?:mean|sum|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]")
+FORMULA = re.compile(r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]")
 SHAPE = re.compile(r" \[B(?:, \w)*\]| \(nats\)")
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
@@ -83,18 +83,13 @@ def row(name: str) -> str:
 
 
 def description(text: str) -> str:
-    """First clause of a docstring, and the next sentence with a formula if that clause has none."""
+    """First sentence of a docstring, and the next one with a formula if the first has none."""
     first = PARTS.search(text)
     sentences = re.split(r"(?<=\.)\s+", (text[: first.start()] if first else text).strip())
-    shown = [clause(sentences[0])]
+    shown = sentences[:1]
     if not FORMULA.search(shown[0]):
-        shown += [clause(sentence) for sentence in sentences[1:] if FORMULA.search(sentence)][:1]
+        shown += [sentence for sentence in sentences[1:] if FORMULA.search(sentence)][:1]
     return cell(" ".join(shown))
-
-
-def clause(sentence: str) -> str:
-    """A sentence up to its semicolon."""
-    return sentence.split("; ")[0].rstrip(".") + "."
 
 
 def formula(piece: object, name: str) -> tuple[str, list[str]]:
