@@ -37,14 +37,19 @@ def said(name: str) -> tuple[str, str]:
 
 
 def cell(text: str) -> str:
-    """Text that a cell of a table holds."""
-    return re.sub(r"\s+", " ", text.strip()).replace("|", "\\|").replace("*", "\\*").rstrip(".;")
+    """First sentence of a text, for a cell of a table."""
+    first = re.split(r"\. (?=[A-Z]|[\w-]+: )", re.sub(r"\s+", " ", text.strip()))[0]
+    return first.replace("|", "\\|").replace("*", "\\*").rstrip(".;")
 
 
 def page(text: str) -> str:
     """The page with its table written anew."""
     lines = ["| recipe | verl | TRL |", "|---|---|---|"]
-    lines += [f"| `{name}` | " + " | ".join(said(name)) + " |" for name in NAMES]
+    texts = {name: said(name) for name in NAMES}
+    rows = {
+        name: both for name, both in texts.items() if any(not text.startswith(("none", "not there")) for text in both)
+    }
+    lines += [f"| `{name}` | " + " | ".join(both) + " |" for name, both in rows.items()]
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
 
