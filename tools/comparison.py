@@ -46,10 +46,9 @@ def page(text: str) -> str:
     """The page with its table written anew."""
     lines = ["| recipe | verl | TRL |", "|---|---|---|"]
     texts = {name: said(name) for name in NAMES}
-    rows = {
-        name: both for name, both in texts.items() if any(not text.startswith(("none", "not there")) for text in both)
-    }
-    lines += [f"| `{name}` | " + " | ".join(both) + " |" for name, both in rows.items()]
+    absent = ("none", "not there")
+    shown = [name for name, both in texts.items() if not all(text.startswith(absent) for text in both)]
+    lines += [f"| `{name}` | " + " | ".join(texts[name]) + " |" for name in shown]
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
 

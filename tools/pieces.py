@@ -34,7 +34,9 @@ KINDS = {  # what a piece returns: the heading, and one line
     "Reduction": ("Reductions", "From a loss per token to one number, for `reduce`."),
     "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
 }  # fmt: skip
-FORMULA = re.compile(r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]")
+FORMULA = re.compile(
+    r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
+)
 SHAPE = re.compile(r" \[B(?:, \w)*\]| \(nats\)")
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
