@@ -21,7 +21,8 @@ from funrl.algos import NAMES, reads, value_of
 
 DOC = pathlib.Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- table: written by tests/algos/test_algorithms_doc.py -->", "<!-- end of table -->"
-COLUMNS = ("algorithm", "advantage", "losses", "reduction", "filter", "KL")
+COLUMNS = ("algorithm", "advantage", "losses", "reduction", "filter", "KL", "also reads")
+COMMON = {"mask", "score", "group", "old_logp"}  # too common to be in the table
 KINDS = {"Advantage": "advantage", "Lambda": "advantage", "Reduction": "reduction", "Filter": "filter"}
 KINDS |= dict.fromkeys(("Term", "Ratio", "Loss", "PairLoss", "PairReward", "PairWeight"), "losses")
 PLUMBING = {"with_regularizers", "sum_losses", "reduce", "chain", "scale", "add", "restrict", "weighted", "run_term"}
@@ -61,7 +62,8 @@ def row(name):
     text = inspect.getmodule(recipe).__doc__
     paper = re.search(r"https://\S+?(?=[\s.,;]*\s|\.?$)", text[text.index("References: ") :].replace("\n", " \n"))
     assert paper, f"{name} names no paper"
-    cells = [f"[{name}]({paper.group(0)})", *(", ".join(parts[k]) or "-" for k in COLUMNS[1:5]), kl(name)]
+    needed = ", ".join(sorted(reads(recipe()).required - COMMON))
+    cells = [f"[{name}]({paper.group(0)})", *(", ".join(parts[k]) for k in COLUMNS[1:5]), kl(name), needed]
     return "| " + " | ".join(cells) + " |"
 
 
