@@ -37,7 +37,6 @@ KINDS = {  # what a piece returns: the heading, and one line
 FORMULA = re.compile(
     r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
 )
-SHAPE = re.compile(r" \[B(?:, \w)*\]| \(nats\)")
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
     re.MULTILINE,
@@ -50,12 +49,12 @@ def page() -> str:
     lines = [
         "# Pieces",
         "",
-        "Pieces of algorithms by kind, written by `python tools/pieces.py`. The whole docstrings are in the",
-        "[API](api_algos.md); [algorithms](algorithms.md) shows how to join pieces. Import them from `funrl.algos`.",
-        "[B] is a number per row, [B, T] a number per token; needs are [fields](../funrl/fields.py) of the batch.",
+        "Pieces of algorithms by kind, written by `python tools/pieces.py`; import them from `funrl.algos`. The",
+        "[API](api_algos.md) has their arguments and the fields that they need; [algorithms](algorithms.md) joins them.",
+        "[B] is a number per row, [B, T] a number per token.",
     ]
     for kind, (heading, text) in KINDS.items():
-        lines += ["", f"## {heading}", "", text, "", "| piece | what it does | needs |", "|---|---|---|"]
+        lines += ["", f"## {heading}", "", text, "", "| piece | what it does |", "|---|---|"]
         lines += [row(name) for name in found[kind]]
     return "\n".join(lines) + "\n"
 
@@ -80,8 +79,7 @@ def row(name: str) -> str:
     file = Path(inspect.getfile(piece)).relative_to(ROOT).as_posix()
     maths, of_table = formula(piece, name)
     what = " ".join(filter(None, (description(text), cell(maths), linked(of_table or papers(piece)))))
-    needs = SHAPE.sub("", part(text, "Needs").split(". ")[0])
-    return f"| [`{name}`](../{file}) | {what} | {needs} |"
+    return f"| [`{name}`](../{file}) | {what} |"
 
 
 def description(text: str) -> str:
@@ -99,12 +97,6 @@ def formula(piece: object, name: str) -> tuple[str, list[str]]:
     lines = (inspect.getdoc(inspect.getmodule(piece)) or "").splitlines()
     row = next((one for one in lines if one.startswith(f"| {name.removesuffix('_pairs')} |")), "")
     return (row.split(" | ")[1], addresses(row)) if row and name.endswith("_pairs") else ("", [])
-
-
-def part(text: str, name: str) -> str:
-    """One part of a docstring, to the next one; "" where it has none."""
-    match = re.search(rf"\b{name}: ?(.*?)(?=\.? (?:Makes|Metrics?|Returns|Reads)\b|\n\S|\n\n|\Z)", text, re.DOTALL)
-    return cell(match[1]).rstrip(".") if match else ""
 
 
 def papers(piece: object) -> list[str]:

@@ -282,7 +282,7 @@ def informative_rescale() -> Advantage:
 
 
 def best_of_group(eps: float | None = 1e-6) -> Advantage:
-    """Give the best row of a group its lead over the second best, and the others 0, which trains pass@k.
+    """Give only the best row of a group an advantage, which trains pass@k.
 
     A_i = x_1 - x_2 for the best row i of the group, divided by the group's standard deviation plus eps; else 0.
 
