@@ -50,7 +50,7 @@ def page() -> str:
         "# Pieces",
         "",
         "Pieces of algorithms by kind, written by `python tools/pieces.py`; import them from `funrl.algos`. The",
-        "[API](api_algos.md) has their arguments and the fields that they need; [algorithms](algorithms.md) joins them.",
+        "[API](api_algos.md) has their arguments and needs, [algorithms](algorithms.md) joins them.",
         "[B] is a number per row, [B, T] a number per token.",
     ]
     for kind, (heading, text) in KINDS.items():
