@@ -50,8 +50,7 @@ def page() -> str:
         "# Pieces",
         "",
         "Pieces of algorithms by kind, written by `python tools/pieces.py`; import them from `funrl.algos`. The",
-        "[API](api_algos.md) has their arguments and needs, [algorithms](algorithms.md) joins them.",
-        "[B] is a number per row, [B, T] a number per token.",
+        "[API](api_algos.md) has their arguments, shapes and needs, [algorithms](algorithms.md) joins them.",
     ]
     for kind, (heading, text) in KINDS.items():
         lines += ["", f"## {heading}", "", text, "", "| piece | what it does |", "|---|---|"]
@@ -89,7 +88,7 @@ def description(text: str) -> str:
     shown = sentences[:1]
     if not FORMULA.search(shown[0]):
         shown += [sentence for sentence in sentences[1:] if FORMULA.search(sentence)][:1]
-    return cell(" ".join(shown))
+    return cell(re.sub(r",? on \[B(?:, T)?\](?=[.;])", "", " ".join(shown)))
 
 
 def formula(piece: object, name: str) -> tuple[str, list[str]]:

@@ -52,7 +52,7 @@ def kl(name):
     recipe = algos.recipe(name)
     default = inspect.signature(recipe).parameters.get("kl_coef")
     if default is None:
-        return kl("ppo") if "ppo" in calls(recipe) else "-"
+        return kl("ppo") if "ppo" in calls(recipe) else ""
     where = "reward" if "kl_controller" in calls(recipe) else "loss"
     return f"{where}, {default.default:g}" if default.default else f"{where}, off"
 
