@@ -71,7 +71,7 @@ def flash_kernel(capped: bool = False) -> Kernel:
 
 
 def attention_by(dtype: torch.dtype) -> str:
-    """What computes attention over packed rows of a dtype on a GPU, for a log."""
+    """Name of the attention over packed rows of a dtype on a GPU, for a log."""
     if dtype.itemsize > 2:
         return "float32 products over each row in turn, many times slower than a kernel for 16 bits"
     return flash_kernel().name
