@@ -179,7 +179,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     assert choices("hardware") == tuple(HARDWARE)
     assert choices("remat") == remat.MODES
     assert set(choices("offload")) == set(offload.PARTS)
-    assert choices("dtype") == tuple(TORCH_DTYPES)
+    assert choices("dtype") == ("auto", *TORCH_DTYPES)
     assert FLAGS["fsdp_models"].bounds[0].text == f"names such as {','.join(ROLES)}"
     assert checks.LARGEST == LARGEST
 
