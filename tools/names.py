@@ -137,28 +137,25 @@ BESIDE = {  # what a name has a meaning with
 
 
 def table(names: Mapping[str, NameRule]) -> str:
-    """A line of each name: what it means here, and what differs; sorted as the names are."""
+    """A line of each name that flags stand for: which, and what differs; sorted as the names are."""
     lines = ["| there | here | what differs |", "|---|---|---|"]
-    return "\n".join(lines + [row(name, rule) for name, rule in names.items()])
+    return "\n".join(lines + list(filter(None, (row(name, rule) for name, rule in names.items()))))
 
 
 def row(name: str, rule: NameRule) -> str:
-    """The line of one name, by the first recipe and value that have a meaning."""
+    """The line of one name, by the first recipe and value that have flags; "" where none has."""
     values = (VALUES[name],) if name in VALUES else NUMBERS
-    same: list[tuple[str, str, Meaning]] = []
-    others: list[Meaning] = []
     for asked in ASKED.get(name, RECIPES):
         for value in values:
             meaning = meaning_of(rule, value, context(name, value, asked))
-            if meaning.effect is Effect.SAME:
-                same.append((value, asked, meaning))
-                break
-            others.append(meaning)
-    if not same:
-        idle = any(meaning.effect is Effect.NO_EFFECT for meaning in others)
-        return f"| `{name}` | {'no effect on numbers' if idle else '-'} | {cell(others[0].difference)} |"
-    value, asked, meaning = next((row for row in same if row[2].flags), same[0])
-    flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items()) or "as it always is"
+            if meaning.effect is Effect.SAME and meaning.flags:
+                return line(name, value, asked, meaning)
+    return ""
+
+
+def line(name: str, value: str, asked: str, meaning: Meaning) -> str:
+    """The line of a name with a value, for a recipe."""
+    flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items())
     recipe_note = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
     return f"| `{name}={value}` | {flags} | {'; '.join(filter(None, (recipe_note, cell(meaning.difference))))} |"
 
