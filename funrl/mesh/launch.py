@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
+from funrl.mesh.mesh import Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes import heartbeat
 from funrl.processes.device_memory import expand_segments
@@ -84,8 +84,8 @@ class _Rank(NamedTuple):
     here: int
 
 
-# The groups of every mesh that has been made, as long as the group of all processes is the same.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] = weakref.WeakKeyDictionary()
+# Names of the groups that have been made, by their ranks, as long as the group of all processes is the same.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[Ranks, ...], str | None]] = weakref.WeakKeyDictionary()
 
 
 def device_type() -> str:
@@ -317,21 +317,48 @@ def groups(
       timeout: of their collectives.
     """
     sizes = dict(sizes)
-    if not meshes.combinations(sizes):
-        return {}
     ranks = range(Mesh(sizes).world) if ranks is None else ranks
+    names: dict[tuple[str, ...], str] = {}
+    for axes in meshes.combinations(sizes):
+        name = _group_name(
+            [tuple(ranks[position] for position in over) for over in meshes.members(sizes, axes)],
+            "+".join(axes),
+            timeout=timeout,
+        )
+        if name is not None:
+            names[axes] = name
+    return names
+
+
+def _group_name(parts: list[Ranks], axes: str, timeout: timedelta | None) -> str | None:
+    """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all.
+
+    NCCL splits the communicator of all processes, in one call of each for all the groups. With gloo only the members of
+    a group make it.
+    """
     everyone: Any = dist.group.WORLD
-    by_mesh = _made.setdefault(everyone, {})
-    key = (tuple(sizes[axis] for axis in AXES), ranks)
-    if key not in by_mesh:
-        mine = by_mesh[key] = {}
-        for axes in meshes.combinations(sizes):
-            for positions in meshes.members(sizes, axes):
-                over = [ranks[position] for position in positions]
-                group: Any = everyone
-                if len(over) < dist.get_world_size():
-                    group = dist.new_group(over, timeout=timeout)
-                if dist.get_rank() in over:
-                    mine[axes] = group.group_name
-                    heartbeat.name_group(group.group_name, "+".join(axes), len(over) == dist.get_world_size())
-    return by_mesh[key]
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    own = next((part for part in parts if rank in part), ())
+    if len(own) == world:
+        heartbeat.name_group(everyone.group_name, axes, True)
+        return everyone.group_name
+    splits = _splits(everyone)
+    made = _made.setdefault(everyone, {})
+    key = tuple(parts) if splits else (own,)
+    if key not in made:
+        group: Any = None
+        if splits:
+            group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
+        elif own:
+            group = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
+        made[key] = group.group_name if own else None
+        if own:
+            heartbeat.name_group(group.group_name, axes, False)
+    return made[key]
+
+
+def _splits(everyone: Any) -> bool:
+    """True if a group's communicator can be split, as NCCL's on a device that it was given."""
+    device = everyone.bound_device_id
+    return device is not None and everyone._get_backend(device).supports_splitting
