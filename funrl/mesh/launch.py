@@ -85,7 +85,7 @@ class _Rank(NamedTuple):
 
 
 # Names of the groups that have been made, by their ranks, as long as the group of all processes is the same.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[Ranks, ...], str | None]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], str | None]] = weakref.WeakKeyDictionary()
 
 
 def device_type() -> str:
@@ -321,7 +321,7 @@ def groups(
     names: dict[tuple[str, ...], str] = {}
     for axes in meshes.combinations(sizes):
         name = _group_name(
-            [tuple(ranks[position] for position in over) for over in meshes.members(sizes, axes)],
+            tuple(tuple(ranks[position] for position in over) for over in meshes.members(sizes, axes)),
             "+".join(axes),
             timeout=timeout,
         )
@@ -330,32 +330,29 @@ def groups(
     return names
 
 
-def _group_name(parts: list[Ranks], axes: str, timeout: timedelta | None) -> str | None:
+def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:
     """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all.
 
-    NCCL splits the communicator of all processes, in one call of each for all the groups. With gloo only the members of
-    a group make it.
+    NCCL splits the communicator of all processes into all the groups in one call; with gloo each group is a call.
     """
     everyone: Any = dist.group.WORLD
-    world = dist.get_world_size()
     rank = dist.get_rank()
-    own = next((part for part in parts if rank in part), ())
-    if len(own) == world:
+    if len(parts[0]) == dist.get_world_size():
         heartbeat.name_group(everyone.group_name, axes, True)
         return everyone.group_name
-    splits = _splits(everyone)
     made = _made.setdefault(everyone, {})
-    key = tuple(parts) if splits else (own,)
-    if key not in made:
+    if parts not in made:
         group: Any = None
-        if splits:
+        if _splits(everyone):
             group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
-        elif own:
-            group = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
-        made[key] = group.group_name if own else None
-        if own:
+        else:
+            for part in parts:
+                joined = dist.new_group(list(part), timeout=timeout)
+                group = joined if rank in part else group
+        made[parts] = None if group is None else group.group_name
+        if group is not None:
             heartbeat.name_group(group.group_name, axes, False)
-    return made[key]
+    return made[parts]
 
 
 def _splits(everyone: Any) -> bool:

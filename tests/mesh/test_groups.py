@@ -35,17 +35,20 @@ def test_one_call_splits_all_groups_over_an_axis(a_rank_of_4096, monkeypatch):
     assert list(names.values()) == ["group 1", "group 2", dist.group.WORLD.group_name]
 
 
-def test_members_alone_make_a_group_that_is_not_split(a_rank_of_4096, monkeypatch):
+def test_groups_of_the_same_ranks_are_made_once(a_rank_of_4096, monkeypatch):
     calls = []
     made = dist.new_group
 
     def new_group(ranks, **keywords):
-        calls.append((ranks, keywords["use_local_synchronization"]))
+        calls.append(ranks)
         return made(ranks, **keywords)
 
     monkeypatch.setattr(dist, "new_group", new_group)
     names = launching.groups(parse("dp512,tp8"))
     assert launching.groups(parse("dp512,ep1,tp8")) == names
-    assert calls == [([*range(1, 4096, 8)], True), ([*range(776, 784)], True)]
-    assert launching.groups(parse("dp8"), range(776, 784)) == {("data",): names["tensor",]}, "the same ranks"
-    assert len(calls) == 2
+    assert calls == [
+        *([*range(first, 4096, 8)] for first in range(8)),
+        *([*range(k, k + 8)] for k in range(0, 4096, 8)),
+    ]
+    assert launching.groups(parse("ep512,tp8"))["tensor",] == names["tensor",]
+    assert len(calls) == 8 + 512
