@@ -340,8 +340,8 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
     if len(parts[0]) == dist.get_world_size():
         heartbeat.name_group(everyone.group_name, axes, True)
         return everyone.group_name
-    made = _made.setdefault(everyone, {})
-    if parts not in made:
+    names = _made.setdefault(everyone, {})
+    if parts not in names:
         group: Any = None
         if _splits(everyone):
             group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
@@ -349,10 +349,10 @@ def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelt
             for part in parts:
                 joined = dist.new_group(list(part), timeout=timeout)
                 group = joined if rank in part else group
-        made[parts] = None if group is None else group.group_name
+        names[parts] = None if group is None else group.group_name
         if group is not None:
             heartbeat.name_group(group.group_name, axes, False)
-    return made[parts]
+    return names[parts]
 
 
 def _splits(everyone: Any) -> bool:
