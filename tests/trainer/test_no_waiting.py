@@ -25,7 +25,7 @@ from funrl.trainer.sources.completion_scores import as_read, end_values
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
 from funrl.trainer.steps.score import score_role
-from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.step import LossTotals, gradient, train_step
 from funrl.trainer.steps.step_rows import rows_of
 
 META = torch.device("meta")
@@ -110,3 +110,28 @@ def test_no_micro_batch_waits_for_the_device(case, models):
             assert loss.device == META and all(x.device == META for x in trees.leaves(grads))
             pieces += len(batches)
     assert pieces > 2 * len(learning)
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", "cosine"), ("muon", "linear")])
+def test_an_update_waits_once(optimizer, schedule, monkeypatch):
+    """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
+    run, state = begin(small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1), single())
+    rows, _, _ = scored_batch(run, state)
+    learning = {name: role for name, role in run.parts.roles.items() if role.loss is not None}
+    (totals,) = denominators(learning, rows, [np.arange(len(rows.owner))])
+    reads = []
+
+    def read(x):
+        reads.extend([x.shape] * (x.device == META))
+        return torch.ones(x.shape, dtype=x.dtype) if x.device == META else x
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    for name, role in learning.items():
+        there = on_device(rows, role.mask)
+        pieces = [piece.batch for piece in own_micro_batches(there, BUDGET)]
+        before = trees.map(lambda x: x.to(META), state.roles[name])
+        total = LossTotals(tuple(x.to(META) for x in totals[name].denominators), totals[name].tokens.to(META))
+        with NoBlockingCopies():
+            after, metrics = train_step(role, before, pieces, total)
+        assert all(x.device == META for x in (*trees.leaves(after.params), *metrics.values()))
+    assert reads == [(3,)] * len(learning)
