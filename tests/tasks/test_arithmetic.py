@@ -52,6 +52,7 @@ def test_heldout_prompts_are_different_from_each_other():
 
 def test_the_demonstrator_forgets_carries():
     assert a.sum_without_carries(np.array([[27, 185], [5, 5], [999, 1], [12, 30]])).tolist() == [102, 0, 990, 42]
+    assert a.sum_without_carries(np.array([[10, 0]])).tolist() == [10]
     pairs = a.problems(0, 500, 3)
     assert a.sum_without_carries(pairs).tolist() == [forgetful(x, y) for x, y in pairs.tolist()]
     assert all(a.reward(p, c) == 1 for p, c in a.demonstrations(0, 200, error=0.0))

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from funrl.track.progress import open_progress
+from funrl.track.progress import _duration, open_progress
 
 METRICS = {
     "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
@@ -153,3 +153,10 @@ def test_remaining_time_follows_the_pace(monkeypatch):
         now[0] += 2.0
         progress.update(step, METRICS)
     assert " 2m00s " in file.getvalue().splitlines()[-1]  # 60 steps of 2 s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (7380, "2h03m")]
+)
+def test_durations_have_two_units_at_most(seconds, text):
+    assert _duration(seconds) == text
