@@ -46,8 +46,7 @@ class ModelSettings:
     )
     dtype: str = flag(
         "auto",
-        "what forward passes compute in (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, float32 on "
-        "a CPU",
+        "dtype of forward passes (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, else float32",
         one_of("auto", "float32", "float64", "bfloat16"),
     )
     compile: str = flag(
