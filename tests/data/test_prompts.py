@@ -44,6 +44,7 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": 3}\n', "line 2: 'prompt' must be text.*it is 3"),
         (GOOD + '{"prompt": []}\n', "line 2: 'prompt' must be text"),
         (GOOD + '{"prompt": [{"role": "user"}]}\n', "line 2: 'prompt' must be text"),
+        (GOOD + '{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}\n', "line 2: 'prompt' must be text"),
         (GOOD + '{"prompt": "b", "completion": "c"}\n', "line 2: a field cannot be called 'completion'"),
         (GOOD.encode() + b'{"prompt": "\xff"}\n', "line 2: not UTF-8"),
     ],
