@@ -122,6 +122,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
     package = str(Path(funrl.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     environment["OMP_NUM_THREADS"] = str(THREADS)
+    environment["OMP_WAIT_POLICY"] = "passive"  # threads that spin would slow each other on a busy machine
     lines: list[str] = []
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:
