@@ -20,7 +20,7 @@ def with_regularizers(
     kl_kind: str = "k3",
     kl_bias_corrected: bool = False,
 ) -> Term:
-    """A policy term under the importance weights, if there are any, beside a KL and an entropy bonus without them.
+    """A policy term with importance weights, if there are any, plus an unweighted KL and entropy bonus.
 
     Args:
       term: what the policy learns from.

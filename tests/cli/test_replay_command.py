@@ -50,6 +50,15 @@ def test_a_step_is_replayed(runs, capsys):
         assert line in text
 
 
+def test_the_first_step_after_a_warm_start_is_replayed(tmp_path, capsys):
+    tiny = [flag for flag in TINY if not flag.startswith(("--warmstart", "--save_every", "--steps"))]
+    folder = tmp_path / "run"
+    flags = ["--warmstart_steps=1", "--save_every=0", "--steps=1", f"--run_dir={folder}"]
+    assert main("grpo", ["grpo", *tiny, *flags]) == 0
+    status, text = said(capsys, "replay", folder, "--step=1")
+    assert status == 0 and "from the weights that the run began with" in text and "the same bits" in text
+
+
 def test_a_step_that_differs_is_said_with_what_differs(runs, tmp_path, capsys):
     shutil.copytree(runs / "one", tmp_path / "one")
     file = tmp_path / "one/rollouts/step-2/record.json"

@@ -20,7 +20,7 @@ from funrl.batch import Batch
 
 
 def group_center() -> Advantage:
-    """Take the group's mean off each score: x_i - mean_G x, on [B].
+    """Subtract the group mean: x_i - mean_G x, on [B].
 
     Needs: group [B].
 
@@ -30,7 +30,7 @@ def group_center() -> Advantage:
 
 
 def group_scale(eps: float = 1e-6) -> Advantage:
-    """Divide each number by its group's standard deviation (n - 1 below) plus eps, on [B].
+    """Divide by the group's standard deviation (n - 1 below) plus eps, on [B].
 
     A group of equal numbers or of one row is left as it is, which after `group_center` is 0.
 
@@ -55,7 +55,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
 
 
 def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
-    """Divide by the standard deviation of all rows (n - 1 below) plus eps, on [B]; equal numbers are left alone.
+    """Divide by the batch's standard deviation (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
     Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
     raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
@@ -82,7 +82,7 @@ def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
 
 
 def batch_center() -> Advantage:
-    """Take the mean of all rows off each score, whatever their prompts: x_i - mean x, on [B]. With `batch_scale`, PRPO.
+    """Subtract the batch mean: x_i - mean x, on [B]. With `batch_scale`, PRPO.
 
     Equal scores give exactly 0. A group of equal scores among others does not: a prompt that is always solved gets
     advantages above 0, one that never is gets some below.
@@ -91,7 +91,7 @@ def batch_center() -> Advantage:
 
 
 def constant_baseline(value: float = 0.5) -> Advantage:
-    """Take one number off every score: x_i - value, on [B].
+    """Subtract a constant: x_i - value, on [B].
 
     Off-policy, the number is no matter of variance alone: it says how much right answers count beside wrong ones.
 
@@ -103,7 +103,7 @@ def constant_baseline(value: float = 0.5) -> Advantage:
 
 
 def relative_to_mean() -> Advantage:
-    """Take the group's mean off each score and divide by it: (x_i - mean_G x) / mean_G x, on [B].
+    """Subtract the group mean and divide by it: (x_i - mean_G x) / mean_G x, on [B].
 
     With rewards of 0 and 1 the gradient is that of the likelihood of solving the prompt, log p, as far as the group's
     size tells it: a prompt counts the more the less often it is solved. A group whose mean is not above 0 gets 0.
@@ -124,7 +124,7 @@ def relative_to_mean() -> Advantage:
 
 
 def optimal_value_baseline(beta: float = 0.5) -> Advantage:
-    """Take off the value that the best policy at KL price beta would have: x_i - beta log mean_G exp(x / beta), on [B].
+    """Subtract the optimal value under a KL cost of beta: x_i - beta log mean_G exp(x / beta), on [B].
 
     Args:
       beta: in units of reward per nat, above 0. Large, it is the group's mean; small, the group's best.
@@ -173,7 +173,7 @@ def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
 
 
 def class_sizes() -> Advantage:
-    """Number of rows of the group whose x has the same sign, with that sign: +n of n above 0, -m of m others; on [B].
+    """Signed size of a row's class in its group: +n for the n rows with x > 0, -m for the m others; on [B].
 
     After `group_center` the classes are the rows above the group's mean and the others. A group of one class gets 0.
 
@@ -193,7 +193,7 @@ def class_sizes() -> Advantage:
 
 
 def leave_one_out() -> Advantage:
-    """Take off the mean of the other rows of the group: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
+    """Subtract the mean of the group's other rows: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
 
     Needs: group [B].
     References: Kool et al., 2019; RLOO, Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740
@@ -209,7 +209,7 @@ def leave_one_out() -> Advantage:
 
 
 def win_rate() -> Advantage:
-    """Rate of a row beating another of its group, less one half: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
+    """Win rate of a row in its group, less 1/2: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
 
     A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. From -1/2 to 1/2,
     and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
@@ -231,7 +231,7 @@ def win_rate() -> Advantage:
 
 
 def greedy_baseline() -> Advantage:
-    """Take off the score of a greedy completion of the same prompt: x_i - b_i. Needs: greedy_score [B].
+    """Subtract the greedy completion's score: x_i - b_i. Needs: greedy_score [B].
 
     References: ReMax, Li et al., 2024, https://arxiv.org/abs/2310.10505
     """
@@ -243,7 +243,7 @@ def greedy_baseline() -> Advantage:
 
 
 def length_weighted_center() -> Advantage:
-    """Take off the group's mean weighted by length: x_i - sum_G l x / sum_G l.
+    """Subtract the length-weighted group mean: x_i - sum_G l x / sum_G l.
 
     The baseline of least variance when a completion's gradient has a squared norm that grows with its length l, the
     number of its sampled tokens, those included that a correction has rejected.
@@ -263,7 +263,7 @@ def length_weighted_center() -> Advantage:
 
 
 def informative_rescale() -> Advantage:
-    """Multiply by rows / (rows of groups whose x are not all 0), so that groups without a signal do not dilute.
+    """Multiply by rows / (rows of groups whose x are not all 0), against dilution by groups without a signal.
 
     Comes after `group_center`, which makes x exactly 0 in a group of equal rewards.
 
@@ -282,7 +282,7 @@ def informative_rescale() -> Advantage:
 
 
 def best_of_group(eps: float | None = 1e-6) -> Advantage:
-    """Only the best row of a group gets an advantage, its lead over the second best: trains pass@k.
+    """Give only the best row of a group an advantage, which trains pass@k.
 
     A_i = x_1 - x_2 for the best row i of the group, divided by the group's standard deviation plus eps; else 0.
 

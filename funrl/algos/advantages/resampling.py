@@ -43,7 +43,7 @@ def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -
 
 
 def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advantage:
-    """Draw the rows to train on with replacement, as many as there are, by how extreme their score is.
+    """Resample the rows of the batch with replacement, extreme scores more often.
 
     The chances are those of `resampling_weights`. The signal is left alone but for `rows`, which is applied after the
     chain. The draw depends on the seed and the number of batches before only, and is the same on every process; the

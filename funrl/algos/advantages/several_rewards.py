@@ -19,7 +19,7 @@ from funrl.batch import Batch
 
 
 def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, deviation: bool = True) -> Advantage:
-    """Each reward function centred and scaled in the group by itself, then summed: sum_k w_k (s_k - mean_G) / std_G.
+    """Standardise each reward function within the group, then sum: sum_k w_k (s_k - mean_G) / std_G.
 
     The signal's x is replaced. A reward function that does not tell the rows of a group apart adds exactly 0, while in
     a sum of raw rewards it would still set the scale of the others. What pieces before it have changed in the score, a
@@ -59,7 +59,7 @@ def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, 
 
 
 def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
-    """Several reward functions as one score, sum_k w_k s_k over those that apply. It replaces x: put it first.
+    """Weighted sum of the rewards that apply, sum_k w_k s_k. It replaces x: put it first.
 
     Args:
       weights: one number a reward function; None: all 1.

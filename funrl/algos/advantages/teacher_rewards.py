@@ -11,7 +11,7 @@ from funrl.batch import Batch
 
 
 def teacher_advantage(kind: str = "k1") -> Advantage:
-    """Put -KL(pi_old || pi_teacher) per token instead of the reward: the policy gradient follows the teacher.
+    """Replace the reward by -KL(pi_old || pi_teacher) per token.
 
     Whatever `signal.x` was is added to it, token by token, where it is [B, T]. Outcomes [B] are dropped, with what
     pieces before have made of them: to learn from scores too, put `to_last_token` or `to_tokens` before.

@@ -14,7 +14,7 @@ from funrl.batch import Batch
 
 
 def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advantage:
-    """Take the optimal baseline of each token position off the reward to go, on [B, T].
+    """Subtract the optimal baseline of each token position from the reward to go, on [B, T].
 
     A[i, t] = G[i, t] - b[t],  b[t] = sum_i G[i, t] W[i, t] / sum_i W[i, t] over the rows i of the group,
     W[i, t] = sum_{s <= t} w[i, s],  w = 1 - 2 pi + sum_v pi_v^2, the squared norm of the gradient of log pi with
@@ -24,7 +24,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
       turns: which tokens are at one position: the n-th sampled token of each row, stepping over what tools wrote
         (True), or the tokens equally far from the row's first sampled one (False). The same where no tool spoke.
       raw_tail: a token whose position no other row of the group reaches keeps G (True) or gets 0 (False).
-    Needs: group [B], old_logp [B, T] (nats), sum_pi_squared [B, T]; goes by the weights that are there. The token
+    Needs: group [B], old_logp [B, T] (nats), sum_pi_squared [B, T]; reads the weights that are set. The token
       fields of all rows of a group together.
     References: OTB, Li et al., 2026, https://arxiv.org/abs/2602.07078
 
@@ -85,7 +85,7 @@ def slot_baseline(
 
 
 def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
-    """Add the rewards of an implicit process model to the tokens, less the group's leave-one-out mean, on [B, T].
+    """Add an implicit process model's rewards, less the group's leave-one-out mean, on [B, T].
 
     q[i, t] = beta (log pi_implicit - log pi_ref) at token t,  x[i, t] += c (q[i, t] - mean_{j != i} mean_t q[j, t]).
 
@@ -110,7 +110,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 
 
 def label_outcomes() -> Advantage:
-    """Set `batch.label` to the row's raw score on all of its sampled tokens, rejected ones included.
+    """Set `batch.label` to the raw score, on all sampled tokens, rejected ones included.
 
     It is what `implicit_reward_loss` learns from.
 

@@ -24,7 +24,7 @@ def negative_log_likelihood() -> Term:
 
 
 def dynamic_likelihood() -> Term:
-    """-sg(pi(t)) log pi(t): the likelihood, less eager on tokens that the model finds improbable.
+    """-sg(pi(t)) log pi(t): likelihood with less weight on improbable tokens.
 
     Returns: a term; loss [B, T] in nats; metric "actor/nll" (nats, not weighed).
     References: DFT, Wu et al., 2025, https://arxiv.org/abs/2508.05629
@@ -33,7 +33,7 @@ def dynamic_likelihood() -> Term:
 
 
 def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
-    """-sg(min(H / scale, 1)^alpha) log pi(t): the likelihood, less eager where the model is sure of something else.
+    """-sg(min(H / scale, 1)^alpha) log pi(t): likelihood with less weight where entropy H is low.
 
     A token that the model finds improbable is learned all the same where its entropy H is high: there the model does
     not know. Where H is low the model contradicts the demonstration, and learning that would cost what it knows.
@@ -62,7 +62,7 @@ def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
 
 
 def uncertain_likelihood() -> Term:
-    """-sg(p (1 - p)) log p with p = pi(t): the likelihood, mostly on tokens that the model is undecided about.
+    """-sg(p (1 - p)) log p with p = pi(t): likelihood, mostly of tokens with p near 1/2.
 
     Returns: a term; loss [B, T] in nats; metric "actor/nll" (nats, not weighed).
     References: CHORD's phi, Zhang et al., 2025, https://arxiv.org/abs/2508.11408
@@ -76,7 +76,7 @@ def uncertain_likelihood() -> Term:
 
 
 def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
-    """The loss over a part of the mask only: the other tokens are in neither numerator nor denominator.
+    """The loss over a part of the mask only. Other tokens are in neither numerator nor denominator.
 
     Args:
       loss: what is restricted.

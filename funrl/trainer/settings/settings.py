@@ -143,3 +143,11 @@ def for_kind(settings: Settings, kind: str) -> Settings:
     """The settings of a kind of run: flags without a meaning in it have the value that changes nothing."""
     idle = {name: flag.without for name, flag in settings_flags().items() if kind not in flag.kinds}
     return with_flags(settings, **idle)
+
+
+def refuse_beside(name: str, value: Any, settings: Settings) -> None:
+    """Refuse a flag that does nothing beside another one that is given. Raises: SettingsError."""
+    beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
+    if beside:
+        other = f"--{beside[0]}={flag_value(settings, beside[0])}"
+        raise SettingsError(f"--{name}={value} does nothing beside {other}; leave one of them out")
