@@ -1,4 +1,4 @@
-"""From outcomes to rewards: where an outcome lands, and what is added to it or taken off before advantages."""
+"""Shaping of rewards: which tokens get an outcome, and bonuses and penalties before the advantages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funrl.batch import Batch
 
 
 def to_tokens() -> Advantage:
-    """Give every sampled token of a row the row's number: [B] -> [B, T]."""
+    """Give every sampled token of a row the row's value: [B] -> [B, T]."""
 
     def spread(x_B: Tensor, batch: Batch) -> Tensor:
         return where_masked(batch.across.own(x_B)[:, None].expand(batch.mask.shape), batch.mask)
@@ -27,7 +27,7 @@ def to_tokens() -> Advantage:
 def to_last_token() -> Advantage:
     """Turn outcomes [B] into token rewards [B, T]: the outcome at the last sampled token, plus `token_reward`.
 
-    Adds batch.token_reward [B, T] where it is given. A row without sampled tokens gets none.
+    Adds batch.token_reward [B, T] if it is given. A row without sampled tokens gets no reward.
     """
 
     def place(x_B: Tensor, batch: Batch) -> Tensor:
@@ -59,7 +59,7 @@ class Controller(NamedTuple):
 
 
 def fixed_kl(kl_coef: float) -> Controller:
-    """A coefficient that stays as it is, in reward per nat."""
+    """A constant coefficient, in reward per nat."""
     return Controller(lambda: torch.tensor(kl_coef, dtype=torch.float64), lambda beta, kl, rows: beta)
 
 
@@ -67,14 +67,14 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
     """A coefficient that steers the KL to a target: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon.
 
     Args:
-      kl_coef: at the start, in reward per nat.
+      kl_coef: initial coefficient, in reward per nat.
       kl_target: KL in nats per token.
       horizon: rows.
 
     Raises:
       ValueError: kl_target or horizon is not above 0.
-    References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is of a whole sequence; here, as
-      in verl, it is the mean over tokens, then over rows.
+    References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is that of a whole sequence; here,
+      as in verl, it is the mean over tokens, then over rows.
     """
     if kl_target <= 0 or horizon <= 0:
         raise ValueError(f"adaptive_kl(kl_target={kl_target}, horizon={horizon}): both must be above 0")
@@ -86,9 +86,9 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
 
 
 def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
-    """Take beta KL(old || ref) off the rewards: token by token on [B, T], summed over the row on [B].
+    """Subtract beta KL(old || ref) from the rewards: per token on [B, T], summed over the row on [B].
 
-    x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller moves it after
+    x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller updates it after
     the batch.
 
     Args:
@@ -127,22 +127,22 @@ def clip_reward(low: float, high: float) -> Advantage:
 
 
 def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
-    """Take off a penalty that grows over the last `buffer` tokens before the limit, on [B].
+    """Subtract a penalty that grows over the last `buffer` tokens before the limit, on [B].
 
-    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, those
-    included that a correction has rejected.
+    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, including
+    tokens that a correction has rejected.
 
     Args:
       limit: the longest completion allowed, tokens.
-      buffer: over how many tokens the penalty grows, > 0.
+      buffer: number of tokens over which the penalty grows, > 0.
       factor: the penalty at the limit, in units of reward.
 
     Raises:
       ValueError: the buffer is not above 0, or longer than the limit.
     References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476
 
-    Warning: verl counts the tokens that a tool wrote too; TRL's soft overlong punishment is this one with factor 1,
-    and -1 beyond the limit.
+    Warning: verl counts the tokens of tools too; TRL's soft overlong punishment is this one with factor 1, and -1
+    beyond the limit.
     """
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
@@ -156,10 +156,10 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
 
 
 def stop_properly(coefficient: float) -> Advantage:
-    """Score of a completion that ran into the length limit, on [B].
+    """Reduce the score of completions that ran into the length limit, on [B].
 
     Args:
-      coefficient: from 0 to 1, its score is multiplied by it; below 0, its score becomes it.
+      coefficient: from 0 to 1, a factor of the score; below 0, it replaces the score.
     Needs: truncated [B].
     References: ProRL, Liu et al., 2025, https://arxiv.org/abs/2505.24864, as in OpenRLHF.
     """
@@ -174,10 +174,10 @@ def stop_properly(coefficient: float) -> Advantage:
 
 
 def running_normalise(eps: float = 1e-8) -> Advantage:
-    """Mean 0 and deviation 1 by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
+    """Normalise by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
 
     The state is (rows, mean, sum of squared deviations) in float64, carried from step to step and merged batch by batch
-    without loss (Chan et al., 1983). The variance has n below.
+    without loss (Chan et al., 1983). The variance has the denominator n.
 
     Args:
       eps: in the squared unit of the score.
@@ -199,7 +199,7 @@ def running_normalise(eps: float = 1e-8) -> Advantage:
 
 
 def token_rewards(kl: Controller | None = None, kind: str = "k1") -> Advantage:
-    """`to_last_token`, and `kl_in_reward` where there is a controller: what a chain on token rewards begins with.
+    """The beginning of a chain on token rewards: `to_last_token`, then `kl_in_reward` if there is a controller.
 
     Args:
       kl: `fixed_kl(...)` or `adaptive_kl(...)`; None: no KL, and no reference is needed.

@@ -1,4 +1,4 @@
-"""A teacher's opinion of each token as a reward."""
+"""Rewards per token from a teacher's log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from funrl.batch import Batch
 
 
 def teacher_advantage(kind: str = "k1") -> Advantage:
-    """Put -KL(pi_old || pi_teacher) per token instead of the reward: the policy gradient follows the teacher.
+    """Replace the reward by -KL(pi_old || pi_teacher) per token: the policy gradient follows the teacher.
 
-    Whatever `signal.x` was is added to it, token by token, where it is [B, T]. Outcomes [B] are dropped, with what
-    pieces before have made of them: to learn from scores too, put `to_last_token` or `to_tokens` before.
+    If `signal.x` is already [B, T], it is added. Outcomes [B] are dropped, including all changes by earlier pieces: to
+    learn from scores too, put `to_last_token` or `to_tokens` before.
 
     Args:
       kind: the estimator of the KL, as in `funrl.algos.kl`.

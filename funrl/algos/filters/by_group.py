@@ -10,7 +10,7 @@ from funrl.batch import Batch
 
 
 def unequal_scores() -> Filter:
-    """Keep the groups whose scores differ; from the others a group-relative advantage learns nothing.
+    """Keep the groups whose scores differ; a group-relative advantage learns nothing from the others.
 
     Needs: score, group [B].
     References: DAPO's dynamic sampling, Yu et al., 2025, https://arxiv.org/abs/2503.14476
@@ -42,7 +42,7 @@ def mean_between(low: float, high: float) -> Filter:
 
 
 def complete_groups(size: int) -> Filter:
-    """Keep the groups of exactly `size` rows, where others are still being sampled or were lost. Needs: group [B]."""
+    """Keep the groups of exactly `size` rows; others are incomplete. Needs: group [B]."""
 
     def chosen(batch: Batch) -> Tensor:
         return groups_of(batch.group).size == size
