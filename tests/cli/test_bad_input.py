@@ -163,7 +163,7 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--reward_timeout=5", "--reward_workers=0"], "give --reward_workers=1 or more"),
     (
         [*DATA, "--reward_timeout=120", "--timeout=2", "--mesh=dp2"],
-        "--reward_timeout=120: the other ranks wait 2 minutes for a rank's rewards; give a --timeout",
+        "--reward_timeout=120: the other ranks wait only 2 minutes for a rank's rewards; give a longer --timeout",
     ),
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),
