@@ -64,7 +64,7 @@ def test_a_file_gives_flags_and_the_command_line_overrides_them(name, text, tmp_
         ("a.yaml", "temperature: 0.5\ntop_k: 3", r"--temperature=0\.5 with --top_k=3"),
         ("a.yaml", "reward: [a.py:f, b.py:g]\nprompts: p.jsonl", r"--prompts: p\.jsonl: no such file"),
         ("a.yaml", "a: [", "a.yaml: while parsing"),
-        ("a.yaml", "experiment: ppo\nsteps: 3", "this is of ppo; `funrl ppo --config="),
+        ("a.yaml", "experiment: ppo\nsteps: 3", "is for ppo; use `funrl ppo --config="),
         ("a.json", "{", "a.json: Expecting"),
         ("a.py", "steps = 1 / 0", "a.py: ZeroDivisionError"),
         ("a.toml.yaml", "a b: 3", "'a b' is not the name of a flag"),
@@ -110,7 +110,7 @@ def test_the_record_of_a_run_repeats_it(tmp_path, monkeypatch, capsys):
     assert numbers("a") == numbers("b") != []
     assert call("dpo", "--config=a/config.json", "--temperature=0.5") == 2
     assert "--temperature has no meaning" in capsys.readouterr().err
-    assert call("sft", "--config=a/config.json") == 2 and "this is of dpo" in capsys.readouterr().err
+    assert call("sft", "--config=a/config.json") == 2 and "is for dpo" in capsys.readouterr().err
     record["flags"]["given_in_python"] = "prompts, the reward"
     (tmp_path / "a/config.json").write_text(json.dumps(record))
     assert call("dpo", "--config=a/config.json") == 2
