@@ -130,7 +130,7 @@ def test_what_is_left_out_is_said(capsys):
         "rewards, tokenizer, files",
         "evaluation every 7 steps",
         "7 more batches",
-        "the time of its copies",
+        "the time of offloading copies",
     ):
         assert words in said.split("not counted: ")[1]
 
