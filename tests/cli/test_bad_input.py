@@ -130,7 +130,7 @@ BAD = [  # flags, and what the one line says
     (["--run_dir={own}/p.jsonl"], "--run_dir={own}/p.jsonl: cannot be created: file exists"),
     (["--run_dir={own}/model"], "holds a config.json that no run has written"),
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
-    (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
+    (["--data={own}/p.jsonl"], "--data has no effect in reinforcement learning"),
     (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
     (["--fsdp_models=policy,2"], "--fsdp_models=policy,2: it must be names such as policy,critic,implicit_reward"),
     (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
