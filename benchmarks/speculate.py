@@ -21,6 +21,7 @@ import torch
 from absl import app, flags
 
 from funrl.algos.recipes.grpo import grpo
+from funrl.api.warm_start import warm_started
 from funrl.mesh.mesh import single
 from funrl.models import Model, decoder_config, decoder_model
 from funrl.rollout.engine import complete
@@ -50,7 +51,8 @@ def main(argv: list[str]) -> None:
     del argv
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     job = prepare(settings_of(warmstart_steps=WARMSTART.value, dtype="float32", device="cpu"), grpo)
-    _, state = loop.begin_run(job, single(), Silent())
+    with warm_started(job) as started:
+        _, state = loop.begin_run(started, single(), Silent())
     prompts = [example.tokens for example in job.task.prompts]
     measure("embedded task", job.model, state.roles["policy"].params, prompts, job.sampling)
     for size in SIZES.value:

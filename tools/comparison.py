@@ -37,14 +37,18 @@ def said(name: str) -> tuple[str, str]:
 
 
 def cell(text: str) -> str:
-    """Text that a cell of a table holds."""
-    return re.sub(r"\s+", " ", text.strip()).replace("|", "\\|").replace("*", "\\*").rstrip(".;")
+    """First sentence of a text, for a cell of a table; "" for a library without the recipe."""
+    first = re.split(r"\. (?=[A-Z]|[\w-]+: )", re.sub(r"\s+", " ", text.strip()))[0]
+    absent = re.match(r"none\b|trains none", first)
+    return "" if absent else first.replace("|", "\\|").replace("*", "\\*").rstrip(".;")
 
 
 def page(text: str) -> str:
     """The page with its table written anew."""
     lines = ["| recipe | verl | TRL |", "|---|---|---|"]
-    lines += [f"| `{name}` | " + " | ".join(said(name)) + " |" for name in NAMES]
+    texts = {name: said(name) for name in NAMES}
+    shown = {name: both for name, both in texts.items() if any(both) and both[0] != "not there as such"}
+    lines += [f"| `{name}` | " + " | ".join(both) + " |" for name, both in shown.items()]
     before, rest = text.split(BEGIN)
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
 

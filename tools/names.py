@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,9 @@ PAGE = ROOT / "docs" / "migration.md"
 sys.path.insert(0, str(ROOT))
 
 from funrl.algos import recipe  # noqa: E402
-from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, NameRule, meaning_of  # noqa: E402
+from funrl.flags.foreign.meaning import Effect, NameContext, NameRule, meaning_of  # noqa: E402
 from funrl.flags.foreign.trl import TRL  # noqa: E402
-from funrl.flags.foreign.verl import FIXED, VERL  # noqa: E402
+from funrl.flags.foreign.verl import VERL  # noqa: E402
 from funrl.trainer.settings.settings import Settings, flag_values  # noqa: E402
 
 RECIPES = (
@@ -38,45 +39,32 @@ RECIPES = (
 )  # the first that has the name's meaning is asked
 NUMBERS = ("1", "2", "0.1", "0", "false", "none")
 VALUES = {  # an example of each name whose value is no number
-    **dict.fromkeys(("model_name_or_path", "reward_model_name_or_path", "reward_model_path", "output_dir"), "DIR"),
-    **dict.fromkeys(("actor_rollout_ref.model.path", "trainer.default_local_dir"), "DIR"),
-    "use_peft": "true", "lora_r": "8", "lora_dropout": "0.0", "lora_target_modules": "q_proj", "load_in_4bit": "false",
-    "load_in_8bit": "false", "dataset_train_split": "train", "dataset_test_split": "test", "dataset_config": "main",
-    "dataset_streaming": "false", "trust_remote_code": "false", "model_revision": "main", "torch_compile": "true",
-    "eval_on_start": "true", "remove_unused_columns": "false",
-    "dataset_name": "docs", "reward_funcs": "mine.score", "learning_rate": "1e-6", "eval_strategy": "steps",
-    "save_strategy": "no", "logging_strategy": "steps", "report_to": "wandb", "lr_scheduler_type": "cosine",
-    "optim": "adamw_torch", "torch_dtype": "bfloat16", "vllm_mode": "colocate", "vllm_server_base_url": "URL",
-    "loss_type": "dapo", "importance_sampling_level": "token", "scale_rewards": "group",
+    **dict.fromkeys(
+        ("model_name_or_path", "reward_model_name_or_path", "reward_model_path", "output_dir",
+         "actor_rollout_ref.model.path", "trainer.default_local_dir", "teacher_model_name_or_path",
+         "reward.reward_model.model_path", "reward_model.model.path"),
+        "DIR",
+    ),
+    "use_peft": "true", "lora_r": "8", "lora_target_modules": "q_proj", "dataset_train_split": "train",
+    "dataset_test_split": "test", "dataset_name": "docs", "reward_funcs": "mine.score", "learning_rate": "1e-6",
+    "save_strategy": "no", "lr_scheduler_type": "cosine", "optim": "adamw_torch", "torch_dtype": "bfloat16",
+    "vllm_mode": "colocate", "vllm_server_base_url": "URL", "loss_type": "dapo", "scale_rewards": "group",
     "f_divergence_type": "js_divergence", "per_device_train_batch_size": "8", "gradient_accumulation_steps": "4",
-    "steps_per_generation": "4", "generation_batch_size": "64",
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": "10", "use_bias_correction_kl": "true", "lmbda": "1.0",
-    "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_epsilon": "1e-8", "top_entropy_quantile": "1.0",
-    "f_alpha_divergence_coef": "0.25", "desirable_weight": "1.5",
-    "discopop_tau": "0.05", "dtype": "bfloat16", "loss_weights": "0.5",
-    "multi_objective_aggregation": "sum_then_normalize", "truncation_mode": "keep_start", "seed": "1", "alpha": "0.25",
-    "train_sampling_strategy": "random", "packing": "false",
-    "teacher_model_name_or_path": "DIR", "dataset_text_field": "text", "use_weighting": "true", "simpo_gamma": "0.5",
-    "normalize_advantages": "true", "average_tokens_across_devices": "true", "completion_only_loss": "true",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla", "algorithm.kl_penalty": "kl", "warmup_steps": "10",
-    "actor_rollout_ref.model.lora_rank": "32", "actor_rollout_ref.model.target_modules": "all-linear",
-    "custom_reward_function.name": "score", "reward.custom_reward_function.name": "score",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "true", "algorithm.rollout_correction.bypass_mode": "false",
-    "reward.reward_model.model_path": "DIR", "algorithm.rollout_correction.loss_type": "ppo_clip",
-    "reward_model.enable": "true", "reward.reward_model.enable": "true", "critic.model.path": "DIR",
-    "warmup_ratio": "0.1", "max_steps": "100",
-    "per_device_eval_batch_size": "8", "fp16": "false", "use_vllm": "true", "bf16": "true",
-    "gradient_checkpointing": "true", "mask_truncated_completions": "false", "sync_ref_model": "false",
-    "push_to_hub": "false", "vllm_importance_sampling_correction": "false", "resume_from_checkpoint": "true",
-    **{name: value for name, (value, _) in FIXED.items()},
+    "steps_per_generation": "4", "generation_batch_size": "64", "actor_rollout_ref.actor.optim.lr_warmup_steps": "10",
+    "use_bias_correction_kl": "true", "f_alpha_divergence_coef": "0.25", "desirable_weight": "1.5",
+    "loss_weights": "0.5", "use_weighting": "true", "simpo_gamma": "0.5", "normalize_advantages": "true",
+    "algorithm.kl_penalty": "kl", "warmup_steps": "10", "actor_rollout_ref.model.lora_rank": "32",
+    "actor_rollout_ref.model.target_modules": "all-linear", "custom_reward_function.name": "score",
+    "reward.custom_reward_function.name": "score", "actor_rollout_ref.rollout.val_kwargs.do_sample": "true",
+    "warmup_ratio": "0.1", "max_steps": "100", "use_vllm": "true", "bf16": "true", "gradient_checkpointing": "true",
     "algorithm.adv_estimator": "grpo", "data.train_files": "FILE", "data.val_files": "FILE",
     "data.prompt_key": "problem", "data.filter_overlong_prompts": "true", "data.truncation": "left",
     "custom_reward_function.path": "FILE.py", "reward.custom_reward_function.path": "FILE.py",
-    "reward_model.model.path": "DIR", "data.train_batch_size": "1024", "trainer.logger": "['console','wandb']",
+    "data.train_batch_size": "1024", "trainer.logger": "['console','wandb']",
     "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.dtype": "bfloat16",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "2", "actor_rollout_ref.actor.strategy": "fsdp",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "256", "actor_rollout_ref.actor.optim.lr": "1e-6",
-    "actor_rollout_ref.actor.optim.warmup_style": "cosine", "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+    "actor_rollout_ref.actor.optim.warmup_style": "cosine",
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine", "actor_rollout_ref.actor.clip_ratio": "0.2",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "0.1", "actor_rollout_ref.actor.use_kl_loss": "true",
     "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "actor_rollout_ref.actor.kl_loss_coef": "0.001",
@@ -85,13 +73,12 @@ VALUES = {  # an example of each name whose value is no number
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "true", "algorithm.kl_ctrl.type": "adaptive",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "true", "algorithm.kl_ctrl.kl_coef": "0.001",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "true", "algorithm.kl_ctrl.target_kl": "0.1",
-    "actor_rollout_ref.model.use_remove_padding": "true", "algorithm.norm_adv_by_std_in_grpo": "false",
-    **dict.fromkeys(("padding_free", "disable_dropout", "shuffle_dataset", "log_completions"), "true"),
-    "trainer.val_before_train": "true", "epsilon": "0.2", "epsilon_high": "0.28", "beta": "0.04", "kl_coef": "0.05",
-    "cliprange": "0.2", "cliprange_value": "0.2", "lam": "0.95", "delta": "4.0", "num_generations": "8",
-    "max_completion_length": "512", "response_length": "512", "max_prompt_length": "512", "label_smoothing": "0.1",
-    "num_mini_batches": "4", "actor_rollout_ref.rollout.n": "5", "data.max_response_length": "512",
-    "data.max_prompt_length": "512", "actor_rollout_ref.actor.clip_ratio_low": "0.2", "eval_steps": "50",
+    "algorithm.norm_adv_by_std_in_grpo": "false", "epsilon": "0.2", "epsilon_high": "0.28", "beta": "0.04",
+    "kl_coef": "0.05", "cliprange": "0.2", "cliprange_value": "0.2", "lam": "0.95", "delta": "4.0",
+    "num_generations": "8", "max_completion_length": "512", "response_length": "512", "max_prompt_length": "512",
+    "label_smoothing": "0.1", "num_mini_batches": "4", "actor_rollout_ref.rollout.n": "5",
+    "data.max_response_length": "512", "data.max_prompt_length": "512",
+    "actor_rollout_ref.actor.clip_ratio_low": "0.2", "eval_steps": "50",
     "actor_rollout_ref.actor.clip_ratio_high": "0.28", "actor_rollout_ref.actor.clip_ratio_c": "3.0",
     "actor_rollout_ref.actor.entropy_coeff": "0.001", "algorithm.lam": "0.95", "critic.cliprange_value": "0.5",
     "save_steps": "50", "max_length": "1024", "max_seq_length": "1024",
@@ -130,37 +117,40 @@ BESIDE = {  # what a name has a meaning with
     "reward_model.model.path": {"reward_model.enable": "true"},
     "actor_rollout_ref.actor.kl_loss_coef": KL_LOSS,
     "actor_rollout_ref.actor.kl_loss_type": KL_LOSS,
+    "algorithm.kl_penalty": KL_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_REWARD,
     "algorithm.kl_ctrl.type": KL_REWARD,
     "algorithm.kl_ctrl.target_kl": KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"},
+    "algorithm.kl_ctrl.horizon": KL_REWARD | {"algorithm.kl_ctrl.type": "adaptive"},
 }
 
 
 def table(names: Mapping[str, NameRule]) -> str:
-    """A line of each name: what it means here, and what differs; sorted as the names are."""
+    """A line for each name that becomes other flags; neighbours with the same flags share one."""
     lines = ["| there | here | what differs |", "|---|---|---|"]
-    return "\n".join(lines + [row(name, rule) for name, rule in names.items()])
+    rows = [row for name, rule in names.items() if (row := cells(name, rule))]
+    last_note = ""
+    for (flags, note), same in itertools.groupby(rows, key=lambda row: row[1:]):
+        shown = "as above" if len(note.split()) > 4 and note == last_note else note
+        lines.append(f"| {', '.join(theirs for theirs, *_ in same)} | {flags} | {shown} |")
+        last_note = note
+    return "\n".join(lines)
 
 
-def row(name: str, rule: NameRule) -> str:
-    """The line of one name, by the first recipe and value that have a meaning."""
+def cells(name: str, rule: NameRule) -> tuple[str, str, str] | None:
+    """The cells of one name, by the first recipe and value with flags; None if there are none, or the same name."""
     values = (VALUES[name],) if name in VALUES else NUMBERS
-    same: list[tuple[str, str, Meaning]] = []
-    others: list[Meaning] = []
     for asked in ASKED.get(name, RECIPES):
         for value in values:
             meaning = meaning_of(rule, value, context(name, value, asked))
-            if meaning.effect is Effect.SAME:
-                same.append((value, asked, meaning))
-                break
-            others.append(meaning)
-    if not same:
-        idle = any(meaning.effect is Effect.NO_EFFECT for meaning in others)
-        return f"| `{name}` | {'no effect on numbers' if idle else '-'} | {cell(others[0].difference)} |"
-    value, asked, meaning = next((row for row in same if row[2].flags), same[0])
-    flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items()) or "as it always is"
-    recipe_note = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
-    return f"| `{name}={value}` | {flags} | {'; '.join(filter(None, (recipe_note, cell(meaning.difference))))} |"
+            if meaning.effect is not Effect.SAME:
+                continue
+            if set(meaning.flags) - {name}:
+                recipe_note = f"of `{asked}`" if asked != "grpo" and name not in ASKED else ""
+                flags = " ".join(f"`--{ours}={text}`" for ours, text in meaning.flags.items())
+                return f"`{name}={value}`", flags, "; ".join(filter(None, (recipe_note, cell(meaning.difference))))
+            break
+    return None
 
 
 def context(name: str, value: str, asked: str) -> NameContext:

@@ -34,6 +34,9 @@ KINDS = {  # what a piece returns: the heading, and one line
     "Reduction": ("Reductions", "From a loss per token to one number, for `reduce`."),
     "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
 }  # fmt: skip
+FORMULA = re.compile(
+    r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
+)
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
     re.MULTILINE,
@@ -46,13 +49,11 @@ def page() -> str:
     lines = [
         "# Pieces",
         "",
-        "The pieces of algorithms by kind, written from the docstrings by `python tools/pieces.py`;",
-        "[Algorithms](algorithms.md) shows how to join them, and which recipe has which. All are imported from",
-        "`funrl.algos` by their names. Needs are fields of the batch ([`funrl/fields.py`](../funrl/fields.py)): [B] is",
-        "a number a row, [B, T] a number a token.",
+        "Pieces of algorithms by kind, written by `python tools/pieces.py`; import them from `funrl.algos`. The",
+        "[API](api_algos.md) has their arguments, shapes and needs, [algorithms](algorithms.md) joins them.",
     ]
     for kind, (heading, text) in KINDS.items():
-        lines += ["", f"## {heading}", "", text, "", "| piece | what it does | needs | paper |", "|---|---|---|---|"]
+        lines += ["", f"## {heading}", "", text, "", "| piece | what it does |", "|---|---|"]
         lines += [row(name) for name in found[kind]]
     return "\n".join(lines) + "\n"
 
@@ -75,22 +76,19 @@ def row(name: str) -> str:
     piece = getattr(algos, name)
     text = inspect.getdoc(piece) or ""
     file = Path(inspect.getfile(piece)).relative_to(ROOT).as_posix()
-    shown, (maths, of_table) = f"[`{name}`](../{file})" + arguments(piece), formula(piece, name)
-    what = description(text) + f" {cell(maths)}" * bool(maths)
-    return "| " + " | ".join((shown, what, part(text, "Needs"), linked(of_table or papers(piece)))) + " |"
-
-
-def arguments(piece: object) -> str:
-    """Arguments with their defaults, in parentheses."""
-    found = inspect.signature(piece).parameters.values()  # type: ignore[arg-type]
-    names = [one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in found]
-    return f" `({', '.join(names)})`" if names else " `()`"
+    maths, of_table = formula(piece, name)
+    what = " ".join(filter(None, (description(text), cell(maths), linked(of_table or papers(piece)))))
+    return f"| [`{name}`](../{file}) | {what} |"
 
 
 def description(text: str) -> str:
-    """A docstring before its first part: what the piece does, and its formula."""
+    """First sentence of a docstring, and the next one with a formula if the first has none."""
     first = PARTS.search(text)
-    return cell(text[: first.start()] if first else text)
+    sentences = re.split(r"(?<=\.)\s+", (text[: first.start()] if first else text).strip())
+    shown = sentences[:1]
+    if not FORMULA.search(shown[0]):
+        shown += [sentence for sentence in sentences[1:] if FORMULA.search(sentence)][:1]
+    return cell(re.sub(r",? on \[B(?:, T)?\](?=[.;])", "", " ".join(shown)))
 
 
 def formula(piece: object, name: str) -> tuple[str, list[str]]:
@@ -100,12 +98,6 @@ def formula(piece: object, name: str) -> tuple[str, list[str]]:
     return (row.split(" | ")[1], addresses(row)) if row and name.endswith("_pairs") else ("", [])
 
 
-def part(text: str, name: str) -> str:
-    """One part of a docstring, to the next one; "-" where it has none."""
-    match = re.search(rf"\b{name}: ?(.*?)(?=\.? (?:Makes|Metrics?|Returns|Reads)\b|\n\S|\n\n|\Z)", text, re.DOTALL)
-    return cell(match[1]).rstrip(".") if match else "-"
-
-
 def papers(piece: object) -> list[str]:
     """Addresses that a piece refers to, or else its file where that names one paper."""
     own, of_file = inspect.getdoc(piece) or "", inspect.getdoc(inspect.getmodule(piece)) or ""
@@ -113,8 +105,8 @@ def papers(piece: object) -> list[str]:
 
 
 def linked(links: list[str]) -> str:
-    """Addresses as links that show what comes last in them."""
-    return ", ".join(f"[{link.split('/abs/')[-1].split('//')[-1]}]({link})" for link in links) or "-"
+    """Addresses as links that show what comes last in them; "" for none."""
+    return ", ".join(f"[{link.split('/abs/')[-1].split('//')[-1]}]({link})" for link in links)
 
 
 def addresses(text: str) -> list[str]:

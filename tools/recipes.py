@@ -1,4 +1,4 @@
-"""The tables of docs/recipes.md: the dry run of every preset in recipes/, really made.
+"""The verdicts of docs/recipes.md, from the dry run of every preset in recipes/.
 
     python tools/recipes.py
 
@@ -38,7 +38,7 @@ def arguments(preset: str) -> list[str]:
 
 
 def marks(preset: str) -> tuple[str, str]:
-    """Lines between which the table of a preset stands."""
+    """Lines between which the verdict on a preset stands."""
     return f"<!-- {preset}: written by tools/recipes.py -->\n", f"<!-- end of {preset} -->"
 
 
@@ -49,12 +49,20 @@ def shown(text: str, preset: str) -> str:
 
 
 def block(preset: str) -> str:
-    """The command of a preset's dry run, and what it prints."""
-    return f"\n```text\n$ funrl {' '.join(arguments(preset))}\n{dry_run(preset)}```\n\n"
+    """The command of a preset's dry run, and the lines of its output around the tables."""
+    return f"\n```text\n$ funrl {' '.join(arguments(preset))}\n{summary(dry_run(preset))}```\n\n"
+
+
+def summary(output: str) -> str:
+    """The model, the step, its time and the verdict, of the output of a dry run."""
+    lines = output.splitlines()
+    begin = next(index for index, line in enumerate(lines) if " parameters, " in line)
+    shown = lines[begin : begin + 2] + [line for line in lines if line.startswith(("a step takes ", "fits: "))]
+    return "\n".join(shown) + "\n"
 
 
 def page(text: str) -> str:
-    """The page with its tables written anew."""
+    """The page with its verdicts written anew."""
     for preset in PRESETS:
         begin, end = marks(preset)
         before, rest = text.split(begin)

@@ -20,7 +20,7 @@ def with_regularizers(
     kl_kind: str = "k3",
     kl_bias_corrected: bool = False,
 ) -> Term:
-    """A policy term times the importance weights, if any, plus a KL and an entropy bonus without weights.
+    """A policy term with importance weights, if there are any, plus an unweighted KL and entropy bonus.
 
     Args:
       term: the policy's term.

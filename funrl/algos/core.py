@@ -321,7 +321,7 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
 
 
 def chain(*pieces: Advantage) -> Advantage:
-    """Run pieces one after the other; the state is a tuple of their states.
+    """Apply pieces in order; the state is a tuple of their states.
 
     Raises:
       PieceError: an argument is not a piece, such as a factory that was not called.
@@ -391,7 +391,7 @@ def scale(factor: float, term: Term) -> Term:
 
 
 def weighted(term: Term) -> Term:
-    """The term's loss times `batch.weight`, the importance weights that a piece of the advantage chain may set.
+    """The term's loss times `batch.weight`, the importance weights.
 
     On a batch without weights the term is unchanged.
     """
@@ -406,7 +406,7 @@ def weighted(term: Term) -> Term:
 
 
 def reduce(term: Term, reduction: Reduction) -> Loss:
-    """A loss: the term's per-token loss under a reduction, its metrics as means over tokens.
+    """Make a loss of a term and a reduction; metrics are means over tokens.
 
     Per-token fields and log-probabilities are set to zero outside the mask before the term sees them, so that
     no value there (NaN, a prompt's log-probability) reaches a loss or, through 0 times NaN, a gradient.
@@ -432,7 +432,7 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
 
 
 def sum_losses(*losses: Loss) -> Loss:
-    """The sum of losses, each with its own denominators."""
+    """Sum of losses, each with its own denominator."""
     for loss in losses:
         if not isinstance(loss, Loss):
             raise PieceError(f"sum_losses was given {described(loss)}; `add` is the sum of terms")

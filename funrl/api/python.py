@@ -31,6 +31,7 @@ from funrl.api.arguments import (
 )
 from funrl.api.keywords import SamplingKeywords, TrainKeywords
 from funrl.api.summaries import model_summary, run_summary
+from funrl.api.warm_start import warm_started
 from funrl.cost.search.mesh_search import chosen_mesh
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.hardware import hardware_of
@@ -360,17 +361,13 @@ def _run(
         )
         with start as owned:
             run_dir = str(owned.path)
-            program = functools.partial(_rank, job, run_dir, on_step, source)
             timeout = datetime.timedelta(minutes=chosen.waiting.timeout)
+            waiting = Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after)
             rewards = functools.partial(open_rewards, job)
             try:
-                outcome = launch(
-                    program,
-                    job.sizes,
-                    job.device,
-                    before=rewards,
-                    waiting=Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after),
-                )
+                with warm_started(job) as started:
+                    program = functools.partial(_rank, started, run_dir, on_step, source)
+                    outcome = launch(program, job.sizes, job.device, before=rewards, waiting=waiting)
             except BaseException:
                 leave_nothing(owned)
                 raise

@@ -25,8 +25,6 @@ from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
 from funrl.processes.environment import ranks_of_node
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
-from funrl.trainer.settings.chat_checks import check_chats
-from funrl.trainer.settings.checks import check_files, check_settings
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import (
@@ -169,6 +167,9 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
     if names is not None:
         flags.refuse_unknown(common.unknown, {*common.values, *names}, later=names)
     settings = settings_of(**{name: common.values[name] for name in settings_flags()})
+    from funrl.trainer.settings.chat_checks import check_chats  # here, for both import numpy
+    from funrl.trainer.settings.checks import check_files, check_settings
+
     check_settings(settings)
     check_files(settings)
     check_chats(settings)
@@ -213,6 +214,8 @@ def _read_recipe(experiment: Experiment, common: flags.Read, line: Line, source:
     kind = run_kind(algorithm, settings.examples.data)
     flags.refuse_idle(common.given - set(arguments.flags) - line.recorded, kind, source, settings=settings)
     settings = for_kind(settings, kind)
+    from funrl.trainer.settings.checks import check_settings
+
     check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
     return command._replace(settings=settings, kind=kind)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
 from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN
@@ -122,9 +123,10 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
 def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     job = prepare(command.settings, command.compose)
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
-    program = functools.partial(_rank, job, run_dir, step)
     try:
-        done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
+        with warm_started(job) as started:
+            program = functools.partial(_rank, started, run_dir, step)
+            done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2

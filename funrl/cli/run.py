@@ -29,8 +29,6 @@ from funrl.processes.output import lasting_output
 from funrl.track.records.run_directory import RunDirectory, RunDirectoryError, check_can_go_on, expanded
 from funrl.track.records.run_lock import leave_nothing, owned_run
 from funrl.track.records.services import TrackerError
-from funrl.track.report.page import write_report
-from funrl.track.report.run_files import ReportError
 from funrl.trainer.storage.shard_server import CheckpointError
 
 if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do not need it
@@ -118,6 +116,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     Args:
       inputs: digests of the run's files, known on the first rank.
     """
+    from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import Waiting, WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
 
@@ -127,20 +126,16 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     problem = ""
     try:
         with _signals():
-            program = functools.partial(_rank, command, run_dir, inputs)
             settings = command.settings
-            outcome = launch(
-                program,
-                job.sizes,
-                job.device,
-                PLAIN,
-                before=functools.partial(_rewards, command),
-                waiting=Waiting(
-                    datetime.timedelta(minutes=settings.waiting.timeout),
-                    settings.waiting.heartbeat,
-                    settings.waiting.stalled_after,
-                ),
+            waiting = Waiting(
+                datetime.timedelta(minutes=settings.waiting.timeout),
+                settings.waiting.heartbeat,
+                settings.waiting.stalled_after,
             )
+            with warm_started(job) as started:
+                program = functools.partial(_rank, command, run_dir, inputs, started.start)
+                rewards = functools.partial(_rewards, command)
+                outcome = launch(program, job.sizes, job.device, PLAIN, before=rewards, waiting=waiting)
         if outcome.error:  # the same on every rank
             status = 1
             problem = f"error: {outcome.error}" if first else ""
@@ -200,11 +195,13 @@ def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[P
     return open_rewards(_job(command), rank)
 
 
-def _rank(command: Command, run_dir: str | None, inputs: Mapping[str, str], mesh: Mesh, pool: Pool | None) -> Outcome:
+def _rank(
+    command: Command, run_dir: str | None, inputs: Mapping[str, str], start: str | None, mesh: Mesh, pool: Pool | None
+) -> Outcome:
     from funrl.track.observe import RunObserver
     from funrl.trainer.loop import train_loop
 
-    job = _with_inputs(_job(command), inputs)
+    job = dataclasses.replace(_with_inputs(_job(command), inputs), start=start)
     with RunObserver(job, run_dir, mesh.rank) as observer:
         return train_loop(job, mesh, observer, pool=pool)
 
@@ -265,6 +262,9 @@ def _ended(status: int, problem: str, first: bool) -> int:
 
 def _report(run_dir: str) -> str:
     """Write the report of a run, complete or not; return a line that says what to open."""
+    from funrl.track.report.page import write_report  # here, for it imports numpy
+    from funrl.track.report.run_files import ReportError
+
     try:
         return f"open {write_report(run_dir, running=False)}"
     except ReportError as error:  # the run stopped before its first step, or the disk is full

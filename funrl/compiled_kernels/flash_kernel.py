@@ -70,6 +70,13 @@ def flash_kernel(capped: bool = False) -> Kernel:
     return kernel
 
 
+def attention_by(dtype: torch.dtype) -> str:
+    """Name of the attention over packed rows of a dtype on a GPU, for a log."""
+    if dtype.itemsize > 2:
+        return "float32 products over each row in turn, many times slower than a kernel for 16 bits"
+    return flash_kernel().name
+
+
 def _flash_attn() -> Kernel | None:
     """flash-attn's kernel; None: it is not installed."""
     try:

@@ -50,7 +50,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.engine import FREE_SHARE
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
@@ -113,14 +113,13 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
         "lora": lora_of(settings, model),
     }
     if kind == "supervised":
-        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm), None))
+        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm)))
     task = Task(
         name="dry run",
         prompts=(),
         heldout=(),
         rewards=(),
         weights=(1.0,),
-        demonstrations=None,
         max_new_tokens=new_tokens(settings),
     )
     sampling, _ = samplings(settings, task.max_new_tokens, stop, model.config)
@@ -133,7 +132,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
 def plain_model(settings: Settings) -> Model:
     """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
     if settings.models.model is None:
-        return decoder_model(TASKS[settings.examples.task].model_config(1))
+        return decoder_model(embedded_task(settings.examples.task).model_config(1))
     return read_model(settings.models.model, settings.models.model_code)
 
 
@@ -169,14 +168,14 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
             # A value head reads one more token.
             reads_end = algorithm.role_kinds.generating(algorithm.losses) is None
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
-        texts = embedded_texts(settings, texts_kind(algorithm), TASKS[settings.examples.task].tokenizer())
+        texts = embedded_texts(settings, texts_kind(algorithm), embedded_task(settings.examples.task).tokenizer())
         return max(len(text.tokens) for example in (*texts.examples, *texts.heldout) for text in example.texts)
     if settings.estimate.prompt_tokens is not None:
         return settings.estimate.prompt_tokens
     if settings.models.model is not None or settings.examples.prompts is not None:
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     tokenizer = embedded.tokenizer()
     prompts = embedded.heldout_prompts(64)
     return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.processes.device_memory import copy_to_device
+
 
 class Slots(NamedTuple):
     """Source of each token of a packed micro-batch [1, N]. S is the fixed maximum of segments.
@@ -32,7 +34,7 @@ class Slots(NamedTuple):
 
     def to(self, device: torch.device) -> Slots:
         """The same on a device."""
-        return self._make(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
+        return self._make(copy_to_device(x, device) if isinstance(x, Tensor) else x for x in self)
 
 
 def slots(lengths: np.ndarray, rows: np.ndarray, width: int, size: int, max_segments: int) -> Slots:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl
 
-from funrl.trainer.settings.checks import refuse_beside
 from funrl.trainer.settings.declaration import RUN_KINDS, Flag, SettingsError
-from funrl.trainer.settings.settings import Settings, flag_groups, flag_value, settings_flags
+from funrl.trainer.settings.settings import Settings, flag_groups, flag_value, refuse_beside, settings_flags
 
 HELP = ("--help", "-h", "-help", "--helpfull", "--helpshort")
 ALGORITHM = Flag(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from funrl.mesh import mesh as meshes
-from funrl.mesh.mesh import AXES, Mesh, MeshError, Ranks
+from funrl.mesh.mesh import Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes import heartbeat
 from funrl.processes.device_memory import expand_segments
@@ -84,8 +84,8 @@ class _Rank(NamedTuple):
     here: int
 
 
-# The groups of every mesh that has been made, as long as the group of all processes is the same.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple, dict[tuple[str, ...], str]]] = weakref.WeakKeyDictionary()
+# Names of the groups that have been made, by their ranks, as long as the group of all processes is the same.
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], str | None]] = weakref.WeakKeyDictionary()
 
 
 def device_type() -> str:
@@ -317,21 +317,45 @@ def groups(
       timeout: of their collectives.
     """
     sizes = dict(sizes)
-    if not meshes.combinations(sizes):
-        return {}
     ranks = range(Mesh(sizes).world) if ranks is None else ranks
+    names: dict[tuple[str, ...], str] = {}
+    for axes in meshes.combinations(sizes):
+        name = _group_name(
+            tuple(tuple(ranks[position] for position in over) for over in meshes.members(sizes, axes)),
+            "+".join(axes),
+            timeout=timeout,
+        )
+        if name is not None:
+            names[axes] = name
+    return names
+
+
+def _group_name(parts: tuple[tuple[int, ...], ...], axes: str, timeout: timedelta | None) -> str | None:
+    """Name of this process's group among disjoint ones, which are made unless they are there; None outside of all.
+
+    NCCL splits the communicator of all processes into all the groups in one call; with gloo each group is a call.
+    """
     everyone: Any = dist.group.WORLD
-    by_mesh = _made.setdefault(everyone, {})
-    key = (tuple(sizes[axis] for axis in AXES), ranks)
-    if key not in by_mesh:
-        mine = by_mesh[key] = {}
-        for axes in meshes.combinations(sizes):
-            for positions in meshes.members(sizes, axes):
-                over = [ranks[position] for position in positions]
-                group: Any = everyone
-                if len(over) < dist.get_world_size():
-                    group = dist.new_group(over, timeout=timeout)
-                if dist.get_rank() in over:
-                    mine[axes] = group.group_name
-                    heartbeat.name_group(group.group_name, "+".join(axes), len(over) == dist.get_world_size())
-    return by_mesh[key]
+    rank = dist.get_rank()
+    if len(parts[0]) == dist.get_world_size():
+        heartbeat.name_group(everyone.group_name, axes, True)
+        return everyone.group_name
+    names = _made.setdefault(everyone, {})
+    if parts not in names:
+        group: Any = None
+        if _splits(everyone):
+            group = dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
+        else:
+            for part in parts:
+                joined = dist.new_group(list(part), timeout=timeout)
+                group = joined if rank in part else group
+        names[parts] = None if group is None else group.group_name
+        if group is not None:
+            heartbeat.name_group(group.group_name, axes, False)
+    return names[parts]
+
+
+def _splits(everyone: Any) -> bool:
+    """True if a group's communicator can be split, as NCCL's on a device that it was given."""
+    device = everyone.bound_device_id
+    return device is not None and everyone._get_backend(device).supports_splitting

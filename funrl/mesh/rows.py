@@ -18,6 +18,7 @@ from funrl.across import Across, row_sums
 from funrl.kinds import FIELD_KINDS, FieldKind, Value, line_places
 from funrl.mesh.collectives import psum, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh, coordinates
+from funrl.processes.device_memory import copy_to_device
 
 TOKEN = FIELD_KINDS["token"]
 DIGIT = 16  # bits that one count of `kth_largest` decides
@@ -40,7 +41,7 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
     words = [_words(x).reshape(len(own), x.shape[1:].numel()) for x in columns.values()]
     mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
     # The bits of each row, 0 on all ranks but its owner: their sum as integers is exact for any dtype.
-    there = own.to(mine.device, non_blocking=True)
+    there = copy_to_device(own, mine.device)
     whole = psum(mine.new_zeros(len(owner), mine.shape[1]).index_copy(0, there, mine), mesh, axes)
     parts = whole.split([word.shape[1] for word in words], 1)
     return {

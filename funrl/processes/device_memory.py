@@ -1,11 +1,15 @@
-"""Configuration of torch's memory allocator on a GPU."""
+"""Memory of a GPU: its allocator, and copies to the host."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
+import torch
+
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+PINNED_FOR = ("cuda",)  # types of devices that read pinned memory by themselves
 
 
 def expand_segments(expand: bool = True, environment: Mapping[str, str] = os.environ) -> bool:
@@ -20,9 +24,26 @@ def expand_segments(expand: bool = True, environment: Mapping[str, str] = os.env
 
     Returns: True if the allocator was configured.
     """
-    import torch
-
     if torch.version.hip is not None or any(environment.get(name) for name in VARIABLES):
         return False
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expand}")
     return True
+
+
+def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, in the order of the device's work: the host does not wait for the copy."""
+    if x.device.type == "cpu" and device.type in PINNED_FOR:
+        x = x.pin_memory()  # a copy from other memory waits for all work before it
+    return x.to(device, non_blocking=True)
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU on which tensors leave it and come back."""
+    return torch.cuda.Stream(device)
+
+
+def wait_for_copies() -> None:
+    """Wait until all tensors that were leaving the GPU are on the host."""
+    if torch.cuda.is_initialized():
+        copy_stream(torch.device("cuda", torch.cuda.current_device())).synchronize()

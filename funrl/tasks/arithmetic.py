@@ -27,8 +27,9 @@ HEAD_SIZE = 16  # size of the decoder's heads
 ERROR = 0.65  # share of the demonstrations without carries
 HELD_OUT = 10  # one in so many problems is held out
 MAX_NEW_TOKENS = 6
-MODELS = ("arithmetic", "arithmetic_moe")  # the task by the name of its model: dense, or with experts
-WARMSTART_STEPS = 800
+WARMSTART_STEPS = 500
+WARMSTART_DEMONSTRATIONS = 25_600
+WARMSTART_FLAGS = {"batch_prompts": 256, "lr": 4e-3}
 TRAINING_PROMPTS = 4096
 
 Split = Literal["train", "heldout"]
@@ -205,8 +206,8 @@ def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
 
     Args:
       head: size of a head; keys and values have fewer of a larger size, and as many parameters.
-      model: one of `MODELS`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large together as the
-        other's mlp.
+      model: one of `embedded.TASK_NAMES`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large
+        together as the other's mlp.
     """
     from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
     from funrl.models.decoder.routing import Experts
@@ -230,8 +231,8 @@ def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     return with_fields(dense, family="mixtral", mlp=64, experts=Experts(count=8, per_token=2, mlp=64))
 
 
-def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
-    """The task, learned by one of `MODELS`."""
+def arithmetic_task(model: str = "arithmetic") -> EmbeddedTask:
+    """The task, learned by one of the models of `embedded.TASK_NAMES`."""
     return EmbeddedTask(
         name="arithmetic",
         training_prompts=training_prompts,
@@ -250,6 +251,8 @@ def embedded_task(model: str = "arithmetic") -> EmbeddedTask:
         model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,
+        warmstart_demonstrations=WARMSTART_DEMONSTRATIONS,
+        warmstart_flags=WARMSTART_FLAGS,
         demonstration_field="answer",
         readable=in_usual_order,
     )

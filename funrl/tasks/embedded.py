@@ -1,11 +1,31 @@
 """The embedded tasks by name: the one place that knows which there are."""
 
-from funrl.tasks import arithmetic
-from funrl.tasks.task import EmbeddedTask
+from __future__ import annotations
 
-TASKS: dict[str, EmbeddedTask] = {model: arithmetic.embedded_task(model) for model in arithmetic.MODELS}
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from funrl.tasks.task import EmbeddedTask
+
+TASK_NAMES = ("arithmetic", "arithmetic_moe")  # one task, learned by a dense decoder or by one with experts
+
+
+@functools.cache
+def embedded_task(name: str) -> EmbeddedTask:
+    """The task of one of `TASK_NAMES`."""
+    from funrl.tasks import arithmetic  # here, for flags are read without numpy
+
+    return arithmetic.arithmetic_task(name)
 
 
 def is_embedded_reward(reward: object) -> bool:
     """True if a function is the reward of an embedded task."""
-    return any(reward is task.reward for task in TASKS.values())
+    return any(reward is embedded_task(name).reward for name in TASK_NAMES)
+
+
+def is_embedded_tokenizer(directory: str | Path) -> bool:
+    """True if a model's directory has the tokenizer of an embedded task."""
+    return any(embedded_task(name).is_its_tokenizer(directory) for name in TASK_NAMES)

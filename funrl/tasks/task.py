@@ -26,7 +26,9 @@ class EmbeddedTask(NamedTuple):
       is_its_tokenizer: (directory) -> whether a model's directory has that tokenizer.
       model_config: (smallest size of a head that the engine takes) -> the decoder.
       max_new_tokens: of a completion.
-      warmstart_steps: supervised steps on demonstrations before the first step.
+      warmstart_steps: steps of `funrl sft` on demonstrations that make the model that a run begins with.
+      warmstart_demonstrations: how many demonstrations these take at most.
+      warmstart_flags: further flags of that command.
       demonstration_field: field of the prompts with a right completion.
       readable: completion -> as it is shown to people.
     """
@@ -42,5 +44,7 @@ class EmbeddedTask(NamedTuple):
     model_config: Callable[[int], Config]
     max_new_tokens: int
     warmstart_steps: int
+    warmstart_demonstrations: int
+    warmstart_flags: Mapping[str, Any]
     demonstration_field: str
     readable: Callable[[str], str]

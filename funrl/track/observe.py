@@ -60,7 +60,6 @@ class RunObserver:
         self.stack = contextlib.ExitStack()
         self.run = RunDirectory(Path(run_dir)) if run_dir and rank == 0 else None
         self.on_step = on_step if rank == 0 else None
-        self.warmstart: contextlib.AbstractContextManager[None] | None = None
         self.times_shown = 0
         self.monitor = Monitor()
 
@@ -93,17 +92,6 @@ class RunObserver:
         """Print a line."""
         if self.run is not None:
             self.progress.note(text)
-
-    def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None:
-        """Progress of the warm start."""
-        if self.run is None:
-            return
-        if self.warmstart is None:
-            self.warmstart = self.progress.stage("warm start", steps)
-            self.warmstart.__enter__()
-        self.progress.update(step, metrics)
-        if step == steps:
-            self.warmstart.__exit__(None, None, None)
 
     def samples(
         self,

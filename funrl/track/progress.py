@@ -1,8 +1,6 @@
 """Display of a run that goes on: a live table on a terminal, aligned plain lines elsewhere.
 
     with open_progress(total=100, title="ppo, addition, dp4,tp2") as progress:
-        with progress.stage("warm start", 300):
-            progress.update(1, {"loss": 2.3})
         progress.update(1, {"reward/mean": 0.31, "time_s/step": 1.7})
 
 Steps count from 1; step 0 is the state before the first. The cursor is never hidden, so a process that is killed while
@@ -11,12 +9,10 @@ it draws leaves a terminal that works.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -70,8 +66,8 @@ DROPPED_FIRST = (
 
 
 @dataclass
-class Stage:
-    """One part of a run, such as the warm start: its steps and its latest metrics.
+class Steps:
+    """Steps of a run and their latest metrics.
 
     Attributes:
       began: when, by the clock of `time.monotonic`.
@@ -98,11 +94,11 @@ class Stage:
 class Progress:
     """The display of one run; made by `open_progress`, used as a context manager."""
 
-    def __init__(self, run: Stage, console: Console, *, live: bool, sample_seconds: float) -> None:
-        """Begin with the stage of the whole run."""
+    def __init__(self, run: Steps, console: Console, *, live: bool, sample_seconds: float) -> None:
+        """Begin with a run."""
         self._console = console
         self._sample_seconds = sample_seconds
-        self._now = run
+        self._run = run
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=2) if live else None
         self._lines_since_header = 0
         self._header: tuple[Column, ...] = ()
@@ -120,23 +116,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int) -> Iterator[None]:
-        """Show a part of the run for the time of a `with` block."""
-        before = self._now
-        stage = self._now = Stage(name, total, time.monotonic())
-        self._header = ()
-        if self._live is None:
-            self._print(Text(f"{name}: {total} steps"))
-        yield
-        if stage.step and not _is_training(stage):
-            duration = _duration(time.monotonic() - stage.began)
-            self._print(Text(f"{name}: {stage.step} steps in {duration}  {_others(stage.latest)}"))
-        self._now = before
-        self._header = ()
-        if not before.rows:
-            before.began = time.monotonic()
-
     def update(self, step: int, metrics: StepMetrics) -> None:
         """Show the metrics of a step that has just ended. Keys that the display does not know are left out."""
         self.record(step, metrics, time.monotonic())
@@ -144,26 +123,22 @@ class Progress:
 
     def record(self, step: int, metrics: StepMetrics, end: float) -> None:
         """Take in a step that ended at `end`, by the clock of `time.monotonic`, without showing it."""
-        stage = self._now
+        run = self._run
         values = {key: float(value) for key, value in metrics.items()}
-        stage.step = step
-        stage.times.append((step, end))
-        stage.rows.append((step, values))
-        stage.seen |= set(values)
-        stage.curve = stage.curve or next((key for key in CURVES if key in values), "")
-        if math.isfinite(values.get(stage.curve, math.nan)):
-            stage.drawn.append(values[stage.curve])
+        run.step = step
+        run.times.append((step, end))
+        run.rows.append((step, values))
+        run.seen |= set(values)
+        run.curve = run.curve or next((key for key in CURVES if key in values), "")
+        if math.isfinite(values.get(run.curve, math.nan)):
+            run.drawn.append(values[run.curve])
 
     def show(self) -> None:
         """Draw the table anew, or print the newest step as a line."""
-        stage = self._now
-        step = stage.step
         if self._live is not None:
             self._live.refresh()
-        elif _is_training(stage):
-            self._print_row(stage)
-        elif step in (1, stage.total) or step * 10 // max(stage.total, 1) > (step - 1) * 10 // max(stage.total, 1):
-            self._print(Text(f"{stage.name}  {_step_of(stage)}  {_others(stage.latest)}  {_remaining(stage)}"))
+        else:
+            self._print_row(self._run)
 
     def sample(self, prompt: str, completion: str, reward: float | None, step: int | None = None) -> None:
         """Print a sample of the latest step, or of `step`, above the table, unless one was printed a moment ago."""
@@ -171,7 +146,7 @@ class Progress:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
         text = Text("sample ", style="dim")
-        text.append(f"step {self._now.step if step is None else step}  ", style="dim")
+        text.append(f"step {self._run.step if step is None else step}  ", style="dim")
         if reward is not None:
             text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
         encoding = self._console.encoding
@@ -188,36 +163,36 @@ class Progress:
         # Where programs read the output, a long line stays one line.
         self._console.print(text, soft_wrap=self._live is None, highlight=False)
 
-    def _print_row(self, stage: Stage) -> None:
-        columns = tuple(c for c in COLUMNS if c.key in stage.seen)
-        width = 2 * len(str(stage.total)) + 1
+    def _print_row(self, run: Steps) -> None:
+        columns = tuple(c for c in COLUMNS if c.key in run.seen)
+        width = 2 * len(str(run.total)) + 1
         if columns != self._header or self._lines_since_header >= HEADER_EVERY:
             heads = "  ".join(c.heading.rjust(c.width) for c in columns)
             self._print(Text(f"{'step':>{max(width, 4)}}  {heads}  {'left':>7}  time by phase"))
             self._header = columns
             self._lines_since_header = 0
-        cells = "  ".join(_cell(stage.latest, c).rjust(c.width) for c in columns)
-        shares = " ".join(f"{name} {share:.0%}" for name, share in _shares(stage.latest)[:4])
-        self._print(Text(f"{_step_of(stage):>{max(width, 4)}}  {cells}  {_left(stage):>7}  {shares}".rstrip()))
+        cells = "  ".join(_cell(run.latest, c).rjust(c.width) for c in columns)
+        shares = " ".join(f"{name} {share:.0%}" for name, share in _shares(run.latest)[:4])
+        self._print(Text(f"{_step_of(run):>{max(width, 4)}}  {cells}  {_left(run):>7}  {shares}".rstrip()))
         self._lines_since_header += 1
 
     def _render(self) -> RenderableType:
-        stage = self._now
+        run = self._run
         console = self._console
         head = Table.grid(padding=(0, 2))
-        elapsed = _duration(time.monotonic() - stage.began)
-        bar = ProgressBar(total=max(stage.total, 1), completed=stage.step, width=max(10, min(40, console.width // 4)))
-        head.add_row(Text(stage.name, style="bold", overflow="ellipsis", no_wrap=True), bar, Text(_step_of(stage)))
+        elapsed = _duration(time.monotonic() - run.began)
+        bar = ProgressBar(total=max(run.total, 1), completed=run.step, width=max(10, min(40, console.width // 4)))
+        head.add_row(Text(run.name, style="bold", overflow="ellipsis", no_wrap=True), bar, Text(_step_of(run)))
         parts: list[RenderableType] = [Text(""), head]
-        status = Text(f"{elapsed} gone, {_remaining(stage)}", style="dim")
-        if not _is_training(stage):
-            return Group(*parts, status, Text(_others(stage.latest), no_wrap=True, overflow="ellipsis"))
-        if stage.drawn:
-            status.append(f"   {CURVES[stage.curve]} {stage.drawn[0]:.3f} to {stage.drawn[-1]:.3f} ")
-            status.append(_spark(stage.drawn, 24, console), style="green")
+        status = Text(f"{elapsed} gone, {_remaining(run)}", style="dim")
+        if not run.rows:
+            return Group(*parts, status)
+        if run.drawn:
+            status.append(f"   {CURVES[run.curve]} {run.drawn[0]:.3f} to {run.drawn[-1]:.3f} ")
+            status.append(_spark(run.drawn, 24, console), style="green")
         parts.append(status)
-        parts.append(_table(stage, console))
-        parts.append(_phase_bar(_shares(stage.latest), console.width))
+        parts.append(_table(run, console))
+        parts.append(_phase_bar(_shares(run.latest), console.width))
         return Group(*parts)
 
 
@@ -244,17 +219,13 @@ def open_progress(
         console = Console()
     if live is None:
         live = console.is_terminal and not console.is_dumb_terminal
-    run = Stage(title, total, time.monotonic() if began is None else began)
+    run = Steps(title, total, time.monotonic() if began is None else began)
     return Progress(run, console, live=live, sample_seconds=sample_seconds)
 
 
-def _is_training(stage: Stage) -> bool:
-    return bool(stage.seen & {"reward/mean", "eval/accuracy", "eval/reward", "eval/loss"})
-
-
-def _table(stage: Stage, console: Console) -> Table:
-    columns = [c for c in COLUMNS if c.key in stage.seen]
-    step_width = max(4, len(str(stage.total)))
+def _table(run: Steps, console: Console) -> Table:
+    columns = [c for c in COLUMNS if c.key in run.seen]
+    step_width = max(4, len(str(run.total)))
     for key in DROPPED_FIRST:  # a narrow terminal shows fewer columns rather than squeezed ones
         if step_width + sum(c.width + 2 for c in columns) > console.width:
             columns = [c for c in columns if c.key != key]
@@ -262,7 +233,7 @@ def _table(stage: Stage, console: Console) -> Table:
     table.add_column("step", justify="right", min_width=step_width, no_wrap=True)
     for column in columns:
         table.add_column(column.heading, justify="right", min_width=column.width, no_wrap=True)
-    rows = list(stage.rows)[-max(3, console.height - 9) :]
+    rows = list(run.rows)[-max(3, console.height - 9) :]
     for number, (step, values) in enumerate(rows):
         style = "bold" if number == len(rows) - 1 else "green" if {"eval/accuracy", "eval/loss"} & set(values) else ""
         table.add_row(str(step), *(_cell(values, c, empty="") for c in columns), style=style)
@@ -294,32 +265,28 @@ def _cell(values: StepMetrics, column: Column, empty: str = "-") -> str:
     return format(values[column.key], column.number_format) if column.key in values else empty
 
 
-def _others(values: StepMetrics) -> str:
-    return "  ".join(f"{key} {value:.4g}" for key, value in values.items() if not key.startswith("time_s/"))
+def _step_of(run: Steps) -> str:
+    return f"{run.step:>{len(str(run.total))}}/{run.total}"
 
 
-def _step_of(stage: Stage) -> str:
-    return f"{stage.step:>{len(str(stage.total))}}/{stage.total}"
-
-
-def _seconds_left(stage: Stage) -> float | None:
+def _seconds_left(run: Steps) -> float | None:
     """Seconds that remain at the pace of the last steps; None before the pace is known."""
-    before = [(0, stage.began)] if stage.times and stage.times[0][0] == 1 else []
-    marks = before + list(stage.times)
+    before = [(0, run.began)] if run.times and run.times[0][0] == 1 else []
+    marks = before + list(run.times)
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
         return None
     pace = (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
-    return max(0.0, pace * (stage.total - stage.step) - (time.monotonic() - marks[-1][1]))
+    return max(0.0, pace * (run.total - run.step) - (time.monotonic() - marks[-1][1]))
 
 
-def _left(stage: Stage) -> str:
-    seconds = _seconds_left(stage)
+def _left(run: Steps) -> str:
+    seconds = _seconds_left(run)
     return "-" if seconds is None else _duration(seconds)
 
 
-def _remaining(stage: Stage) -> str:
-    seconds = _seconds_left(stage)
-    if stage.step >= stage.total:
+def _remaining(run: Steps) -> str:
+    seconds = _seconds_left(run)
+    if run.step >= run.total:
         return "done"
     return "time left not known yet" if seconds is None else f"about {_duration(seconds)} left"
 

@@ -28,8 +28,8 @@ from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
-from funrl.trainer.jobs import warmstart
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
+from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.profiling import StepProfiler
@@ -276,8 +276,8 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
     """
     kept = own_base(job, folder)
     if job.settings.run.resume and kept_already(kept, parts.mesh):
-        return warmstart.initial_weights(job, parts.begin, observer, kept)
-    begin = warmstart.initial_weights(job, parts.begin, observer)
+        return initial_weights(job, parts.begin, observer.note, kept)
+    begin = initial_weights(job, parts.begin, observer.note)
     if kept is not None:
         keep_base(kept, job, parts, begin)
     return begin

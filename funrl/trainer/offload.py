@@ -2,12 +2,12 @@
 
 The base of adapters goes with the policy's weights. Copies go through pinned memory on a stream of their own.
 Offloading costs no time, for the phase that follows computes beside the copy; what is onloaded is waited for by the
-device, not by the program.
+device, not by the program. Pinned buffers are kept from step to step.
 """
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
+from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.steps.roles import Role, RoleState, bases
@@ -30,6 +31,7 @@ NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `fro
     "save": ("params",),
 }
 Mover = Callable[[Any, State, str], tuple[Any, State]]
+HostBuffers = dict[int, Tensor]  # pinned, of the leaves of one tree by their numbers
 
 
 def offloaded_parts(text: str | None) -> frozenset[str]:
@@ -70,27 +72,30 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
     main = parts.roles[parts.main_role]
     merged = merged_weights(main.placed.model)
     source = main.base or parts.main_role  # whose weights may be the engine's too
+    buffers: defaultdict[tuple[str, str], HostBuffers] = defaultdict(dict)  # by part and role
 
     def kept_by_engine(name: str, tree: trees.Tree) -> Collection[bool]:
         return shared(tree, to_engine, merged) if name == source and to_engine is not None else ()
 
-    def moved(part: str, tree: trees.Tree, stage: str, stays: Collection[bool] = ()) -> trees.Tree:
+    def moved(part: str, name: str, tree: trees.Tree, stage: str) -> trees.Tree:
         if part not in away:
             return tree
-        return onload(tree, device) if part in NEEDS[stage] else offload(tree, stays)
+        if part in NEEDS[stage]:
+            return onload(tree, device)
+        return offload(tree, kept_by_engine(name, tree) if part == "params" else (), buffers[part, name])
 
     def moved_frozen(name: str, tree: trees.Tree, stage: str) -> trees.Tree:
         if name == source:  # the policy's weights but for its adapters
-            return moved("params", tree, stage, kept_by_engine(name, tree))
+            return moved("params", name, tree, stage)
         if "reference" not in away or name not in stages:
             return tree
-        return onload(tree, device) if stage in stages[name] else offload(tree)
+        return onload(tree, device) if stage in stages[name] else offload(tree, buffers=buffers["reference", name])
 
     def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
         roles = {}
         for name, role in state.roles.items():
-            params = moved("params", role.params, stage, kept_by_engine(name, role.params))
-            roles[name] = RoleState(params, moved("optimizer", role.opt_state, stage))
+            params = moved("params", name, role.params, stage)
+            roles[name] = RoleState(params, moved("optimizer", name, role.opt_state, stage))
         frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
         return run._replace(frozen=frozen), state._replace(roles=roles)
 
@@ -122,33 +127,39 @@ def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[b
     ]
 
 
-def offload(tree: trees.Tree, stays: Collection[bool] = ()) -> trees.Tree:
+def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: HostBuffers | None = None) -> trees.Tree:
     """The tree in pinned memory; its device memory is free when the copies, which this does not wait for, are done.
 
     Args:
       tree: floating point leaves move; counters and leaves that are off the device already do not.
       stays: one bool a leaf, true for those that stay; none given: all leave.
+      buffers: of earlier calls for this tree, whose results are donated: they are written again.
     """
+    buffers = {} if buffers is None else buffers
 
-    def out(x: Any, stay: bool) -> Any:
+    def out(leaf: int, x: Any, stay: bool) -> Any:
         if stay or not isinstance(x, Tensor) or not x.is_cuda or not x.is_floating_point():
             return x
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
-        side = _stream(x.device)
+        host = buffers.get(leaf)
+        if host is None or (host.shape, host.dtype, host.stride()) != (x.shape, x.dtype, x.stride()):
+            host = torch.empty_like(x, device="cpu", pin_memory=True)
+            buffers[leaf] = host
+        side = copy_stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side):  # where the buffer was last read, so that it is written after that
             host.copy_(x, non_blocking=True)
         x.record_stream(side)  # its memory is not given to others before the copy is done
         return host
 
     leaves = trees.leaves(tree)
-    return trees.fill(tree, [out(x, stay) for x, stay in zip(leaves, stays or [False] * len(leaves), strict=True)])
+    kept = stays or [False] * len(leaves)
+    return trees.fill(tree, [out(leaf, x, stay) for leaf, (x, stay) in enumerate(zip(leaves, kept, strict=True))])
 
 
 def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     """The tree on the device again: what is computed with it after this call runs after the copies."""
     here = torch.cuda.current_stream(device)
-    side = _stream(device)
+    side = copy_stream(device)
 
     def back(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.is_cuda or not x.is_pinned():
@@ -163,8 +174,3 @@ def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     values = [back(x) for x in trees.leaves(tree)]
     here.wait_stream(side)
     return trees.fill(tree, values)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -21,7 +21,8 @@ from funrl.algos import NAMES, reads, value_of
 
 DOC = pathlib.Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- table: written by tests/algos/test_algorithms_doc.py -->", "<!-- end of table -->"
-COLUMNS = ("algorithm", "advantage", "losses", "reduction", "filter", "KL", "reads")
+COLUMNS = ("algorithm", "advantage", "losses", "reduction", "filter", "KL", "also reads")
+COMMON = {"mask", "score", "group", "old_logp"}  # too common to be in the table
 KINDS = {"Advantage": "advantage", "Lambda": "advantage", "Reduction": "reduction", "Filter": "filter"}
 KINDS |= dict.fromkeys(("Term", "Ratio", "Loss", "PairLoss", "PairReward", "PairWeight"), "losses")
 PLUMBING = {"with_regularizers", "sum_losses", "reduce", "chain", "scale", "add", "restrict", "weighted", "run_term"}
@@ -51,7 +52,7 @@ def kl(name):
     recipe = algos.recipe(name)
     default = inspect.signature(recipe).parameters.get("kl_coef")
     if default is None:
-        return kl("ppo") if "ppo" in calls(recipe) else "-"
+        return kl("ppo") if "ppo" in calls(recipe) else ""
     where = "reward" if "kl_controller" in calls(recipe) else "loss"
     return f"{where}, {default.default:g}" if default.default else f"{where}, off"
 
@@ -61,8 +62,8 @@ def row(name):
     text = inspect.getmodule(recipe).__doc__
     paper = re.search(r"https://\S+?(?=[\s.,;]*\s|\.?$)", text[text.index("References: ") :].replace("\n", " \n"))
     assert paper, f"{name} names no paper"
-    needed = ", ".join(sorted(reads(recipe()).required - {"mask"})) or "-"
-    cells = [f"[{name}]({paper.group(0)})", *(", ".join(parts[k]) or "-" for k in COLUMNS[1:5]), kl(name), needed]
+    needed = ", ".join(sorted(reads(recipe()).required - COMMON))
+    cells = [f"[{name}]({paper.group(0)})", *(", ".join(parts[k]) for k in COLUMNS[1:5]), kl(name), needed]
     return "| " + " | ".join(cells) + " |"
 
 

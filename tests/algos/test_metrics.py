@@ -44,3 +44,14 @@ def test_two_reductions_of_one_term():
     want = sum(loss(batch.old_logp, batch)[0] for loss in apart)
     assert len(both.denominators(batch)) == 2
     assert both(batch.old_logp, batch)[0].item() == pytest.approx(want.item(), rel=1e-12)
+
+
+def test_importance_weights_report_what_they_clip():
+    batch = example()
+    ratio = (batch.old_logp - batch.rollout_logp)[batch.mask].exp()
+    piece = algos.importance_weights("token", 0.8, 1.1)
+    signal, _ = piece.update(algos.first_signal(batch), piece.init(), batch)
+    clipped = signal.metrics["rollout_corr/is_clipped"].value.item()
+    assert clipped == ((ratio < 0.8) | (ratio > 1.1)).double().mean().item() and 0 < clipped < 1 and clipped != 0.5
+    mean = signal.metrics["rollout_corr/is_mean"].value.item()
+    assert mean == pytest.approx(ratio.clamp(0.8, 1.1).mean().item())

@@ -147,7 +147,7 @@ BAD = [  # flags, and what the one line says
     (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k at temperature 1"),
     (["--seed=-1"], "--seed=-1: it must be at least 0"),
     (["--minibatches=9"], "--minibatches=9: a batch has only 8 rows"),
-    (["--dtype=float16"], "--dtype=float16: it must be one of float32, float64, bfloat16"),
+    (["--dtype=float16"], "--dtype=float16: it must be one of auto, float32, float64, bfloat16"),
     (["--lr_schedule=cosine", "--steps=2", "--lr_warmup_steps=4"], "--lr_warmup_steps=4: the run makes 4 updates"),
     (["--lr_schedule=linear", "--steps=2", "--lr_warmup_steps=9"], "--lr_warmup_steps=9: the run makes 4 updates"),
     (["--seed=9223372036854775808"], "--seed=9223372036854775808: it must be at least 0 and below 2^63"),

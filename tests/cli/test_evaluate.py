@@ -105,6 +105,7 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
     rows = [json.loads(line) for line in written.splitlines()]
     assert written == (tmp_path / "dp2").read_text() and len(rows) == 6
     assert set(rows[0]) == {"prompt", "answer", "sample", "completion", "tokens", "finished"}
+    assert all(row["answer"] == str(2 * int(row["prompt"].split("+")[0]))[::-1] for row in rows)
     status, out, _ = call(capsys, "generate", "plain", "1+1=", "2+2=", "--max_new_tokens=3", "--device=cpu")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["1+1=", "2+2="]
     texts = ["1+1=", "2+2="]

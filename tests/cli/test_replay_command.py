@@ -1,12 +1,16 @@
 """`funrl replay` and `funrl bisect`, as one types them."""
 
 import json
+import math
 import shutil
 
 import pytest
 
 from funrl.cli import main as cli
+from funrl.cli.replay import verdict_lines
 from funrl.cli.run import main
+from funrl.trainer.differences import Difference
+from funrl.trainer.replay import Replayed
 
 TINY = (
     "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0", "--steps=2",
@@ -46,6 +50,15 @@ def test_a_step_is_replayed(runs, capsys):
         assert line in text
 
 
+def test_the_first_step_after_a_warm_start_is_replayed(tmp_path, capsys):
+    tiny = [flag for flag in TINY if not flag.startswith(("--warmstart", "--save_every", "--steps"))]
+    folder = tmp_path / "run"
+    flags = ["--warmstart_steps=1", "--save_every=0", "--steps=1", f"--run_dir={folder}"]
+    assert main("grpo", ["grpo", *tiny, *flags]) == 0
+    status, text = said(capsys, "replay", folder, "--step=1")
+    assert status == 0 and "from the weights that the run began with" in text and "the same bits" in text
+
+
 def test_a_step_that_differs_is_said_with_what_differs(runs, tmp_path, capsys):
     shutil.copytree(runs / "one", tmp_path / "one")
     file = tmp_path / "one/rollouts/step-2/record.json"
@@ -56,6 +69,16 @@ def test_a_step_that_differs_is_said_with_what_differs(runs, tmp_path, capsys):
     status, text = said(capsys, "replay", tmp_path / "one", "--step=2", "--tolerance=1e-3")
     assert status == 1 and "step 2: differs\n" in text and "actor/pg_loss differs by 0.25: " in text
     assert said(capsys, "replay", tmp_path / "one", "--step=2", "--tolerance=0.3")[0] == 0
+
+
+def test_digests_of_weights_decide_unless_there_is_a_tolerance():
+    digests = "weights of policy by their digests"
+    repeated = Replayed(
+        2, [Difference("update_policy", "digests", digests, 3, count=1, largest=math.inf, where="embed")]
+    )
+    lines, agrees = verdict_lines(repeated, 0.0)
+    assert not agrees and lines[0] == "step 2: differs" and digests in lines[1]
+    assert verdict_lines(repeated, 1e-3) == (["step 2: agrees"], True)
 
 
 def test_two_runs_of_one_command_do_not_differ(runs, capsys):

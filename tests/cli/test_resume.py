@@ -113,7 +113,8 @@ def test_sigterm_saves_the_state_and_the_run_goes_on_from_there(tmp_path):
     _, err = first.communicate(timeout=120)
     assert first.returncode == 143
     stopped = lines(folder)[-1]["step"]
-    assert err.strip() == f"terminated after step {stopped}, which is saved; --resume --run_dir={folder} continues"
+    said = f"terminated after step {stopped}, which is saved; --resume --run_dir={folder} continues"
+    assert err.strip().splitlines()[-1] == said
     steps = f"--steps={stopped + 2}"
     assert run("grpo", folder, *RL, *flags, steps, "--resume", save_every=0) == 0
     assert run("grpo", tmp_path / "whole", *RL, *flags, steps, save_every=0) == 0

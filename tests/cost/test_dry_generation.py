@@ -27,6 +27,12 @@ def test_the_cache_has_its_closed_form():
     assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
 
 
+def test_the_cache_is_that_of_the_rank_with_most_prompts():
+    job = small(mesh="dp3", batch_prompts=8)
+    peak = dry_run.estimate(job, 3, CPU).phases["generate"].peak["cache"]
+    assert peak == trees.nbytes(job.model.init_cache(single(), 3 * 2 * 2, 16, job.dtype))  # prompts, samples, pages
+
+
 def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     """One vector of 24 + 4 numbers a token, and the products of decoding with it."""
     sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, None, 8, 4, 6)}

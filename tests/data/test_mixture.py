@@ -30,6 +30,7 @@ def test_files_have_weights_or_none_has(tmp_path):
 
 def test_shares_add_up():
     assert shares_of([1, 1, 1]) == (334, 333, 333) and shares_of([0.7, 0.3]) == (700, 300)
+    assert shares_of([2, 1]) == (667, 333) and shares_of([1, 2]) == (333, 667)  # the largest remainder first
 
 
 def test_a_mixture_is_a_sequence_of_all_items():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from funrl.data.prompts import Prompt, PromptError, load_prompts, prompt_batch
+from funrl.data.prompts import Prompt, PromptError, check_prompts, load_prompts, prompt_batch
 
 
 def write(tmp_path, text):
@@ -44,6 +44,7 @@ GOOD = '{"prompt": "a"}\n'
         (GOOD + '{"prompt": 3}\n', "line 2: 'prompt' must be text.*it is 3"),
         (GOOD + '{"prompt": []}\n', "line 2: 'prompt' must be text"),
         (GOOD + '{"prompt": [{"role": "user"}]}\n', "line 2: 'prompt' must be text"),
+        (GOOD + '{"prompt": [{"role": "user", "content": "a"}, {"role": "user"}]}\n', "line 2: 'prompt' must be text"),
         (GOOD + '{"prompt": "b", "completion": "c"}\n', "line 2: a field cannot be called 'completion'"),
         (GOOD.encode() + b'{"prompt": "\xff"}\n', "line 2: not UTF-8"),
     ],
@@ -76,3 +77,8 @@ def test_the_order_depends_on_the_seed_and_the_position_alone():
         resumed += prompt_batch(prompts, count, 5, position)
         position += count
     assert resumed == straight
+
+
+def test_prompts_in_memory_are_named_by_their_number_from_one():
+    with pytest.raises(PromptError, match=r"^prompt 2: "):
+        check_prompts([{"prompt": "a"}, {"text": "b"}])

@@ -307,3 +307,14 @@ def test_the_three_texts_of_a_triple_lie_in_one_row(tmp_path):
     file.write_text(json.dumps({k: x for k, x in record.items() if k != "reference"}) + "\n")
     with pytest.raises(DataError, match="there is no field 'reference'"):
         load_examples(file, "triples", tokens)
+
+
+def test_steps_have_a_label_each():
+    check = supervised.check_record
+    check({"prompt": "a", "completions": ["b", "c"], "labels": [True, 0.5]}, "steps")
+    for labels in ([True], [True, False, True], [True, 2], "ab", None):
+        with pytest.raises(DataError, match="'labels' must be a list of true or false, one for each of the 2"):
+            check({"prompt": "a", "completions": ["b", "c"], "labels": labels}, "steps")
+    for completions in ([], "bc", ["b", 1]):
+        with pytest.raises(DataError, match="'completions' must be a list of texts"):
+            check({"prompt": "a", "completions": completions, "labels": [True, False]}, "steps")

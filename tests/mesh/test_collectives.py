@@ -1,10 +1,11 @@
-"""Every collective on simulated ranks against plain tensor arithmetic, forward and backward."""
+"""Every collective on simulated ranks (a shift on real ones) against plain tensor arithmetic, forward and backward."""
 
 import pytest
 import torch
 
 from funrl.mesh import collectives as c
-from funrl.mesh.mesh import single
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import parse, single
 from funrl.mesh.simulate import gather, per_rank, simulate
 
 WORLD = 8
@@ -95,3 +96,14 @@ def test_size_one_is_the_identity():
     for fn in (c.psum, c.pbroadcast, c.pmax, c.all_gather, c.psum_scatter, c.own_shard, c.gather_replicated):
         assert fn(x, mesh, "tensor") is x
     assert c.all_to_all(x, mesh, "data", 0, 1) is x
+
+
+@pytest.mark.gloo
+def test_a_shift_comes_from_the_rank_before():
+    """On three ranks, where the rank before is not the one behind."""
+
+    def program(mesh):
+        shifted = c.wait(c.start_shift(torch.full((2, 3), float(mesh.rank)), mesh, "sequence"))
+        return c.gather_objects(shifted.tolist(), mesh)
+
+    assert launch(program, parse("sp3"), "cpu") == [[float(before)] * 6 for before in (2, 0, 1)]

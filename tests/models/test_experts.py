@@ -1,10 +1,13 @@
 """A mixture of experts against a plain loop over tokens, on simulated meshes, and with every collective at fault."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from funrl import trees
+from funrl.cost.tracing.estimate import pretended
 from funrl.mesh import rules
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import SINGLE, coordinates, parse
@@ -218,3 +221,18 @@ def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_ca
                       for tree in (stored, wanted)), torch.float32)  # fmt: skip
         # A rank keeps of its 2 experts the half that it generates with, and receives that half of the other 6.
         assert received_bytes(only) == [config.layers * 6 * 3 * 64 * 32 * 4] * 4
+
+
+def test_the_gathered_way_reads_nothing_from_a_device():
+    """On "meta", of which the host can read nothing."""
+    empty = functools.partial(torch.empty, device="meta", requires_grad=True)
+    params = {
+        "router": empty(8, 12),
+        "expert_gate": empty(4, 16, 12),
+        "expert_up": empty(4, 16, 12),
+        "expert_down": empty(4, 12, 16),
+    }
+    with pretended(parse("ep2")) as mesh:
+        out_BTD, _ = mixture(Experts(count=8, per_token=2, mlp=16), mesh, params, h_BTD=empty(2, 5, 12))
+        out_BTD.sum().backward()
+    assert out_BTD.shape == (2, 5, 12) and params["expert_gate"].grad.shape == (4, 16, 12)

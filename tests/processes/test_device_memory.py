@@ -5,6 +5,7 @@ import torch
 
 from funrl.mesh import launch
 from funrl.mesh.mesh import parse
+from funrl.processes import device_memory
 from funrl.processes.device_memory import VARIABLES, expand_segments
 
 
@@ -45,3 +46,24 @@ def test_a_rank_configures_memory_before_it_takes_its_device(calls, monkeypatch)
     with pytest.raises(RuntimeError, match="no further"), group:
         pass
     assert calls == ["expandable_segments:True", "device"]
+
+
+def test_copies_to_the_host_are_waited_for_where_there_is_a_gpu(monkeypatch):
+    waits = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            waits.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    device_memory.copy_stream.cache_clear()
+    device_memory.wait_for_copies()
+    assert waits == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    device_memory.wait_for_copies()
+    assert waits == [torch.device("cuda:1")]
+    device_memory.copy_stream.cache_clear()

@@ -8,7 +8,7 @@ import torch
 
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.tasks import arithmetic as a
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import TASK_NAMES, embedded_task
 
 
 def forgetful(x, y):
@@ -52,6 +52,7 @@ def test_heldout_prompts_are_different_from_each_other():
 
 def test_the_demonstrator_forgets_carries():
     assert a.sum_without_carries(np.array([[27, 185], [5, 5], [999, 1], [12, 30]])).tolist() == [102, 0, 990, 42]
+    assert a.sum_without_carries(np.array([[10, 0]])).tolist() == [10]
     pairs = a.problems(0, 500, 3)
     assert a.sum_without_carries(pairs).tolist() == [forgetful(x, y) for x, y in pairs.tolist()]
     assert all(a.reward(p, c) == 1 for p, c in a.demonstrations(0, 200, error=0.0))
@@ -106,9 +107,9 @@ def test_the_global_random_states_are_left_alone():
     assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TASK_NAMES)
 def test_the_record_of_a_task_fits_together(name):
-    task = TASKS[name]
+    task = embedded_task(name)
     tokenizer = task.tokenizer()
     assert set(task.texts) == set(TEXT_FIELDS)
     assert len(tokenizer.get_vocab()) == task.model_config(1).vocab

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from funrl.track.progress import open_progress
+from funrl.track.progress import _duration, open_progress
 
 METRICS = {
     "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
@@ -67,25 +67,6 @@ def test_supervised_runs_show_their_losses():
     assert "loss 0.693 to 0.500" in file.getvalue()
 
 
-def test_plain_warm_start_reports_now_and_then():
-    file, progress = plain(total=5)
-    with progress, progress.stage("warm start", 200):
-        for step in range(1, 201):
-            progress.update(step, {"loss": 1 / step})
-    lines = file.getvalue().splitlines()
-    assert lines[0] == "warm start: 200 steps" and lines[-1].startswith("warm start: 200 steps in 0s  loss 0.005")
-    assert 10 <= len(lines) <= 14 and "loss 0.01 " in file.getvalue()
-
-
-def test_the_run_goes_on_after_a_stage():
-    file, progress = plain()
-    with progress:
-        with progress.stage("warm start", 1):
-            progress.update(1, {"loss": 2.0})
-        progress.update(1, METRICS)
-    assert "1/3" in file.getvalue().splitlines()[-1]
-
-
 def test_samples_are_one_safe_line_and_not_too_many():
     file, progress = plain()
     progress.update(1, METRICS)
@@ -124,14 +105,6 @@ def test_live_table_shows_everything():
     assert "left" in frame and "0.120" in frame and "0.010" in frame
     assert "  2    0.020" not in frame  # only the last ten rows stay
     assert "reward 1  1+1= | 2" in shown and "saved the model" in shown
-
-
-def test_live_warm_start_is_a_bar():
-    file, progress = live()
-    with progress, progress.stage("warm start", 10):
-        progress.update(4, {"loss": 0.125})
-    frame = file.getvalue()
-    assert "warm start" in frame and " 4/10" in frame and "loss 0.125" in frame and "\u2501" in frame
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
@@ -180,3 +153,10 @@ def test_remaining_time_follows_the_pace(monkeypatch):
         now[0] += 2.0
         progress.update(step, METRICS)
     assert " 2m00s " in file.getvalue().splitlines()[-1]  # 60 steps of 2 s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (7380, "2h03m")]
+)
+def test_durations_have_two_units_at_most(seconds, text):
+    assert _duration(seconds) == text

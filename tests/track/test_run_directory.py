@@ -15,6 +15,7 @@ from funrl.track.records.run_directory import (
     RunDirectory,
     RunDirectoryError,
     check_can_go_on,
+    keep_steps,
     open_lines,
     open_run,
     read_lines,
@@ -219,3 +220,12 @@ def test_a_run_that_has_ended_without_a_checkpoint_is_not_begun_again(tmp_path):
     (run.checkpoints / "step-2").mkdir(parents=True)
     (run.checkpoints / "step-2/complete.json").write_text("{}")
     check_can_go_on(tmp_path)
+
+
+def test_lines_of_later_steps_are_removed_in_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "text": "é"}}\n' for step in range(5)))
+    keep_steps(path, 2)
+    assert path.read_text() == "".join(f'{{"step": {step}, "text": "é"}}\n' for step in range(3))
+    keep_steps(tmp_path / "absent.jsonl", 2)
+    assert not (tmp_path / "absent.jsonl").exists()

@@ -40,7 +40,7 @@ class Quiet:
     """An observer that keeps what it is told."""
 
     def __init__(self, folder=None):
-        self.notes, self.shown, self.parts, self.losses, self.steps, self.folder = [], [], [], [], [], folder
+        self.notes, self.shown, self.parts, self.steps, self.folder = [], [], [], [], folder
         self.table = []
 
     def note(self, text):
@@ -52,9 +52,6 @@ class Quiet:
 
     def evaluated(self, rows):
         self.table += rows
-
-    def supervised(self, step, steps, metrics):
-        self.losses.append((step, metrics["train/loss"]))
 
     def step(self, step, metrics, seconds):
         self.steps.append((step, metrics))

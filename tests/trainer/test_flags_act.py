@@ -13,6 +13,7 @@ from small_runs import GRPO, PPO, Quiet, small_job, steps_program
 from funrl import trees
 from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.prime import prime
+from funrl.api.warm_start import warm_started
 from funrl.mesh.mesh import single
 from funrl.optim import clip_by_global_norm, global_norm
 from funrl.trainer import loop
@@ -161,7 +162,8 @@ def names_flag(file, name):
 def weights_after(recipe, **settings):
     """The policy's weights, or those of every role that learns, after two steps."""
     job = small_job(recipe, **BASE | {"steps": 4} | settings)
-    return steps_program(job, 2)(single())["weights"]
+    with warm_started(job) as started:
+        return steps_program(started, 2)(single())["weights"]
 
 
 def moved(before, after):

@@ -17,6 +17,7 @@ import torch
 from small_runs import PPO, small_job, steps_program
 
 from funrl import trees
+from funrl.api.warm_start import warm_started
 from funrl.mesh.launch import launch
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -34,12 +35,13 @@ def golden_run(mesh, name="ppo", **more):
     """Metrics of each step, and of the sampled tokens and the final weights what tells them apart."""
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
     settings = {
-        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 20, "epochs": 2,
+        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 40, "epochs": 2,
         "lr_schedule": "linear", "lr_warmup_steps": 2, "weight_decay": 0.01, "token_budget": 160, "steps": STEPS,
     }  # fmt: skip
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
     job = dataclasses.replace(job, task=job.task._replace(rewards=(answer_reward,)))
-    done = launch(steps_program(job, job.settings.run.steps), job.sizes, "cpu")
+    with warm_started(job) as job:
+        done = launch(steps_program(job, job.settings.run.steps), job.sizes, "cpu")
     steps = []
     for metrics, batch in zip(done["metrics"], done["batches"], strict=True):
         tokens = batch.tokens[batch.mask]
@@ -68,8 +70,7 @@ def answer_reward(prompt, completion, answer, **fields):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
-def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_five_steps_of_ppo(mesh):
     assert_golden(golden_run(mesh), FILE, STEPS, 1e-12)
 
 
@@ -82,8 +83,7 @@ def test_five_steps_of_ppo(mesh, tmp_path, monkeypatch):
         ("dp2", {"fsdp": True}),
     ],
 )
-def test_three_steps_of_ppo_with_adapters(mesh, more, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_three_steps_of_ppo_with_adapters(mesh, more):
     assert_golden(golden_run(mesh, "lora", **more), FOLDER / "lora.json", 3, 1e-9)
 
 

@@ -19,12 +19,13 @@ from funrl.compiled_kernels.varlen_attention import planned_segments
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
+from funrl.processes import device_memory
 from funrl.tasks import arithmetic
 from funrl.trainer.sources.completion_scores import as_read, end_values
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
 from funrl.trainer.steps.score import score_role
-from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.step import LossTotals, gradient, train_step
 from funrl.trainer.steps.step_rows import rows_of
 
 META = torch.device("meta")
@@ -45,6 +46,7 @@ class NoBlockingCopies(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
             assert kwargs.get("non_blocking"), f"a copy of {args[0].shape} to the device waits for it"
+            assert getattr(args[0], "pinned", False), f"a copy of {args[0].shape} from pageable memory waits for it"
         return func(*args, **kwargs)
 
 
@@ -57,6 +59,19 @@ def models(tmp_path_factory):
         hf.save(folder, model, model.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
         made[name] = str(folder)
     return made
+
+
+@pytest.fixture(autouse=True)
+def pinned_memory(monkeypatch):
+    """Tensors in "pinned" memory, which this machine need not have, are marked."""
+
+    def pin_memory(x):
+        copy = x.clone()
+        copy.pinned = True
+        return copy
+
+    monkeypatch.setattr(device_memory, "PINNED_FOR", ("cuda", "meta"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
 
 
 def on_device(rows, mask="mask"):
@@ -95,3 +110,28 @@ def test_no_micro_batch_waits_for_the_device(case, models):
             assert loss.device == META and all(x.device == META for x in trees.leaves(grads))
             pieces += len(batches)
     assert pieces > 2 * len(learning)
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", "cosine"), ("muon", "linear")])
+def test_an_update_waits_once(optimizer, schedule, monkeypatch):
+    """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
+    run, state = begin(small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1), single())
+    rows, _, _ = scored_batch(run, state)
+    learning = {name: role for name, role in run.parts.roles.items() if role.loss is not None}
+    (totals,) = denominators(learning, rows, [np.arange(len(rows.owner))])
+    reads = []
+
+    def read(x):
+        reads.extend([x.shape] * (x.device == META))
+        return torch.ones(x.shape, dtype=x.dtype) if x.device == META else x
+
+    monkeypatch.setattr(torch.Tensor, "cpu", read)
+    for name, role in learning.items():
+        there = on_device(rows, role.mask)
+        pieces = [piece.batch for piece in own_micro_batches(there, BUDGET)]
+        before = trees.map(lambda x: x.to(META), state.roles[name])
+        total = LossTotals(tuple(x.to(META) for x in totals[name].denominators), totals[name].tokens.to(META))
+        with NoBlockingCopies():
+            after, metrics = train_step(role, before, pieces, total)
+        assert all(x.device == META for x in (*trees.leaves(after.params), *metrics.values()))
+    assert reads == [(3,)] * len(learning)

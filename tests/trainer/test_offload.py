@@ -1,5 +1,7 @@
 """What is offloaded from the accelerator; on a CPU, nothing."""
 
+import contextlib
+
 import pytest
 import torch
 from small_runs import begin, small_job
@@ -33,6 +35,61 @@ def test_an_unknown_part_is_refused():
     assert offload.offloaded_parts("params,optimizer") == {"params", "optimizer"}
     with pytest.raises(ValueError, match="--offload=params,cache: it must be some of optimizer,reference,params"):
         small_job(offload="params,cache")
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """Tensors with the attribute `away` count as a GPU's; pinned buffers that are made are listed."""
+    pinned = []
+    empty_like = torch.empty_like
+
+    def made(x, device=None, pin_memory=False):
+        tensor = empty_like(x)
+        tensor.away = not pin_memory
+        pinned.extend([tensor] * pin_memory)
+        return tensor
+
+    here = contextlib.nullcontext()
+    here.wait_stream = lambda stream: None
+    monkeypatch.setattr(torch, "empty_like", made)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: getattr(x, "away", False)), raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: any(x is y for y in pinned))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(offload, "copy_stream", lambda device: here)
+    return pinned
+
+
+def test_host_buffers_are_made_once_and_hold_the_newest_values(pretended_gpu):
+    run, state = begin(small_job(), single())
+    tensors = [x for x in trees.leaves([r.opt_state for r in state.roles.values()]) if isinstance(x, torch.Tensor)]
+    for x in tensors:
+        x.away = True
+    place = offload.mover("optimizer", run.parts._replace(mesh=single("cuda:0")), lambda note: None)
+    counts = []
+    for step in range(3):
+        run, state = place(run, state, "generate")
+        counts.append(len(pretended_gpu))
+        held = [x for x in trees.leaves([r.opt_state for r in state.roles.values()]) if x.is_floating_point()]
+        assert all(x.is_pinned() for x in held)
+        run, state = place(run, state, "update")
+        for x in trees.leaves([r.opt_state for r in state.roles.values()]):
+            if x.is_floating_point():
+                assert not x.is_pinned()
+                assert float(x.abs().max()) == float(step)
+                x += 1
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+def test_a_host_buffer_of_another_form_is_not_used(pretended_gpu):
+    buffers = {}
+    for shape, count in (((2, 3), 1), ((3, 2), 2), ((3, 2), 2)):
+        x = torch.ones(shape)
+        x.away = True
+        offload.offload({"w": x}, buffers=buffers)
+        assert len(pretended_gpu) == count
 
 
 @pytest.mark.gpu

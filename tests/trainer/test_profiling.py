@@ -41,6 +41,13 @@ def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     assert any("mm" in name and low <= at and to <= high for name, at, to in operators)
 
 
+def test_a_trace_ends_with_the_last_of_its_steps(tmp_path):
+    loop.train_loop(small_job(GRPO, **BASE, profile="1:2"), single(), Quiet(str(tmp_path / "checkpoints")))
+    (path,) = (tmp_path / "profile").iterdir()
+    steps = {name for name, *_ in ranges(path)[0] if name.startswith("step ")}
+    assert path.name == "rank-0-steps-1-2.json.gz" and steps == {"step 1", "step 2"}
+
+
 def test_a_run_that_ends_early_leaves_what_it_has_and_one_without_the_flag_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise NotFiniteError("no more")

@@ -56,6 +56,8 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
     weighted = texts_of(settings_of(data=f"{first}@3,{tmp_path}/c.jsonl@1"), "preferences", TOKENIZER, SMALL, Given())
     assert weighted.examples.shares == (750, 250) and "margin" not in fields_of_texts(weighted)
     assert all(one.margin is None for one in weighted.examples)
+    held = texts_of(settings_of(data=first, eval_data=f"{tmp_path}/c.jsonl"), "preferences", TOKENIZER, SMALL, Given())
+    assert "margin" not in fields_of_texts(held), "held-out texts have none"
     given = texts_of(
         settings_of(data=first, eval_data=second, eval_prompts=4), "preferences", TOKENIZER, SMALL, Given()
     )

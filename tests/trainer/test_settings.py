@@ -103,7 +103,7 @@ def test_values_at_the_bounds_are_good():
         ({"steps": None}, "--steps=None: a whole number is needed"),
         ({"temperature": float("nan")}, "--temperature=nan: a finite number is needed"),
         ({"fsdp": 1}, "--fsdp=1: true or false is needed"),
-        ({"dtype": "half"}, "--dtype=half: it must be one of float32, float64, bfloat16"),
+        ({"dtype": "half"}, "--dtype=half: it must be one of auto, float32, float64, bfloat16"),
         ({"generate_mesh": "xx2"}, "--generate_mesh=xx2: 'xx2' is not an axis"),
     ],
 )
@@ -179,7 +179,7 @@ def test_choices_are_those_of_the_modules_that_act_on_them():
     assert choices("hardware") == tuple(HARDWARE)
     assert choices("remat") == remat.MODES
     assert set(choices("offload")) == set(offload.PARTS)
-    assert choices("dtype") == tuple(TORCH_DTYPES)
+    assert choices("dtype") == ("auto", *TORCH_DTYPES)
     assert FLAGS["fsdp_models"].bounds[0].text == f"names such as {','.join(ROLES)}"
     assert checks.LARGEST == LARGEST
 

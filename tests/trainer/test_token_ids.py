@@ -14,7 +14,7 @@ SIZES = {"embed": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head": 4, "mlp": 8
 
 def task_with(*tokens):
     example = Example(list(tokens), "text", {})
-    return Task("prompts", [example], [example], (), (), None, 4)
+    return Task("prompts", [example], [example], (), (), 4)
 
 
 def test_ids_that_nothing_uses_may_be_beyond():

@@ -19,7 +19,7 @@ from funrl.batch import Batch
 
 
 def group_center() -> Advantage:
-    """Subtract the group's mean from each score: x_i - mean_G x, on [B].
+    """Subtract the group mean: x_i - mean_G x, on [B].
 
     Needs: group [B].
 
@@ -29,7 +29,7 @@ def group_center() -> Advantage:
 
 
 def group_scale(eps: float = 1e-6) -> Advantage:
-    """Divide each number by its group's standard deviation (denominator n - 1) plus eps, on [B].
+    """Divide by the group's standard deviation (n - 1 below) plus eps, on [B].
 
     A group of equal numbers or of one row is left unchanged; after `group_center` it is 0.
 
@@ -54,7 +54,7 @@ def group_scale(eps: float = 1e-6) -> Advantage:
 
 
 def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
-    """Divide by the standard deviation of all rows (denominator n - 1) plus eps, on [B]; equal numbers stay unchanged.
+    """Divide by the batch's standard deviation (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
     Prompts whose rewards differ more then weigh more than others. Before `group_center` the deviation is that of the
     raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
@@ -81,7 +81,7 @@ def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
 
 
 def batch_center() -> Advantage:
-    """Subtract the mean of all rows, over all prompts, from each score: x_i - mean x, on [B]. With `batch_scale`, PRPO.
+    """Subtract the batch mean: x_i - mean x, on [B]. With `batch_scale`, PRPO.
 
     If all scores are equal, each row gets exactly 0. A group of equal scores among others does not: a prompt that is
     always solved gets positive advantages, one that is never solved gets negative ones.
@@ -90,7 +90,7 @@ def batch_center() -> Advantage:
 
 
 def constant_baseline(value: float = 0.5) -> Advantage:
-    """Subtract one number from every score: x_i - value, on [B].
+    """Subtract a constant: x_i - value, on [B].
 
     Off-policy, the number affects more than the variance: it sets how much right answers count relative to wrong ones.
 
@@ -102,7 +102,7 @@ def constant_baseline(value: float = 0.5) -> Advantage:
 
 
 def relative_to_mean() -> Advantage:
-    """Subtract the group's mean from each score and divide by it: (x_i - mean_G x) / mean_G x, on [B].
+    """Subtract the group mean and divide by it: (x_i - mean_G x) / mean_G x, on [B].
 
     With rewards of 0 and 1 this estimates the gradient of log p, where p is the probability of solving the prompt:
     rarely solved prompts count more. A group whose mean is not above 0 gets 0.
@@ -124,7 +124,7 @@ def relative_to_mean() -> Advantage:
 
 
 def optimal_value_baseline(beta: float = 0.5) -> Advantage:
-    """Subtract the value of the optimal policy at KL price beta: x_i - beta log mean_G exp(x / beta), on [B].
+    """Subtract the optimal value under a KL cost of beta: x_i - beta log mean_G exp(x / beta), on [B].
 
     Args:
       beta: in units of reward per nat, above 0. The baseline tends to the group's mean for large beta, to its maximum
@@ -174,7 +174,7 @@ def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
 
 
 def class_sizes() -> Advantage:
-    """Signed size of the row's class in its group, on [B]: +n for the n rows with x above 0, -m for the m others.
+    """Signed size of a row's class in its group: +n for the n rows with x > 0, -m for the m others; on [B].
 
     After `group_center` the classes are the rows above the group's mean and the others. A group of one class gets 0.
 
@@ -194,7 +194,7 @@ def class_sizes() -> Advantage:
 
 
 def leave_one_out() -> Advantage:
-    """Subtract the mean of the other rows of the group: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
+    """Subtract the mean of the group's other rows: x_i - mean_{j != i} x_j = (x_i - mean_G x) n / (n - 1).
 
     Needs: group [B].
     References: Kool et al., 2019; RLOO, Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740
@@ -210,7 +210,7 @@ def leave_one_out() -> Advantage:
 
 
 def win_rate() -> Advantage:
-    """Win rate against the group's other rows, minus 1/2: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
+    """Win rate of a row in its group, less 1/2: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
 
     A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. The result is from
     -1/2 to 1/2, and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
@@ -232,7 +232,7 @@ def win_rate() -> Advantage:
 
 
 def greedy_baseline() -> Advantage:
-    """Subtract the score of a greedy completion of the same prompt: x_i - b_i. Needs: greedy_score [B].
+    """Subtract the greedy completion's score: x_i - b_i. Needs: greedy_score [B].
 
     References: ReMax, Li et al., 2024, https://arxiv.org/abs/2310.10505
     """
@@ -244,7 +244,7 @@ def greedy_baseline() -> Advantage:
 
 
 def length_weighted_center() -> Advantage:
-    """Subtract the group's mean weighted by length: x_i - sum_G l x / sum_G l.
+    """Subtract the length-weighted group mean: x_i - sum_G l x / sum_G l.
 
     This baseline has the least variance if the squared norm of a completion's gradient grows with its length l. l is
     the number of sampled tokens, including tokens that a correction has rejected.
@@ -264,7 +264,7 @@ def length_weighted_center() -> Advantage:
 
 
 def informative_rescale() -> Advantage:
-    """Multiply by rows / (rows of groups whose x are not all 0), so groups without a signal do not dilute the loss.
+    """Multiply by rows / (rows of groups whose x are not all 0), against dilution by groups without a signal.
 
     Comes after `group_center`, which makes x exactly 0 in a group of equal rewards.
 
@@ -283,7 +283,7 @@ def informative_rescale() -> Advantage:
 
 
 def best_of_group(eps: float | None = 1e-6) -> Advantage:
-    """Give only the best row of a group an advantage, its lead over the second best: trains pass@k.
+    """Give only the best row of a group an advantage, which trains pass@k.
 
     A_i = x_1 - x_2 for the best row i of the group, divided by the group's standard deviation plus eps; else 0.
 

@@ -43,7 +43,7 @@ def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -
 
 
 def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advantage:
-    """Sample the rows to train on with replacement, as many as there are, favouring extreme scores.
+    """Resample the rows of the batch with replacement, extreme scores more often.
 
     The probabilities are those of `resampling_weights`. Only `rows` of the signal changes; it is applied after the
     chain. The sample depends only on the seed and the number of batches before, and is the same on every rank; the

@@ -118,7 +118,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
 
 
 def length_adaptive(alpha: float = 0.05) -> Lambda:
-    """Lambda that grows with the length of the response, 1 - 1 / (alpha length); 0 below a length of 1 / alpha.
+    """Lambda grows with length: max(0, 1 - 1 / (alpha length)).
 
     The weights of the temporal differences then sum to about alpha times the length, so that a long response's
     advantage is not dominated by the critic's bias.
@@ -131,7 +131,7 @@ def length_adaptive(alpha: float = 0.05) -> Lambda:
 
 
 def reward_to_go(gamma: float = 1.0) -> Advantage:
-    """The discounted sum of the rewards from each sampled token on: G[t] = r[t] + gamma G[t'], on [B, T].
+    """Discounted sum of rewards from each sampled token on: G[t] = r[t] + gamma G[t'], on [B, T].
 
     Tokens that were not sampled are skipped: they neither discount nor count.
 
@@ -163,7 +163,7 @@ def next_sampled(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def whiten(eps: float = 1e-8) -> Advantage:
-    """Mean 0 and variance 1 over all masked tokens of the batch: (x - mean) / sqrt(var + eps), on [B, T].
+    """Standardise over all masked tokens: (x - mean) / sqrt(var + eps), on [B, T].
 
     The variance has the denominator n - 1. Equal numbers, or a single token, give exactly 0; a zero among others does
     not stay 0 unless the mean over tokens is 0. Signal.returns is unchanged.

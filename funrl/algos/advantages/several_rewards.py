@@ -19,7 +19,7 @@ from funrl.batch import Batch
 
 
 def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, deviation: bool = True) -> Advantage:
-    """Centre and scale each reward function in its group separately, then sum: sum_k w_k (s_k - mean_G) / std_G.
+    """Standardise each reward function within the group, then sum: sum_k w_k (s_k - mean_G) / std_G.
 
     The signal's x is replaced. A reward function that is constant over a group adds exactly 0. Changes that earlier
     pieces made to the score, such as a penalty, are centred in the group and added unscaled: 1 unit of them counts as
@@ -58,7 +58,7 @@ def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, 
 
 
 def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
-    """Combine several reward functions into one score, sum_k w_k s_k over those that apply. Replaces x: put it first.
+    """Weighted sum of the rewards that apply, sum_k w_k s_k. It replaces x: put it first.
 
     Args:
       weights: one number per reward function; None: all 1.

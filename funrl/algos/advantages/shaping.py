@@ -16,7 +16,7 @@ from funrl.batch import Batch
 
 
 def to_tokens() -> Advantage:
-    """Give every sampled token of a row the row's value: [B] -> [B, T]."""
+    """Give each sampled token its row's number: [B] -> [B, T]."""
 
     def spread(x_B: Tensor, batch: Batch) -> Tensor:
         return where_masked(batch.across.own(x_B)[:, None].expand(batch.mask.shape), batch.mask)
@@ -25,7 +25,7 @@ def to_tokens() -> Advantage:
 
 
 def to_last_token() -> Advantage:
-    """Turn outcomes [B] into token rewards [B, T]: the outcome at the last sampled token, plus `token_reward`.
+    """Put outcomes [B] on the last sampled token, and add `token_reward`: [B, T].
 
     Adds batch.token_reward [B, T] if it is given. A row without sampled tokens gets no reward.
     """
@@ -59,12 +59,12 @@ class Controller(NamedTuple):
 
 
 def fixed_kl(kl_coef: float) -> Controller:
-    """A constant coefficient, in reward per nat."""
+    """Constant coefficient, in reward per nat."""
     return Controller(lambda: torch.tensor(kl_coef, dtype=torch.float64), lambda beta, kl, rows: beta)
 
 
 def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Controller:
-    """A coefficient that steers the KL to a target: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon.
+    """Coefficient that steers the KL to a target: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon.
 
     Args:
       kl_coef: initial coefficient, in reward per nat.
@@ -127,7 +127,7 @@ def clip_reward(low: float, high: float) -> Advantage:
 
 
 def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
-    """Subtract a penalty that grows over the last `buffer` tokens before the limit, on [B].
+    """Penalise the last `buffer` tokens before the length limit, on [B].
 
     x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, including
     tokens that a correction has rejected.
@@ -156,7 +156,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
 
 
 def stop_properly(coefficient: float) -> Advantage:
-    """Reduce the score of completions that ran into the length limit, on [B].
+    """Scale or replace the scores of truncated completions, on [B].
 
     Args:
       coefficient: from 0 to 1, a factor of the score; below 0, it replaces the score.
@@ -174,7 +174,7 @@ def stop_properly(coefficient: float) -> Advantage:
 
 
 def running_normalise(eps: float = 1e-8) -> Advantage:
-    """Normalise by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
+    """Standardise by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
 
     The state is (rows, mean, sum of squared deviations) in float64, carried from step to step and merged batch by batch
     without loss (Chan et al., 1983). The variance has the denominator n.
@@ -199,7 +199,7 @@ def running_normalise(eps: float = 1e-8) -> Advantage:
 
 
 def token_rewards(kl: Controller | None = None, kind: str = "k1") -> Advantage:
-    """The beginning of a chain on token rewards: `to_last_token`, then `kl_in_reward` if there is a controller.
+    """`to_last_token`, then `kl_in_reward` if there is a controller.
 
     Args:
       kl: `fixed_kl(...)` or `adaptive_kl(...)`; None: no KL, and no reference is needed.

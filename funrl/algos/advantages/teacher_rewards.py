@@ -11,7 +11,7 @@ from funrl.batch import Batch
 
 
 def teacher_advantage(kind: str = "k1") -> Advantage:
-    """Replace the reward by -KL(pi_old || pi_teacher) per token: the policy gradient follows the teacher.
+    """Replace the reward by -KL(pi_old || pi_teacher) per token.
 
     If `signal.x` is already [B, T], it is added. Outcomes [B] are dropped, including all changes by earlier pieces: to
     learn from scores too, put `to_last_token` or `to_tokens` before.

@@ -85,7 +85,7 @@ def slot_baseline(
 
 
 def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
-    """Add the rewards of an implicit process model to the tokens, minus the group's leave-one-out mean, on [B, T].
+    """Add an implicit process model's rewards, less the group's leave-one-out mean, on [B, T].
 
     q[i, t] = beta (log pi_implicit - log pi_ref) at token t,  x[i, t] += c (q[i, t] - mean_{j != i} mean_t q[j, t]).
 
@@ -110,7 +110,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 
 
 def label_outcomes() -> Advantage:
-    """Set `batch.label` to the row's raw score on all of its sampled tokens, rejected ones included.
+    """Set `batch.label` to the raw score, on all sampled tokens, rejected ones included.
 
     `implicit_reward_loss` learns from it.
 

@@ -65,7 +65,7 @@ def noise(rows_B: Tensor, width: int, draw: Tensor) -> Tensor:
 
 
 def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: float = 5.0) -> Advantage:
-    """Select tokens at random among those whose covariance of advantage and log-probability is in (low, high).
+    """Select random tokens whose covariance of advantage and log-probability is in (low, high).
 
     Put it last in the chain: it reads `signal.x` as advantages. It selects a `share` of all tokens, at least one.
 
@@ -93,7 +93,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
 
 
 def select_highest_covariance(share: float = 0.0002) -> Advantage:
-    """Select the tokens whose covariance of advantage and log-probability is highest: `share` of all, at least one.
+    """Select the `share` of tokens with the highest covariance of advantage and log-probability, at least one.
 
     Put it last in the chain: it reads `signal.x` as advantages. The warning of `select_covariance_between` applies.
 
@@ -119,7 +119,7 @@ def _selecting(signal: Signal, chosen_BT: Tensor, batch: Batch) -> Signal:
 
 
 def keep_highest_entropy(share: float = 0.2) -> Advantage:
-    """Weight all tokens by 0 except those of the highest entropy: at or above the (1 - share) quantile of the batch.
+    """Weight 0 on tokens below the (1 - share) quantile of the batch's entropy.
 
     The quantile interpolates linearly between the two tokens next to it. Use it with `weighted`; a KL term outside of
     `weighted` still sees every token, and the denominator counts all tokens.
@@ -157,7 +157,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
 def adapt_entropy(
     target: float, step: float = 0.005, start: float = 0.0, low: float = 0.0, high: float = 1.0
 ) -> Advantage:
-    """Steer the mean entropy to a target by the coefficient of `adaptive_entropy_bonus`.
+    """Steer mean entropy to a target through the coefficient of `adaptive_entropy_bonus`.
 
     If the batch's mean entropy is at most the target, the coefficient is c, and c then grows by `step`. Otherwise the
     coefficient is 0, and c shrinks by `step`. c stays within [low, high]; it is the state.
@@ -182,7 +182,7 @@ def adapt_entropy(
 
 
 def mark_positives(threshold: float = 0.0) -> Advantage:
-    """Mark the tokens of rows whose outcome is above a threshold, without rejected tokens: VAPO imitates them.
+    """Mark the unrejected tokens of rows with an outcome above a threshold, for VAPO to imitate.
 
         sum_losses(..., restrict(reduce(scale(0.1, negative_log_likelihood()), token_mean()), imitated_tokens))
 

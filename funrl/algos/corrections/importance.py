@@ -46,7 +46,7 @@ def gap_over(over: str, d_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0) -> Advantage:
-    """Truncated importance weights, w = clip(ratio, low, high), times the weights that are already there.
+    """Truncated importance weights, w = clip(ratio, low, high), times the existing weights.
 
     Args:
       over: "token", "sequence" or "geometric".
@@ -79,7 +79,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
 
 
 def normalise_weights() -> Advantage:
-    """Divide the weights by their mean over the masked tokens of the batch, so that they do not shrink the step.
+    """Divide the weights by their mean over the batch's masked tokens.
 
     After `importance_weights`, which makes them. Needs: weight, of the signal.
 

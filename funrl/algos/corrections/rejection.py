@@ -25,7 +25,7 @@ from funrl.batch import Batch
 
 
 def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_denominator: bool = False) -> Advantage:
-    """Reject the tokens, or with "sequence" and "geometric" the rows, whose ratio is not in [low, high].
+    """Drop tokens, or with "sequence" and "geometric" rows, with a ratio outside [low, high].
 
     This is rejection by k1, with bounds on the ratio trainer / engine. Over tokens and together with
     `importance_weights("token", 0, high)` it is masked importance sampling (IcePop).
@@ -54,7 +54,7 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
 def reject_divergence(
     kind: str = "k3", over: str = "mean", high: float = 0.01, in_denominator: bool = False
 ) -> Advantage:
-    """Reject the tokens or rows whose divergence between engine and trainer is above a bound.
+    """Drop tokens or rows whose divergence between engine and trainer exceeds a bound.
 
     k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0.
 
@@ -87,7 +87,7 @@ def reject_divergence(
 
 
 def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:
-    """Reject the tokens whose log-ratio d to the engine is largest, until the mean of d^2 is at most a bound.
+    """Drop the tokens with the largest log-ratio d to the engine until mean d^2 is at most a bound.
 
     d is `log_gap`: it is large where tokens are stale, that is, sampled by weights that are some updates old. Tokens of
     equal d^2 stay or go together. If all tokens are beyond the bound, all go.
@@ -143,7 +143,7 @@ def _largest_kept(moment_BT: Tensor, counted_BT: Tensor, high: float, batch: Bat
 
 
 def keep_best(threshold: float = 0.0) -> Advantage:
-    """Reject the rows that are not the best of their group, or not above a threshold; x of the others becomes 1.
+    """Drop rows that are not the best of their group or not above a threshold; the rest get x = 1.
 
     Rows that tie for the best all stay, and so does the only row of a group: imitation needs no comparison.
 
@@ -163,7 +163,7 @@ def keep_best(threshold: float = 0.0) -> Advantage:
 
 
 def mask_truncated(in_denominator: bool = False) -> Advantage:
-    """Reject the rows that ran into the length limit. They still count in group statistics that were taken before.
+    """Drop truncated rows; they still count in group statistics.
 
     Args:
       in_denominator: leave their tokens in the mask, with a weight of 0.

@@ -10,7 +10,7 @@ from funrl.batch import Batch
 
 
 def unequal_scores() -> Filter:
-    """Keep the groups whose scores differ; a group-relative advantage learns nothing from the others.
+    """Keep groups whose scores differ.
 
     Needs: score, group [B].
     References: DAPO's dynamic sampling, Yu et al., 2025, https://arxiv.org/abs/2503.14476
@@ -25,7 +25,7 @@ def unequal_scores() -> Filter:
 
 
 def mean_between(low: float, high: float) -> Filter:
-    """Keep the groups whose mean score is strictly between low and high: neither too hard nor too easy.
+    """Keep groups with a mean score strictly between low and high.
 
     Args:
       low, high: in units of reward.
@@ -42,7 +42,7 @@ def mean_between(low: float, high: float) -> Filter:
 
 
 def complete_groups(size: int) -> Filter:
-    """Keep the groups of exactly `size` rows; others are incomplete. Needs: group [B]."""
+    """Keep groups of exactly `size` rows; smaller ones lost rows or are still being sampled. Needs: group [B]."""
 
     def chosen(batch: Batch) -> Tensor:
         return groups_of(batch.group).size == size

@@ -12,7 +12,7 @@ from funrl.batch import Batch, as_dict, kind_of, map_kinds, with_across
 
 
 def not_truncated() -> Filter:
-    """Keep the rows that ended by themselves; the others are dropped from their groups. Needs: truncated [B].
+    """Keep rows that were not truncated. Needs: truncated [B].
 
     `mask_truncated` keeps them in the group's statistics instead.
     """
@@ -24,7 +24,7 @@ def not_truncated() -> Filter:
 
 
 def rewarded() -> Filter:
-    """Keep the rows on which no reward function failed; the others are dropped from their groups. Needs: failed [B]."""
+    """Keep rows on which no reward function failed. Needs: failed [B]."""
 
     def chosen(batch: Batch) -> Tensor:
         return ~batch.failed

@@ -101,7 +101,7 @@ def clipped_surrogate(
 
 
 def entropy_bonus(entropy_coef: float = 0.01) -> Term:
-    """-entropy_coef H(pi), which keeps the policy from collapsing.
+    """-entropy_coef H(pi), against collapse.
 
     Args:
       entropy_coef: in units of the advantage per nat.

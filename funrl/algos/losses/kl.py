@@ -80,7 +80,7 @@ def kl_to(field: str, kind: str, metric: str) -> Term:
 
 
 def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
-    """An estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
+    """Estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
 
     With `bias_corrected` it is r k with r = pi / pi_old unclipped, and the gradient goes through both factors. For
     tokens of an older policy this is unbiased in value and gradient with k1 and k3 only: the means of k2 and abs are
@@ -115,7 +115,7 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
 
 
 def kl_to_old(kind: str = "abs") -> Term:
-    """An estimate of KL(pi || pi_old) per token, a soft leash on the update.
+    """Estimate of KL(pi || pi_old) per token.
 
     Args:
       kind: "k1", "k2", "k3" or "abs", or one of these with "+" for the gradient of k2.

@@ -23,7 +23,7 @@ def negative_log_likelihood() -> Term:
 
 
 def dynamic_likelihood() -> Term:
-    """-sg(pi(t)) log pi(t): the likelihood with less weight on tokens that the model finds improbable.
+    """-sg(pi(t)) log pi(t): likelihood with less weight on improbable tokens.
 
     Returns: a term; loss [B, T] in nats; metric "actor/nll" (nats, not weighed).
     References: DFT, Wu et al., 2025, https://arxiv.org/abs/2508.05629
@@ -32,7 +32,7 @@ def dynamic_likelihood() -> Term:
 
 
 def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
-    """-sg(min(H / scale, 1)^alpha) log pi(t): the likelihood with less weight where the model is confident.
+    """-sg(min(H / scale, 1)^alpha) log pi(t): likelihood with less weight where entropy H is low.
 
     An improbable token is still learned if the entropy H is high, since the model is uncertain there. If H is low, the
     model contradicts the demonstration, and learning the token would destroy what the model knows.
@@ -61,7 +61,7 @@ def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
 
 
 def uncertain_likelihood() -> Term:
-    """-sg(p (1 - p)) log p with p = pi(t): the likelihood, mostly on tokens of medium probability.
+    """-sg(p (1 - p)) log p with p = pi(t): likelihood, mostly of tokens with p near 1/2.
 
     Returns: a term; loss [B, T] in nats; metric "actor/nll" (nats, not weighed).
     References: CHORD's phi, Zhang et al., 2025, https://arxiv.org/abs/2508.11408
@@ -75,7 +75,7 @@ def uncertain_likelihood() -> Term:
 
 
 def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
-    """The loss over a part of the mask only: the other tokens are in neither numerator nor denominator.
+    """The loss over a part of the mask only. Other tokens are in neither numerator nor denominator.
 
     Args:
       loss: the loss to restrict.

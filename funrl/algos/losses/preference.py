@@ -137,7 +137,7 @@ def beyond_shorter(batch: Batch) -> Tensor:
 
 
 def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
-    """Constant weight of a pair: how likely the policy is to sample its two completions itself.
+    """Weight of a pair: how likely the policy itself is to write both completions, a constant.
 
     w = exp(m(chosen) + m(rejected)), m the mean over a completion's tokens of log(pi(t) / sum_v pi(v)^2).
 
@@ -168,7 +168,7 @@ def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
 
 
 def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = None) -> Term:
-    """The loss of a pair given the implicit rewards of its two completions.
+    """Loss of a pair, given the implicit rewards of both completions.
 
     Several losses with weights: `add(scale(0.8, preference(a, reward)), scale(0.2, preference(b, reward)))`.
 

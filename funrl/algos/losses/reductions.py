@@ -32,7 +32,7 @@ def token_mean() -> Reduction:
 
 
 def token_sum() -> Reduction:
-    """The sum over all masked tokens, sum L m: the learning rate then depends on the batch. Its denominator is 0."""
+    """Sum over all masked tokens, sum L m. Its denominator is 0: the learning rate depends on the batch."""
     return Reduction(lambda mask, segments: (mask.new_zeros((), dtype=torch.float64),), _summed)
 
 
@@ -51,7 +51,7 @@ def sequence_mean() -> Reduction:
 
 
 def sequence_sum_mean() -> Reduction:
-    """The mean over sequences of the sum over their tokens: the gradient of a sequence's log-probability."""
+    """Mean over sequences of the sum over their tokens. That is the gradient of a sequence's log-probability."""
     return constant_mean(1)
 
 

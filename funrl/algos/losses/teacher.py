@@ -10,7 +10,7 @@ from funrl.batch import Batch
 
 
 def kl_to_teacher(kind: str = "k3") -> Term:
-    """An estimate of KL(pi || pi_teacher) per sampled token, minimised directly.
+    """Estimate of KL(pi || pi_teacher) per sampled token.
 
     Args:
       kind: as in `funrl.algos.losses.kl`; "k1+" has the value of k1 and the right gradient, that of k2.
@@ -22,7 +22,7 @@ def kl_to_teacher(kind: str = "k3") -> Term:
 
 
 def divergence_to_teacher() -> Term:
-    """The divergence of the policy from the teacher over the whole vocabulary, minimised directly.
+    """Divergence of policy and teacher over the whole vocabulary.
 
     `Algorithm.divergence` selects it: the forward or the reverse KL, or a Jensen-Shannon divergence between them. The
     step computes it from the hidden states of both models in chunks, so no [T, V] tensor is materialised.

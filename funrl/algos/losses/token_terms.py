@@ -52,7 +52,7 @@ def surrogate(ratio: Ratio | None = None) -> Term:
 
 
 def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ratio: Ratio | None = None) -> Term:
-    """-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log pi: every token keeps a gradient, the clip bounds its weight.
+    """-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log pi: the clip bounds the weight, and each token keeps a gradient.
 
     Args:
       clip_low: how far the weight may fall below 1, 0 to 1; None: to 0.
@@ -190,7 +190,7 @@ def divergence_mask(
     cap: float = 20.0,
     sampled_by: str = "rollout_logp",
 ) -> Term:
-    """-A sg(min(r, cap) [near]) log pi: a token counts while its probability, not its ratio, is near.
+    """-A sg(min(r, cap) [near]) log pi: masks by the distance of probabilities, not by their ratio.
 
     With p = pi(t), q = pi_sampler(t), r = p / q: a token gets no gradient if the update would move p further beyond the
     bound. tv: near = p - q <= high where A > 0, p - q >= -low elsewhere. kl: with the divergence of the two-way choice

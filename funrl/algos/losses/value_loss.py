@@ -10,7 +10,7 @@ from funrl.batch import Batch
 
 
 def clipped_value_loss(value_clip: float | None = 0.5) -> Term:
-    """Half the squared error to the returns per token, pessimistic about changes beyond `value_clip`.
+    """Clipped squared error of values to returns, per token.
 
     L = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, with values instead of log-probabilities.
 

@@ -2,8 +2,8 @@
 
 References: Shao et al., 2024, https://arxiv.org/abs/2402.03300.
 verl: token-mean by default (`per_sequence=False`), KL factor 0.001, k3 clamped to +-10, a singleton group keeps its raw
-  reward. TRL: no KL by default, loss_type dapo (token mean), `std_eps` 1e-4, `kl_bias_corrected`; with several mini-
-  batches dapo divides each by the mean number of tokens of all.
+  reward. TRL: no KL by default, loss_type dapo (token mean), `std_eps` 1e-4, `kl_bias_corrected`; with several
+  mini-batches dapo divides each by the mean number of tokens of all.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
+from funrl.trainer.jobs.models import compute_dtype
 
 
 def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[
             "family": job.model.config.source.family,
             "parameters": estimate.parameters,
             "trained_parameters": estimate.trained,
-            "dtype": settings.models.dtype,
+            "dtype": compute_dtype(settings),
         },
         "hardware": {"name": settings.estimate.hardware, "memory_bytes": hardware.memory, "usable_bytes": verdict.room},
         "devices": rates.devices,

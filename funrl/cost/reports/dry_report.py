@@ -22,6 +22,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes.environment import ranks_of_node
+from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -109,7 +110,7 @@ def title(estimate: Estimate, settings: Settings) -> str:
     trained = f", of which {estimate.trained / 1e6:,.1f} M are trained (rank {rank})" if learns else ""
     return (
         f"{job.model.config.source.family}, {estimate.parameters / 1e6:,.1f} M parameters{trained}, "
-        f"{settings.models.dtype}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
+        f"{compute_dtype(settings)}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
         f"train {train}{generate}\n"
         f"a step: {estimate.step}"
     )

@@ -11,6 +11,7 @@ from funrl.cost.tracing.hardware import HARDWARE, USABLE
 from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, with_flags
 
@@ -79,7 +80,7 @@ def _devices(settings: Settings, algorithm: Algorithm, result: Search, ranked: R
 
 
 def _dtype(settings: Settings, algorithm: Algorithm, result: Search) -> str:
-    if settings.models.dtype == "bfloat16":
+    if compute_dtype(settings) == "bfloat16":
         return ""
     changed = with_flags(settings, dtype="bfloat16")
     fit = sensible_fit(

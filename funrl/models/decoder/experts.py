@@ -7,6 +7,9 @@ Every token goes to its k experts, which may be on other ranks of `expert`. Ther
 | gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
 | ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more |
 
+The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so twice in a
+layer's forward pass.
+
 Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. A shared expert is
 such a layer, to which every token of a rank goes at home.
 """
@@ -157,8 +160,8 @@ def dispatch_gathered(
     """Sum of the experts of this rank over tokens of all ranks of `over`, brought home. One rank: no detour."""
     h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
     own = params["expert_gate"].shape[0]
-    # One rank has all slots but those of padding: to ask how many these are, the host would wait.
-    static = torch.compiler.is_compiling() or not over
+    # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
+    static = torch.compiler.is_compiling() or not over or h_TD.device.type != "cpu"
     slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static=static)
     y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.processes.device_memory import copy_to_device
+
 
 class HostCopy:
     """Tensors on their way to the host; on a CPU they are there already."""
@@ -32,6 +34,4 @@ class HostCopy:
 
 def device_copy(x: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device, in the order of the device's work."""
-    if device.type != "cuda":
-        return torch.from_numpy(x).to(device)
-    return torch.from_numpy(x).pin_memory().to(device, non_blocking=True)
+    return copy_to_device(torch.from_numpy(x), device)

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import ipaddress
 import json
 import os
 import queue
@@ -42,7 +43,6 @@ from funrl.mesh.launch import device_type
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
-from funrl.processes.addresses import host_name, is_loopback
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import Core, CoreRequest
 from funrl.rollout.vllm.core import start_vllm
@@ -289,6 +289,21 @@ class CoreHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log: there is a request for every token."""
+
+
+def is_loopback(host: str) -> bool:
+    """True for a name or an address that only this machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(header: str) -> str:
+    """The host in a Host header, without its port."""
+    return header.rpartition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
 
 
 def plain_requests(requests: Sequence[CoreRequest]) -> list[dict[str, Any]]:

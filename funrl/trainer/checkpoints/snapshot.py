@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rules import Layout
+from funrl.processes.device_memory import wait_for_copies
 from funrl.trainer.checkpoints.checkpoint import numbers_of, scalar_arrays, tensors_of
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.state import State
@@ -47,6 +48,7 @@ class Snapshot(NamedTuple):
 
     def copy(self, memory: Memory) -> None:
         """Copy the part to the shared memory: what changes afterwards is not written."""
+        wait_for_copies()
         copy_to_memory(self.own, self.tensors, self.layouts, mesh=self.mesh, memory=memory)
         if self.held is not None:
             copy_rows(self.own, self.rows, self.held, memory=memory)

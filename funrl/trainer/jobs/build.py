@@ -13,6 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import Loss
 from funrl.algos.reading import reads
+from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -85,6 +86,8 @@ class Parts(NamedTuple):
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     """Meshes, layouts and functions. Called by every rank."""
     settings = job.settings
+    if mesh.device.type == "cuda":
+        note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
 
     def layer_of(model: Model) -> Layer:

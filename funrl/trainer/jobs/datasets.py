@@ -30,7 +30,7 @@ from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
-from funrl.tasks.embedded import TASKS, is_embedded_reward
+from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,
@@ -56,8 +56,6 @@ from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
 DEMONSTRATION = "demonstration"  # field of a prompt's record
-
-Demonstrations = Callable[[int, int], list[tuple[str, str]]]
 
 
 class Given(NamedTuple):
@@ -89,7 +87,7 @@ class Task(NamedTuple):
       heldout: to evaluate on.
       rewards: functions(prompt, completion, **fields) -> float.
       weights: of each of them in a completion's score, then of the models that score completions too.
-      demonstrations: (seed, count) -> (prompt, completion) pairs for a supervised warm start, where there are any.
+      embedded: whether they are those of an embedded task.
       max_new_tokens: what a completion needs.
       readable: completion -> as it is shown to people; None: as it is.
       remarks: on prompts that are not taken as they are.
@@ -102,8 +100,8 @@ class Task(NamedTuple):
     heldout: Sequence[Example]
     rewards: tuple[Callable[..., float], ...]
     weights: tuple[float, ...]
-    demonstrations: Demonstrations | None
     max_new_tokens: int
+    embedded: bool = False
     readable: Callable[[str], str] | None = None
     remarks: tuple[str, ...] = ()
     curriculum: Callable[..., Any] | None = None
@@ -118,7 +116,7 @@ class Texts(NamedTuple):
       examples: to train on.
       heldout: to evaluate on.
       kind: one of `supervised.TEXT_FIELDS`.
-      demonstrations, readable: as in `Task`.
+      readable: as in `Task`.
       remarks: on what was done with the data, for the log.
       most: tokens of a text.
     """
@@ -127,7 +125,6 @@ class Texts(NamedTuple):
     examples: Sequence[Any]
     heldout: Sequence[Any]
     kind: str
-    demonstrations: Demonstrations | None
     readable: Callable[[str], str] | None = None
     remarks: tuple[str, ...] = ()
     most: int | None = None
@@ -211,7 +208,7 @@ def rewarded_task(
     weights = weights_of_rewards(settings, len(rewards))
     new_tokens = resolved(settings, given=True).sampling.max_new_tokens
     assert new_tokens is not None
-    return Task(name, train, heldout, rewards, weights=weights, demonstrations=None, max_new_tokens=new_tokens)
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens)
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:
@@ -221,7 +218,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     rewards = (embedded.reward,)
@@ -233,8 +230,8 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         heldout,
         rewards=rewards,
         weights=weights,
-        demonstrations=embedded.demonstrations,
         max_new_tokens=embedded.max_new_tokens,
+        embedded=True,
         readable=embedded.readable,
         demonstration_field=embedded.demonstration_field,
     )
@@ -289,7 +286,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
     heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
     name = "records" if settings.examples.data is None else name_of_files(data_files(settings, "data"))
     remarks = (*idle, *remarks_on_template(settings))
-    texts = Texts(name, examples, heldout or (), kind, TASKS[settings.examples.task].demonstrations, remarks=remarks)
+    texts = Texts(name, examples, heldout or (), kind, remarks=remarks)
     texts = _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
     if heldout is None:
         train, held = split(texts.examples, settings.evaluation.eval_prompts, settings.run.seed)
@@ -374,7 +371,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     labels of its digits.
     """
     count = settings.evaluation.eval_prompts
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     train = embedded.texts[kind](settings.run.seed, TEXTS, split="train")
     heldout = embedded.texts[kind](0, count, split="heldout")
@@ -383,7 +380,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
         [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
         for rows in (train, heldout)
     )
-    return Texts(embedded.name, examples, held, kind, embedded.demonstrations, embedded.readable)
+    return Texts(embedded.name, examples, held, kind, embedded.readable)
 
 
 def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:

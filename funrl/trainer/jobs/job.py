@@ -37,7 +37,8 @@ class BaseJob:
       task: data that the run learns from.
       stop: tokens that end a completion.
       pad: id of the padding token.
-      warmstart_steps: supervised steps before the first step.
+      start: directory of the weights that the run begins with; None: random ones of the seed.
+      warmstart_steps: supervised steps on the embedded task by which `start` is made.
       lora: adapters of the roles that learn; None: all of their weights learn.
       provenance: origin of the run, as whoever starts it knows it.
     """
@@ -56,6 +57,7 @@ class BaseJob:
     algorithm: Algorithm
     stop: tuple[int, ...]
     pad: int
+    start: str | None = None
     warmstart_steps: int = 0
     lora: Lora | None = None
     provenance: Provenance = field(default_factory=Provenance)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import load_tokenizer
+from funrl.mesh.launch import device_type
 from funrl.models import Model, decoder_model, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
@@ -14,7 +15,7 @@ from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.role_kinds import SCORING_ROLES, RoleKind
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.datasets import Given, Task, Texts
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
@@ -40,18 +41,25 @@ class Models(NamedTuple):
 
 
 def located(settings: Settings) -> Settings:
-    """The settings with directories instead of names of models in the local Hugging Face cache."""
+    """The settings with what this machine decides: directories of models in its Hugging Face cache, and the dtype."""
     directories = {}
     for name in MODEL_FLAGS:
         path = model_path(settings, name)
         if path is not None:
             directories[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
-    return with_flags(settings, **directories)
+    return with_flags(settings, **directories, dtype=compute_dtype(settings))
+
+
+def compute_dtype(settings: Settings) -> str:
+    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device."""
+    if settings.models.dtype != "auto":
+        return settings.models.dtype
+    return "bfloat16" if (settings.devices.device or device_type()) == "cuda" else "float32"
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     """The model that a run begins with, and its tokenizer."""
-    embedded = TASKS[settings.examples.task]
+    embedded = embedded_task(settings.examples.task)
     if given.model is not None:
         return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:

@@ -16,7 +16,7 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.weight_dtypes import TORCH_DTYPES
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_budget,
@@ -172,6 +172,7 @@ def _common_fields(
         "algorithm": algorithm,
         "stop": stop,
         "pad": pad,
+        "start": settings.models.model,
         "lora": lora,
     }
 
@@ -240,8 +241,8 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     scratch = all(x is None for x in (settings.models.model, examples.data, examples.prompts, given.records))
     steps = settings.run.warmstart_steps
     if steps is None:
-        steps = TASKS[examples.task].warmstart_steps if scratch else 0
-    if steps and task.demonstrations is None:
+        steps = embedded_task(examples.task).warmstart_steps if scratch else 0
+    if steps and isinstance(task, Task) and not task.embedded:
         raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
     return steps
 

@@ -293,7 +293,7 @@ def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: 
     pads = (config.special_tokens.pad, tokenizer.pad_token_id, job.pad)
     pad = next(pad for pad in pads if pad is not None)
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    separator = step_separator(settings, job.task.demonstrations is not None)
+    separator = step_separator(settings, job.task.embedded)
     reader = Reader(name.replace("_", " "), tokenizer, decode, pad, config.max_positions, separator)
     model = RewardModel(role, params, weight, budget=scoring_budget(settings))
     if job.kind_of_role(name).reads == "steps":

@@ -29,7 +29,7 @@ from funrl.models import Placed
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.build import Parts, policy_generator, sync
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
@@ -84,7 +84,7 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
     """
     settings = job.settings
     task = job.task
-    count = TOKENS if task.readable is None else TASKS[settings.examples.task].max_new_tokens
+    count = TOKENS if task.readable is None else embedded_task(settings.examples.task).max_new_tokens
     prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
     if not job.kind_of_role(job.main_role).generates or not prompts:
         return lambda states, step: None

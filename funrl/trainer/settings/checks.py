@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
@@ -15,7 +15,7 @@ from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.mesh_checks import (
     check_generate_mesh,
@@ -31,6 +31,7 @@ from funrl.trainer.settings.settings import (
     check_values,
     flag_value,
     mesh_sizes,
+    refuse_beside,
     settings_flags,
 )
 
@@ -130,7 +131,7 @@ def _completes_embedded_task(model: str) -> bool:
     folder = Path(model)
     places = folder, folder / "model", folder / "checkpoints" / "model", folder.parent / "model"
     own = next((place for place in places if (place / "tokenizer.json").is_file()), folder)
-    return any(task.is_its_tokenizer(own) for task in TASKS.values())
+    return is_embedded_tokenizer(own)
 
 
 def check_data(settings: Settings) -> None:
@@ -268,14 +269,6 @@ def _check_requirements(settings: Settings) -> None:
             refuse_beside(name, value, settings)
     if settings.run.resume and settings.run.overwrite:
         raise SettingsError("--overwrite starts over and --resume continues; leave one of them out")
-
-
-def refuse_beside(name: str, value: Any, settings: Settings) -> None:
-    """Refuse a flag that does nothing together with another one. Raises: SettingsError."""
-    beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
-    if beside:
-        other = f"--{beside[0]}={flag_value(settings, beside[0])}"
-        raise SettingsError(f"--{name}={value} does nothing together with {other}; leave one of them out")
 
 
 def _check_checkpoints(settings: Settings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import TASK_NAMES
 from funrl.trainer.settings.declaration import (
     RL,
     SUPERVISED,
@@ -22,7 +22,7 @@ class ExampleSettings:
     task: str = flag(
         "arithmetic",
         "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder",
-        one_of(*TASKS),
+        one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
     prompts: str | None = flag(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funrl.tasks.embedded import TASKS
+from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.scorers import weights_by_name
 from funrl.trainer.settings.settings import Settings, with_flags
 
@@ -23,7 +23,7 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
         functions = int(settings.examples.prompts is None and not given)  # of the embedded task
         settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
     if settings.examples.prompts is None and settings.rewards.reward is None and not given:
-        default = TASKS[settings.examples.task].max_new_tokens
+        default = embedded_task(settings.examples.task).max_new_tokens
     else:
         default = NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS
     return with_flags(settings, max_new_tokens=settings.sampling.max_new_tokens or default)

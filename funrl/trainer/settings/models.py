@@ -45,9 +45,9 @@ class ModelSettings:
         needs="teacher_topk",
     )
     dtype: str = flag(
-        "float32",
-        "dtype of forward passes (bfloat16 keeps float32 master weights)",
-        one_of("float32", "float64", "bfloat16"),
+        "auto",
+        "dtype of forward passes (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, else float32",
+        one_of("auto", "float32", "float64", "bfloat16"),
     )
     compile: str = flag(
         "auto",

@@ -142,3 +142,11 @@ def for_kind(settings: Settings, kind: str) -> Settings:
     """The settings for a kind of run: flags that do not apply to it get a neutral value."""
     idle = {name: flag.without for name, flag in settings_flags().items() if kind not in flag.kinds}
     return with_flags(settings, **idle)
+
+
+def refuse_beside(name: str, value: Any, settings: Settings) -> None:
+    """Refuse a flag that does nothing together with another one. Raises: SettingsError."""
+    beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
+    if beside:
+        other = f"--{beside[0]}={flag_value(settings, beside[0])}"
+        raise SettingsError(f"--{name}={value} does nothing together with {other}; leave one of them out")

@@ -11,14 +11,6 @@ from funrl.models.placed import Placed
 from funrl.trainer.sources.evaluation import EvalRow
 
 
-class WarmstartObserver(Protocol):
-    """Observer of a warm start's progress."""
-
-    def note(self, text: str) -> None: ...
-
-    def supervised(self, step: int, steps: int, metrics: dict[str, float]) -> None: ...
-
-
 class Show(Protocol):
     """Observer of a source's completions and remarks."""
 
@@ -38,7 +30,7 @@ class Show(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Observer(WarmstartObserver, Show, Protocol):
+class Observer(Show, Protocol):
     """Observer of a run. Every rank has one; rank 0's shows and writes what happens."""
 
     def step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None: ...

@@ -18,35 +18,55 @@ from funrl.processes import heartbeat
 class Clock:
     """Seconds by phase. A phase may recur; `take` empties the clock.
 
+    On a GPU they are those from the moment that it comes to the work of a phase to its end; only `take` waits for it.
+
     Args:
       device: the device whose work counts to the phase that issued it; None: the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self.waits = device is not None and device.type == "cuda"
+        self.on_gpu = device is not None and device.type == "cuda"
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = _recorded_event() if self.on_gpu else None
+        start_s = time.perf_counter()
         try:
             with heartbeat.phase(name):
                 yield
         finally:
-            if self.waits:
-                torch.cuda.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            if start is None:
+                self._add(name, time.perf_counter() - start_s)
+            else:
+                self._spans.append((name, start, _recorded_event()))
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def move(self, seconds: float, name: str, to: str) -> None:
         """Count seconds of one phase as those of another."""
-        self.seconds[name] -= seconds
-        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
+        self._add(name, -seconds)
+        self._add(to, seconds)
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase so far, and start again from none."""
+        if self._spans:
+            self._spans[-1][2].synchronize()  # the others have come before it
+        for name, start, end in self._spans:
+            self._add(name, start.elapsed_time(end) / 1e3)
         seconds = self.seconds
         self.seconds = {}
+        self._spans = []
         return seconds
+
+
+def _recorded_event() -> torch.cuda.Event:
+    """An event in the order of the GPU's work."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def memory_metrics(mesh: Mesh) -> dict[str, float]:

@@ -17,6 +17,7 @@ from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
+from funrl.processes.device_memory import copy_to_device
 from funrl.seeds import derived_seed
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
 from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan
@@ -140,7 +141,7 @@ def _spread_rows(rows: Rows, micro: MicroBatch, names: Collection[str]) -> dict[
     for name in names:
         x_B = rows.batch.get(name)
         if x_B is not None:
-            own = torch.from_numpy(rows.own).to(x_B.device)[micro.rows.to(x_B.device)]
+            own = copy_to_device(torch.from_numpy(rows.own), x_B.device)[micro.rows.to(x_B.device)]
             table = torch.cat([x_B.new_zeros(1, *x_B.shape[1:]), x_B[own]])  # segments are numbered from 1
             spread[name] = table[micro.at.segments.to(x_B.device).long()].to(micro.batch.mask.device)
     return spread
@@ -214,6 +215,6 @@ def micro_batch(
         most = PARTS_OF_A_ROW * len(rows)
     offsets = bound_segments(offsets, SegmentBounds(places.longest, most))
     laid |= {"positions": laid.get("positions", places.positions), "segments": segments, "offsets": offsets}
-    laid |= {name: x.to(device, non_blocking=True) for name, x in (("mask", mask_1N), ("trained", trained))}
+    laid |= {name: copy_to_device(x, device) for name, x in (("mask", mask_1N), ("trained", trained))}
     laid |= {n: schema[n].kind.select(x, torch.from_numpy(rows)) for n, x in owned.items()}
-    return MicroBatch(torch.from_numpy(rows).to(device, non_blocking=True), places, Batch(schema, **laid))
+    return MicroBatch(copy_to_device(torch.from_numpy(rows), device), places, Batch(schema, **laid))
