@@ -321,7 +321,7 @@ JOINS = ("add", "scale", "weighted", "reduce", "sum_losses", "restrict", "times_
 
 
 class Writer:
-    """Writes the formula of a piece from the formulas of its parts.
+    """Formulas of pieces, composed from the formulas of their parts.
 
     Args:
       weighted: whether the advantage chain makes importance weights.

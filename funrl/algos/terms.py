@@ -1,4 +1,4 @@
-"""Runs terms and checks their results; errors give the term's name and line."""
+"""Run terms and check their results; errors give the term's name and line."""
 
 from __future__ import annotations
 

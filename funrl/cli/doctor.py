@@ -136,7 +136,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _sandbox() -> str:
-    """How programs of a policy are sandboxed, or why they cannot be."""
+    """The sandbox for a policy's programs, or the reason why there is none."""
     from funrl.rewards.sandbox import SandboxError, check_platform
 
     try:

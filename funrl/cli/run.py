@@ -231,7 +231,7 @@ def _signals() -> Iterator[None]:
 
 
 def _stopped(event: str, step: int, run_dir: str | None) -> str:
-    """How to continue a run that was stopped."""
+    """The command that continues a stopped run."""
     return f"{event} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
 
 
@@ -245,7 +245,7 @@ def _explained(error: BaseException) -> str:
 
 
 def _newest(run_dir: str | None) -> str:
-    """How to continue a failed run, if it has a checkpoint."""
+    """The command that continues a failed run, if it has a checkpoint."""
     from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
     newest = max(complete_checkpoints(f"{run_dir}/checkpoints"), default=0) if run_dir is not None else 0

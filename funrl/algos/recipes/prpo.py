@@ -1,8 +1,7 @@
 """PRPO: rewards minus the mean of the batch, over its deviation; one completion a prompt is enough.
 
 References: rLLM, 2026, https://rllm-project.com/post.html?post=continual_learning.md.
-verl: reinforce_plus_plus whitens over tokens instead of rows. rLLM: divides the variance by n; here by n - 1. TRL has
-  none.
+verl: reinforce_plus_plus whitens over tokens instead of rows. rLLM: variance over n; here over n - 1. TRL has none.
 """
 
 from __future__ import annotations

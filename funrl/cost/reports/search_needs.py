@@ -1,4 +1,4 @@
-"""What would make a run fit if a search has no sensible mesh: devices, dtype, offloading, another trainer."""
+"""Remedies if a search has no sensible mesh for a run: devices, dtype, offloading, another trainer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _Result = _Known | _Several | torch.dtype | str | None
 
 
 class ShapeMemo:
-    """Runs operators in a fake mode, once for each combination of argument shapes.
+    """Runner of operators in a fake mode, once for each combination of argument shapes.
 
     Args:
       fake: the fake mode.
