@@ -1,6 +1,6 @@
 """Algorithms and what they are made of.
 
-Everything public is here by its name, and loaded when it is first asked for:
+Every public name can be imported from here; its module is loaded on first use:
 
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, grpo, reduce
 """

@@ -14,7 +14,7 @@ from funrl.batch import Batch, declare, select
 
 
 def first_signal(batch: Batch) -> Signal:
-    """The signal that a chain is given: the scores, or zeros where the batch has none."""
+    """The initial signal of a chain: the scores, or zeros if the batch has none."""
     score_B = batch.get("score")
     if score_B is None:
         like = batch.get("old_logp")
@@ -28,13 +28,13 @@ def apply_advantage(
     """Run a chain on a batch.
 
     Args:
-      choose: (batch, numbers of rows) -> batch, where the chain draws rows.
+      choose: (batch, row numbers) -> batch, used if the chain resamples rows.
 
-    Returns: the batch with what the chain made (`advantage`, `mask`, and `returns`, `weight` and others), `sampled`
-      (the mask before it) and the rows that it drew; the next state; metrics.
+    Returns: the batch with the fields that the chain made (`advantage`, `mask`, `returns`, `weight` and others), with
+      `sampled` (the mask before it) and with the rows that it resampled; the next state; metrics.
 
     Raises:
-      PieceError: the chain never came to tokens.
+      PieceError: the chain's result is not per token.
     """
     batch = declare(batch, advantage.fields)
     signal, state = run_piece(advantage, first_signal(batch), state, batch=batch)

@@ -1,4 +1,4 @@
-"""Checks of a whole algorithm before the first update, by running it on an example that has what the run provides."""
+"""Checks of a whole algorithm before the first update, by running it on an example with the run's fields."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from funrl.fields import FIELDS
 
 
 class Available(NamedTuple):
-    """The fields of `Batch` that a run writes, by where they can be read, without those that the chain itself makes.
+    """The fields of `Batch` that a run writes, by where they can be read; those that the chain makes are left out.
 
     Attributes:
-      filter, chain: where all rows of the step are.
-      losses: in an update, where fields per row are numbers per token; with what only the step writes.
+      filter, chain: fields of all rows of the step.
+      losses: fields in an update, where fields per row are spread over tokens; includes those that only the step
+        writes.
     """
 
     filter: frozenset[str]
@@ -52,14 +53,15 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     Args:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
-        what the chain itself makes; an `Available` where they differ by place. Optional reads need not be among them.
+        those that the chain makes; an `Available` where filter, chain and losses see different fields. Fields that are
+        read optionally may be absent.
 
     Raises:
-      PieceError: a field is read that nothing writes (named, with who would write it and who reads it), or that does
-        not come to where it is read; the chain never comes to tokens, or its pieces are in the wrong order; a filter
-        does not give a truth value per row; a loss gives no scalars, not as many numerators as denominators, or does
-        not depend on what is trained; a filter or the chain gives something else where a rank has the tokens of some
-        rows only; a piece changes its inputs in place.
+      PieceError: a field is read that nothing writes (the message names it, its writer and its reader), or that is not
+        available where it is read; the chain's result is not per token, or its pieces are in the wrong order; a filter
+        does not give one bool per row; a loss does not give scalars, has unequal numbers of numerators and
+        denominators, or does not depend on a trained parameter; a filter or the chain gives a different result on a
+        rank that has the tokens of some rows only; a piece changes its inputs in place.
     """
     given = available if isinstance(available, Available) else Available(*[frozenset(available)] * 3)
     given = Available(*(names | {"tokens", "mask"} for names in given))
@@ -81,14 +83,14 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
-            "a loss reads batch.divergence, and Algorithm.divergence does not say which: give Divergence(beta)"
+            "a loss reads batch.divergence, but Algorithm.divergence is not set: give Divergence(beta)"
             if reading
-            else "Algorithm.divergence is given, and no loss reads batch.divergence: divergence_to_teacher() does"
+            else "Algorithm.divergence is set, but no loss reads batch.divergence: divergence_to_teacher() does"
         )
 
 
 def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
-    """Rows after the chain with the fields that come to an update: those that the chain made, and `given.losses`."""
+    """Rows after the chain with the fields that an update sees: those that the chain made, and `given.losses`."""
     written = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
     left_out = set(rows.names()) - written - given.losses
     schema = schema_of(rows)
@@ -101,7 +103,7 @@ def learns_alone(algorithm: Algorithm) -> bool:
     """True if a completion that is alone in its group can have an advantage other than 0, or no chain makes advantages.
 
     Args:
-      algorithm: that `check` has passed.
+      algorithm: one that `check` has passed.
     """
     if algorithm.advantage is None:
         return True
@@ -111,7 +113,7 @@ def learns_alone(algorithm: Algorithm) -> bool:
 
 
 def check_order(advantage: Advantage) -> None:
-    """Check that every piece of a chain comes after those whose products it goes by.
+    """Check that every piece of a chain comes after the pieces whose results it reads.
 
     Raises:
       PieceError: one comes too early.
@@ -126,7 +128,7 @@ def check_order(advantage: Advantage) -> None:
             for early, field in seeking:
                 if _makes(piece, field):
                     raise PieceError(
-                        f"{early}() goes by signal.{field}, which {name_of(piece)}() after it makes: put that one first"
+                        f"{early}() reads signal.{field}, which {name_of(piece)}() sets after it: put that piece first"
                     )
             absent = [field for field in CARRIED if getattr(signal, field) is None]
             seeking.extend(
@@ -142,14 +144,14 @@ def check_order(advantage: Advantage) -> None:
 
 
 def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
-    """Check that a rank that has the tokens of some rows gets of a piece what one that has those of all gets.
+    """Check that a piece gives the same result on a rank with the tokens of some rows as on one with those of all rows.
 
     Args:
-      run: a batch -> what the piece makes of it, a tree.
-      batch: all rows of the example; others have answered what is asked of `batch.across`.
+      run: batch -> the piece's result, a tree.
+      batch: all rows of the example; `batch.across` must already work on it.
 
     Raises:
-      PieceError: it gets something else, or nothing.
+      PieceError: the result differs, or the piece fails.
     """
     if batch.get("score") is not None:
         batch = batch._replace(score=torch.tensor([0.0, 1.0, 1.0, 0.25], dtype=torch.float64))  # groups that differ
@@ -169,23 +171,24 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
             why = f"{type(error).__name__}: {error}{line_of(error)}"
         if why:
             raise PieceError(
-                f"{what} gives a rank that has the tokens of {SOME} of 4 rows something else than one that has all "
-                f"({why}). Fields per row [B] are of all rows, fields per token [b, T] of the rank's own: "
-                "batch.across.sums(x_bT) is the sum of every row [B], batch.across.own(x_B) picks one's own [b]"
+                f"{what} gives a rank that has the tokens of {SOME} of 4 rows a different result than one that has "
+                f"all ({why}). Fields per row [B] hold all rows, fields per token [b, T] hold the rank's own rows: "
+                "batch.across.sums(x_bT) is the sum of every row [B], batch.across.own(x_B) picks the rank's own "
+                "rows [b]"
             )
 
     on_example(what, on_both, batch)
 
 
 def _same_rows(whole: Any, part: Any) -> bool:
-    """True where the numbers per row are the same, and the others are for the rows that both have."""
+    """True if values per row are the same for all rows, and values per token for the rows that both have."""
     pairs = zip(trees.leaves(_first_rows(whole)), trees.leaves(part), strict=True)
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
 
 
 def _first_rows(whole: Any) -> Any:
-    """Part of a result that a rank has which has the tokens of the first rows alone."""
+    """The part of a result that belongs to a rank with the tokens of the first rows only."""
     if isinstance(whole, Batch):
         return map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, slice(SOME)), whole)
     if isinstance(whole, tuple):
@@ -214,7 +217,7 @@ def _makes(piece: Advantage, field: str) -> bool:
 
 
 def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: str) -> bool:
-    """True where a piece's result, the field itself aside, depends on a field of the signal."""
+    """True if a piece's result, apart from the field itself, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:
         outs = [
@@ -250,7 +253,7 @@ def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
         origin = defined_at(algorithm.filter)
-        raise PieceError(f"the filter {name} gave {described(kept)}: a truth value per row [B] is needed{origin}")
+        raise PieceError(f"the filter {name} gave {described(kept)}: one bool per row [B] is needed{origin}")
     _check_across(f"the filter {name}", algorithm.filter, known)
 
 
@@ -266,12 +269,12 @@ def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch, given: Avail
         (nums, _), _ = on_example(f"the loss of {role!r}", lambda batch: loss.numerators(x_BT, batch), in_step)
     except MissingField as error:
         elsewhere = error.field in (given.filter | given.chain) - given.losses
-        why = f"; the {'chain' if error.field in given.chain else 'filter'} has it, an update does not" * elsewhere
+        why = f"; the {'chain' if error.field in given.chain else 'filter'} can read it, an update cannot" * elsewhere
         raise PieceError(f"the loss of {role!r} cannot be computed: {error}{why}") from error
     if len(nums) != len(dens) or any(x.dim() for x in (*nums, *dens)):
         tops, bottoms = ([list(x.shape) for x in xs] for xs in (nums, dens))
         raise PieceError(
-            f"the loss of {role!r} gave numerators {tops} and denominators {bottoms}: as many scalars are needed"
+            f"the loss of {role!r} gave numerators {tops} and denominators {bottoms}: equally many scalars are needed"
         )
     if not any(num.requires_grad for num in nums):
-        raise PieceError(f"the loss of {role!r} depends on nothing that is trained: it has no gradient")
+        raise PieceError(f"the loss of {role!r} does not depend on any trained parameter: it has no gradient")

@@ -23,7 +23,7 @@ def with_regularizers(
     """A policy term with importance weights, if there are any, plus an unweighted KL and entropy bonus.
 
     Args:
-      term: what the policy learns from.
+      term: the policy's term.
       kl_coef: factor of the KL to the reference, in units of advantage per nat; 0: none, and no reference is needed.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat; 0: none.
       kl_kind: how the KL is estimated, as in `funrl.algos.losses.kl`.
@@ -38,14 +38,14 @@ def with_regularizers(
 
 
 def kl_controller(kl_coef: float, kl_target: float | None) -> Controller | None:
-    """`fixed_kl`, or `adaptive_kl` where there is a target; None where the coefficient is 0.
+    """`fixed_kl`, or `adaptive_kl` if there is a target; None if the coefficient is 0.
 
     Raises:
-      ValueError: there is a target and nothing to adapt.
+      ValueError: there is a target, but the coefficient is 0.
     """
     if not kl_coef:
         if kl_target is not None:
-            raise ValueError(f"kl_target={kl_target} and kl_coef=0: the coefficient that adapts must begin above 0")
+            raise ValueError(f"kl_target={kl_target} with kl_coef=0: the adaptive coefficient must start above 0")
         return None
     return fixed_kl(kl_coef) if kl_target is None else adaptive_kl(kl_coef, kl_target)
 

@@ -4,12 +4,12 @@
 |---|---|---|---|
 | advantage | `init() -> state`, `update(signal, state, batch) -> (signal, state)` | `chain` | once a rollout |
 | term | `(x, batch) -> (per-token loss, metrics)` | `add`, `scale`, `weighted` | in every training step |
-| reduction | denominators of masks, numerators of losses, as many | `+` | in every training step |
+| reduction | denominators from masks, as many numerators from losses | `+` | in every training step |
 
 `reduce(term, reduction)` is a `Loss`: its numerators are summed over micro-batches and ranks and divided by
-denominators that are known before, so gradient accumulation and data parallelism are exact by construction. A term
-never looks outside the mask: what stands there, NaN included, is 0 before a term sees it. What a piece reads of the
-batch is found by running it (`reading.reads`); it need not be declared.
+denominators that are known in advance, so gradient accumulation and data parallelism are exact by construction. A term
+never sees values outside the mask: they are set to 0, NaN included, before it runs. The fields that a piece reads are
+recorded by running it (`reading.reads`); they need not be declared.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
 NO_FIELDS = Schema()
 NO_ROLES = RoleTable()
-CARRIED = ("returns", "weight")  # fields of the batch that a signal has a place for
+CARRIED = ("returns", "weight")  # fields of the batch that are attributes of a signal
 
 
 class Reduction(NamedTuple):
-    """From losses per token to fractions; both functions are additive over examples. `+` joins two.
+    """From losses per token to fractions; both functions are additive over examples. `+` concatenates two.
 
     Attributes:
       denominators: (mask_BT, segments_BT or None) -> a tuple of scalars, float64.
-      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of as many scalars.
+      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of equally many scalars.
     """
 
     denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
@@ -52,13 +52,13 @@ class Reduction(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Numerators and denominators; the loss is the sum of num / den, where a den of 0 stands for 1.
+    """Numerators and denominators; the loss is the sum of num / den, where a den of 0 counts as 1.
 
     Attributes:
-      denominators: batch -> a tuple of scalars, float64, additive over examples. It may read masks, segments and what
-        the source or the advantage chain wrote, but nothing that the step writes.
-      numerators: (x_BT, batch) -> (a tuple of as many scalars, metrics as Mean, Max or Sum).
-      fields: declarations of fields beyond `FIELDS` that it may read; those of the algorithm that it is part of.
+      denominators: batch -> a tuple of scalars, float64, additive over examples. It may read masks, segments and fields
+        of the source or the advantage chain, but no field that the step writes.
+      numerators: (x_BT, batch) -> (a tuple of equally many scalars, metrics as Mean, Max or Sum).
+      fields: declarations of fields beyond `FIELDS` that it may read; `Algorithm` sets them.
     """
 
     denominators: Callable[[Batch], tuple[Tensor, ...]]
@@ -68,7 +68,7 @@ class Loss(NamedTuple):
     @property
     def reads(self) -> Reads:
         """The fields of the batch that it reads."""
-        from funrl.algos.reading import reads  # which imports this
+        from funrl.algos.reading import reads  # avoids an import cycle
 
         return reads(self)
 
@@ -83,12 +83,12 @@ class Signal(NamedTuple):
 
     Attributes:
       x: [B] outcome scores, later [B, T] token rewards, finally [B, T] advantages.
-      mask: [B, T] bool, tokens that count; begins as `batch.mask`, corrections may take tokens out.
-      returns: [B, T] the critic's target, where a piece sets it.
-      weight: [B, T] importance weights, where a piece sets them.
-      rows: [N] int64, the rows to train on, where a piece resamples them; None is all.
+      mask: [B, T] bool, tokens that count; starts as `batch.mask`, corrections may remove tokens.
+      returns: [B, T] the critic's target, if a piece sets it.
+      weight: [B, T] importance weights, if a piece sets them.
+      rows: [N] int64, the rows to train on, if a piece resamples them; None: all.
       extra: further fields of the batch that pieces set for the terms, by name.
-      metrics: what the pieces report.
+      metrics: metrics of the pieces.
     """
 
     x: Tensor
@@ -107,12 +107,12 @@ class Signal(NamedTuple):
 
 
 class Advantage(NamedTuple):
-    """One piece of an advantage chain, in the protocol of a gradient transformation.
+    """One piece of an advantage chain, with the protocol of a gradient transformation.
 
     Attributes:
       init: () -> state, a tree of tensors that is carried from step to step.
       update: (signal, state, batch) -> (signal, state), pure.
-      pieces: of a chain, what it is made of.
+      pieces: the pieces of a chain; empty for others.
       whole_groups: whether it needs all tokens of a group on one rank.
       fields: declarations of the fields beyond `FIELDS` that it makes or reads, by name.
     """
@@ -124,19 +124,19 @@ class Advantage(NamedTuple):
     fields: Mapping[str, Field] = NO_FIELDS
 
     def hashable(self) -> Advantage:
-        """The same piece with declarations that can be part of a key."""
+        """The same piece with hashable declarations."""
         return self if isinstance(self.fields, Schema) else self._replace(fields=Schema(self.fields))
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence that the step writes as `batch.divergence`: whole vocabulary, p the teacher, q the policy.
+    """The divergence that the step writes as `batch.divergence`, over the whole vocabulary; p teacher, q policy.
 
     Attributes:
-      beta: 0 is KL(p || q), 1 is KL(q || p), between them beta KL(p || m) + (1 - beta) KL(q || m) with the mixture
-        m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence.
+      beta: 0 is KL(p || q), 1 is KL(q || p); in between, the generalised Jensen-Shannon divergence
+        beta KL(p || m) + (1 - beta) KL(q || m) with the mixture m = beta p + (1 - beta) q.
       temperature: of both distributions.
-      role: the frozen role that is p, such as "teacher", or "reference", the policy as it began.
+      role: the frozen role that gives p, such as "teacher", or "reference" for the initial policy.
     """
 
     beta: float = 0.5
@@ -145,7 +145,7 @@ class Divergence:
 
     def __post_init__(self):
         if not 0 <= self.beta <= 1 or self.temperature <= 0:
-            raise ValueError(f"{self}: beta is from 0 to 1 and the temperature above 0")
+            raise ValueError(f"{self}: beta must be from 0 to 1 and the temperature above 0")
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,15 +153,15 @@ class Algorithm:
     """An algorithm: how rewards become advantages, what each role minimises, and which rows are trained on.
 
     Attributes:
-      advantage: from outcomes to advantages; None: the losses need none, as in supervised training.
-      losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities, such
-        as the policy's, or the numbers of its value head, such as the critic's.
-      filter: batch -> [B] bool, rows worth training on; the source samples more prompts for those that are not.
-      divergence: what the step is to compute where a loss reads `divergence`; None: none does.
-      example: what belongs together and is chosen, balanced and packed as one: a "row", or a "pair" of a chosen and a
-        rejected text, which is given, or sampled where there is a filter; or a "triple" of these and a text to imitate,
-        which is given. A "demonstrated" pair is of a demonstration that the prompt brings and a sample of the policy. A
-        row may also be a text that is given with a label ("labelled"), or with labels of its steps ("steps").
+      advantage: chain from outcomes to advantages; None: the losses need none, as in supervised training.
+      losses: role -> loss, in the order in which the roles learn. `x` of a loss is the role's log-probabilities, as for
+        the policy, or the output of its value head, as for the critic.
+      filter: batch -> [B] bool, rows worth training on; the source samples more prompts to replace the others.
+      divergence: the divergence that the step computes if a loss reads `divergence`; None: no loss does.
+      example: the unit that is chosen, balanced and packed as a whole. A "row" is one text. A "pair" is a chosen and a
+        rejected text, from the dataset or, if there is a filter, sampled. A "triple" is a pair and a text to imitate,
+        from the dataset. A "demonstrated" pair is a demonstration of the prompt and a sample of the policy. A
+        "labelled" row is a text with a label, a "steps" row one with a label per step, both from the dataset.
       fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
         of its chain declare are added.
       roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
@@ -177,8 +177,8 @@ class Algorithm:
     roles: Mapping[str, RoleKind] = NO_ROLES
 
     def __repr__(self) -> str:
-        """The algorithm explained; its parts by name where it cannot be run."""
-        from funrl.algos.explanation import explain_algorithm  # which imports this
+        """The explanation of the algorithm; if it cannot be run, its roles and the error."""
+        from funrl.algos.explanation import explain_algorithm  # avoids an import cycle
 
         try:
             return str(explain_algorithm(self))
@@ -207,14 +207,14 @@ class Algorithm:
         for role, loss in self.losses.items():
             if not isinstance(loss, Loss):
                 raise PieceError(
-                    f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) makes one "
-                    "of a term"
+                    f"the loss of {role!r} is {described(loss)} and not a loss: reduce(term, token_mean()) turns a "
+                    "term into one"
                 )
         self._declare()
         self._check_roles()
 
     def _check_roles(self) -> None:
-        """Compare the roles that it declares with its fields and losses."""
+        """Check the declared roles against fields and losses."""
         try:
             kinds = self.role_kinds
         except ValueError as error:
@@ -225,13 +225,13 @@ class Algorithm:
                 declared = self.schema.get(field)
                 if declared is None or (declared.writer, declared.kind.name) != (name, shape):
                     raise PieceError(
-                        f"role {name!r} writes {field!r}, which is not declared so: give "
+                        f"role {name!r} writes {field!r}, which lacks a matching declaration: give "
                         f"Algorithm(fields={{{field!r}: Field({shape!r}, {name!r}, text)}})"
                     )
             if kind.learns and name not in self.losses:
                 raise PieceError(
-                    f"role {name!r} learns, and has no loss: give Algorithm(losses={{{name!r}: loss}}), or leave "
-                    "learns=True out"
+                    f"role {name!r} learns but has no loss: give Algorithm(losses={{{name!r}: loss}}), or leave out "
+                    "learns=True"
                 )
         divergence = self.divergence
         if divergence is None:
@@ -239,10 +239,10 @@ class Algorithm:
         kind = kinds.get(divergence.role)
         if kind is None or kind.value_head or kind.learns:
             frozen = [name for name, kind in kinds.items() if not (kind.value_head or kind.learns)]
-            raise PieceError(f"{divergence}: the role is one of {', '.join(frozen)}, which are frozen")
+            raise PieceError(f"{divergence}: the role must be one of the frozen roles {', '.join(frozen)}")
 
     def _declare(self) -> None:
-        """Make the declarations of all fields known to every part."""
+        """Pass the declarations of all fields to every part."""
         chain = NO_FIELDS if self.advantage is None else self.advantage.fields
         try:
             fields = Schema({name: field for name, field in self.schema.extended(chain).items() if name not in FIELDS})
@@ -267,7 +267,7 @@ class Algorithm:
 
 
 def _with_declarations(piece: Advantage, fields: Schema) -> Advantage:
-    """A piece that knows these declarations, and so do the pieces that it is made of."""
+    """A piece with these declarations, set on its inner pieces too."""
     return piece._replace(fields=fields, pieces=tuple(_with_declarations(inner, fields) for inner in piece.pieces))
 
 
@@ -288,7 +288,7 @@ def check_rank(signal: Signal, per: str) -> None:
     """Check that the signal is what a piece works on, "row" outcomes [B] or "token" rewards [B, T].
 
     Raises:
-      RankError: it is not; told by its rank, since B and T may be equal.
+      RankError: it is not. The number of dims decides, since B and T may be equal.
     """
     shape = list(signal.x.shape)
     if per == "token" and signal.x.dim() != 2:
@@ -316,7 +316,7 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
             raise PieceError(f"{name_of(fn)}(x, batch) gave {described(x)}: return the new x, [B] or [B, T]{origin}")
         return signal._replace(x=x), state
 
-    update.of = fn  # type: ignore[attr-defined]  (whose name errors tell)
+    update.of = fn  # type: ignore[attr-defined]  (named in errors)
     return Advantage(lambda: (), update)
 
 
@@ -324,7 +324,7 @@ def chain(*pieces: Advantage) -> Advantage:
     """Apply pieces in order; the state is a tuple of their states.
 
     Raises:
-      PieceError: one of them is not a piece, such as a factory that was not called.
+      PieceError: an argument is not a piece, such as a factory that was not called.
     """
     for place, piece in enumerate(pieces, 1):
         _check_piece(piece, f"piece {place} of the chain")
@@ -345,10 +345,10 @@ def chain(*pieces: Advantage) -> Advantage:
 
 
 def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
-    """The piece's signal and state, checked to be what a piece gives.
+    """Run a piece and check the types of its result, a signal and a state.
 
     Raises:
-      PieceError: they are not; or, on a batch that records, the piece changed its inputs.
+      PieceError: the types are wrong; or, on a batch that records, the piece changed its inputs.
     """
     if seen_of(batch) is None:
         out = piece.update(signal, state, batch)
@@ -409,7 +409,7 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
     """Make a loss of a term and a reduction; metrics are means over tokens.
 
     Per-token fields and log-probabilities are set to zero outside the mask before the term sees them, so that
-    nothing there (NaN, a prompt's log-probability) reaches a loss or, through 0 times NaN, a gradient.
+    no value there (NaN, a prompt's log-probability) reaches a loss or, through 0 times NaN, a gradient.
 
     Raises:
       PieceError: the reduction is not one; when the loss is run, the term does not give a loss per token and metrics.

@@ -1,11 +1,11 @@
-"""Explanation of an algorithm: its advantage and losses as they are composed, in text and in LaTeX.
+"""Explanation of an algorithm: its advantage chain and losses as composed, in text and in LaTeX.
 
     print(explain_algorithm(grpo(kl_coef=0.1)))
     explain_algorithm(grpo(kl_coef=0.1)).latex
 
-The composition is read from the pieces themselves: the function that made a piece is known by its name, and its
-arguments by the variables that the piece closes over. Formulas of the project's pieces stand in `notation`; a piece of
-one's own shows as its name and arguments.
+The composition is read from the pieces themselves: the name of the function that made a piece, and the variables that
+the piece closes over as its arguments. Formulas of the project's pieces are in `notation`; a user's own piece is shown
+by its name and arguments.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from funrl.algos.plain_text import plain
 from funrl.algos.reading import reads, run_advantage
 
 WIDTH = 100  # characters of a line of text
-CALL_WIDTH = 120  # of a line with the call of a piece
+CALL_WIDTH = 120  # characters of a line with the call of a piece
 FORMULA_WIDTH = 56  # characters of a formula before the name of its piece
 ADDRESS = re.compile(r"https?://[^\s,;)]+[^\s,;).]")
 PLACEHOLDERS = re.compile(r"<(\w+)>")
 DEFINED = r", \quad "  # between a formula and its definitions
-SUMMAND = r" \\ &\quad + "  # between losses that are summed, each of which has a line
+SUMMAND = r" \\ &\quad + "  # between summed losses, one per line
 ARROW = r" \leftarrow "
 
 
 class Node(NamedTuple):
-    """A piece as it was made.
+    """A piece, as the call that made it.
 
     Attributes:
-      name: of the function that made it, or of the piece where that is a function of its own.
-      arguments: values by name, of those that the piece uses.
-      made_by: that function; None: it is not known.
+      name: name of the function that made it, or of the piece itself if that is a function.
+      arguments: name -> value of the arguments that the piece uses.
+      made_by: the function that made it; None: unknown.
     """
 
     name: str
@@ -55,10 +55,10 @@ class ChainStep(NamedTuple):
     r"""A step of an advantage chain.
 
     Attributes:
-      formula: of the new x, or a statement with \leftarrow of what else is set; "": there is none.
-      definitions: of its symbols.
-      sentence: the first one of the docstring.
-      call: that makes the piece.
+      formula: formula of the new x, or a statement with \leftarrow if the step sets another field; "": none.
+      definitions: definitions of the symbols in the formula.
+      sentence: first sentence of the docstring.
+      call: the call that makes the piece.
     """
 
     formula: str
@@ -86,11 +86,11 @@ class Explanation(NamedTuple):
     """An algorithm, explained; its text is `str(explanation)`.
 
     Attributes:
-      steps: of the advantage chain.
+      steps: steps of the advantage chain.
       losses: role -> formula in LaTeX.
-      filter: call of the filter; "": none.
+      filter: the call that makes the filter; "": none.
       required, optional: fields of the batch that it reads.
-      pieces: each once.
+      pieces: notes on all pieces, each once.
     """
 
     steps: tuple[ChainStep, ...]
@@ -135,7 +135,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
     def meanings(self) -> list[str]:
-        """A sentence on each symbol that occurs."""
+        """One sentence on each symbol that occurs."""
         formulas = [text for step in self.steps for text in step.statements] + list(self.losses.values())
         texts = {
             symbol: text for symbol, text in MEANINGS.items() if any(occurs(symbol, formula) for formula in formulas)
@@ -195,12 +195,12 @@ def node_of(piece: Any) -> Node:
     for other in (outer, *others):
         variables = _variables(other) | variables
     fields = zip(getattr(piece, "_fields", ()), piece, strict=True) if isinstance(piece, tuple) else ()
-    variables = {k: x for k, x in fields if type(x) in (int, float)} | variables  # what no function closes over
+    variables = {k: x for k, x in fields if type(x) in (int, float)} | variables  # fields that no function closes over
     module = sys.modules.get(getattr(function, "__module__", ""))
     made_by = getattr(module, name, None)
     if not callable(made_by) or inspect.isclass(made_by):
         return Node(name, variables, None)
-    if made_by.__annotations__.get("return") in ("Algorithm", Algorithm):  # a function within a recipe
+    if made_by.__annotations__.get("return") in ("Algorithm", Algorithm):  # an inner function of a recipe
         code = function.__code__
         return Node(f"the function at {os.path.basename(code.co_filename)}:{code.co_firstlineno}", {}, None)
     if not hasattr(function, "__code__") or "<locals>" not in function.__qualname__:
@@ -219,13 +219,13 @@ def _functions_of(piece: Any) -> list[Any]:
     if isinstance(piece, Loss):
         return [piece.numerators]
     if isinstance(piece, tuple) and hasattr(piece, "_fields") and not hasattr(piece, "of"):
-        functions = [x for x in reversed(piece) if callable(x)]  # a reduction, or another record of functions
+        functions = [x for x in reversed(piece) if callable(x)]  # a reduction or another record of functions
         return sorted(functions, key=lambda x: "<locals>" not in x.__qualname__)
     return [getattr(piece, "of", piece)]
 
 
 def _made_within(function: Any) -> Any:
-    """The function of the public factory, where a factory builds its piece by a private one."""
+    """The function of the public factory if it builds its piece with a private factory."""
     if not name_of(function).startswith("_"):
         return function
     inner = [x for x in _variables(function).values() if "<locals>" in getattr(x, "__qualname__", "")]
@@ -252,7 +252,7 @@ def _variables(function: Any, depth: int = 2) -> dict[str, Any]:
 
 
 def _links(piece: Advantage) -> Iterator[Advantage]:
-    """The pieces of a chain in their order, those of chains within it included."""
+    """The pieces of a chain in order, with nested chains flattened."""
     if not piece.pieces:
         yield piece
     for link in piece.pieces:
@@ -299,7 +299,7 @@ def _steps(chain: Iterable[Advantage]) -> tuple[ChainStep, ...]:
 
 
 def _notes(piece: Any) -> Iterator[PieceNote]:
-    """Notes on a piece and on those that it is made of."""
+    """Notes on a piece and on its inner pieces."""
     node = node_of(piece)
     if not node.name.startswith("_") and node.name not in JOINS:
         text = inspect.getdoc(node.made_by) or ""
@@ -321,11 +321,11 @@ JOINS = ("add", "scale", "weighted", "reduce", "sum_losses", "restrict", "times_
 
 
 class Writer:
-    """Writer of a piece's formula from those of its parts.
+    """Formulas of pieces, composed from the formulas of their parts.
 
     Args:
       weighted: whether the advantage chain makes importance weights.
-      context: what formulas may read beside the arguments of their pieces.
+      context: values that formulas may read besides the arguments of their pieces.
     """
 
     def __init__(self, weighted: bool = False, context: Mapping[str, str] | None = None):
@@ -344,14 +344,14 @@ class Writer:
         return text if text is not None else self._as_call(node)
 
     def filled(self, entry: Formula, node: Node) -> str | None:
-        """A formula with the arguments in their places; None where one of them is not known."""
+        """A formula with the arguments filled in; None if one of them is unknown."""
         defaults = _defaults(node)
         values: dict[str, Any] = dict(self._context)
         for name, value in {**defaults, **node.arguments}.items():
             before = list(self.definitions)
             values[name] = None if value is None else self._value(value)
             if node.made_by is not None and name not in inspect.signature(node.made_by).parameters:
-                self.definitions = before  # of a function within the piece, which knows a part of its arguments
+                self.definitions = before  # belongs to an inner function that has only a part of the arguments
         try:
             if callable(entry):
                 text = entry(values)

@@ -1,4 +1,4 @@
-"""Guards around a piece that runs on an example: its inputs stay as they are, and an error names the user's line."""
+"""Guards around a piece that runs on an example: it must not change its inputs; errors name the user's line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), s
 
 
 def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[str, Any] | None = None) -> Result:
-    """Result of `run`, after checking that it left its inputs as they were.
+    """Call `run`, check that it did not change its inputs, and return its result.
 
-    Values are compared, not versions: a tensor that shares memory with an input, such as one of `detach` or `numpy`,
-    may be written to as well.
+    Values are compared, not versions: a piece may also write through a tensor that shares memory with an input, such as
+    the result of `detach` or `numpy`.
 
     Args:
-      what: the piece, for the message of an error.
+      what: name of the piece, for error messages.
       batch, others: its inputs; trees of tensors by name.
 
     Raises:
@@ -48,13 +48,13 @@ def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[
     _put_back(inputs, before)
     where = "" if place is None else f" at {place}"
     raise PieceError(
-        f"{what} changes its input {changed} in place{where}: pieces that run after it would read other numbers; "
-        "make a new tensor (x - y instead of x.sub_(y), or x.clone() before it is written to)"
+        f"{what} changes its input {changed} in place{where}: later pieces would read changed values; make a new "
+        "tensor (x - y instead of x.sub_(y), or x.clone() before writing to it)"
     )
 
 
 def line_of(error: BaseException) -> str:
-    """Words for the user's line that an error comes from, " in PIECE at FILE:LINE: SOURCE"; "" where there is none."""
+    """The user's line that an error comes from, as " in PIECE at FILE:LINE: SOURCE"; "" if there is none."""
     own = None
     trace = error.__traceback__
     piece = ""
@@ -68,7 +68,7 @@ def line_of(error: BaseException) -> str:
 
 
 def defined_at(function: Any) -> str:
-    """Words for the place of a user's function, " (FILE:LINE)"; "" for one of this library."""
+    """The location of a user's function, as " (FILE:LINE)"; "" for one of this library."""
     code = getattr(_inner_function(function), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None and is_own(code) else ""
 
@@ -89,13 +89,13 @@ def name_of(piece: Any) -> str:
 
 
 def _of(piece: Any) -> Any:
-    """The function that an advantage piece or a stateless one was made of; others are one themselves."""
+    """The function that an advantage piece was made from; any other piece is that function itself."""
     function = getattr(piece, "update", piece) if isinstance(piece, tuple) else piece
     return getattr(function, "of", function)
 
 
 def _inner_function(piece: Any) -> Any:
-    """The function that a piece was made of, or that a partial or a decorator stands for."""
+    """The function inside a piece, a partial or a decorator."""
     function = _of(piece)
     while True:
         inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
@@ -105,7 +105,7 @@ def _inner_function(piece: Any) -> Any:
 
 
 def is_own(code: CodeType) -> bool:
-    """True for code of neither this library, the ones that it stands on, nor Python itself."""
+    """True for the user's code: neither this library, its dependencies, nor Python itself."""
     file = code.co_filename
     if file.startswith("<frozen") or any(file.startswith(f"{folder}/") for folder in LIBRARIES):
         return False
@@ -120,7 +120,7 @@ def _written(file: str, line: int) -> str:
 def _place_of_change(
     run: Callable[[], Any], inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]
 ) -> str | None:
-    """FILE:LINE and text of the user's line that changes an input of `run`; None where it is not the user's."""
+    """FILE:LINE and text of the user's line that changes an input of `run`; None if no user line does."""
     tracer = _Tracer(inputs, before)
     former = sys.gettrace()
     sys.settrace(tracer)
@@ -137,7 +137,7 @@ def _tensors(inputs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def _changed(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> str | None:
-    """The name of the first input that is not what it was; None: all are."""
+    """The name of the first input that has changed; None if none has."""
     for name, tensors in _tensors(inputs).items():
         if not all(_same(x.detach(), y) for x, y in zip(tensors, before[name], strict=True)):
             return name
@@ -147,11 +147,11 @@ def _changed(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> s
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is NaN
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN here
 
 
 def _put_back(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> None:
-    """Give the inputs their values and shapes again."""
+    """Restore the values and shapes of the inputs."""
     for name, tensors in _tensors(inputs).items():
         for x, y in zip(tensors, before[name], strict=True):
             if not _same(x.detach(), y):
@@ -159,10 +159,10 @@ def _put_back(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> 
 
 
 class _Tracer:
-    """A tracer that finds the user's line after which an input has other values, whatever wrote to it.
+    """A tracer that finds the user's line after which an input has changed, however it was written to.
 
     Attributes:
-      place: FILE:LINE and text of the line; None: no line of the user's was found.
+      place: FILE:LINE and text of the line; None: no such user line.
     """
 
     def __init__(self, inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funrl.batch import Batch, map_fields, schema_of, with_rows_spread
 
-PLACES = ("tokens", "mask", "positions", "segments")  # fields that say what stands where, outside the mask too
+PLACES = ("tokens", "mask", "positions", "segments")  # fields that describe the layout, outside the mask too
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -16,17 +16,17 @@ def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def rounding(x: Tensor) -> Tensor:
-    """Bound of the rounding in numbers of a model: what another order of its sums may change in x, elementwise."""
+    """Bound of the rounding error in a model's outputs x if sums are taken in another order, elementwise."""
     return 4 * torch.finfo(x.dtype).eps * (1 + x.detach().abs())
 
 
 def clean(batch: Batch) -> Batch:
-    """The batch as terms see it: all fields per token, exactly 0 outside the mask, and constants but for the step's.
+    """The batch as terms see it: all fields per token, 0 outside the mask, detached except fields of the step.
 
-    A field per row, such as the score, has its row's number on every token; see `with_rows_spread`.
+    A field per row, such as the score, has its row's value on every token; see `with_rows_spread`.
 
     Raises:
-      ValueError: a field is not per token, such as advantages of a chain that never came to tokens.
+      ValueError: a field is not per token, such as advantages of a chain without `to_tokens`.
     """
     mask_BT = batch.mask
     schema = schema_of(batch)
@@ -35,7 +35,7 @@ def clean(batch: Batch) -> Batch:
         if name in PLACES or schema[name].kind.spread is None:
             return x
         if x.shape[:2] != mask_BT.shape:
-            raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]; to_tokens() in the chain makes it so")
+            raise ValueError(f"batch.{name} is {list(x.shape)} and not [B, T]: add to_tokens() to the chain")
         x = where_masked(x, mask_BT if x.dim() == 2 else mask_BT[..., None])
         return x if schema[name].writer == "step" else x.detach()
 
@@ -45,13 +45,13 @@ def clean(batch: Batch) -> Batch:
 def total(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
     """The sum of x over the mask and all rows of the step, in float64: row by row, then in the order of the rows.
 
-    The one way in which an advantage piece sums over tokens; its bits depend on neither padding, threads nor mesh.
+    All advantage pieces sum over tokens with it; its bits do not depend on padding, threads or mesh.
     """
     return in_order(batch.across.sums(where_masked(x_BT, mask_BT)))
 
 
 def in_order(x_B: Tensor) -> Tensor:
-    """The sum of numbers of rows, one after the other in the order of the rows."""
+    """The sum of values per row, added one after the other in the order of the rows."""
     return torch.nn.functional.pad(x_B, (1, 0)).cumsum(0)[-1]
 
 
@@ -69,6 +69,6 @@ def sequence_sums(x_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = No
 
 
 def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-    """Give every masked token the number of its own sequence: from the shape of `sequence_sums` to [B, T]."""
+    """Give every masked token the value of its own sequence: from the shape of `sequence_sums` to [B, T]."""
     x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT.long())
     return where_masked(x_BT, mask_BT)

@@ -12,13 +12,13 @@ from funrl.batch import Batch
 
 
 class PieceError(ValueError):
-    """A piece that is not what its place asks for, or that gave what its kind may not give."""
+    """A piece of the wrong kind for its place, or one that returned a wrong result."""
 
 
 class Mean(NamedTuple):
-    """A mean that is not yet divided. `a + b` is the mean of the union of what a and b were taken over.
+    """A mean that is not yet divided. `a + b` is the mean over the union of both sets.
 
-    A denominator of 0 stands for 1: then the mean is a sum, or there was nothing to take a mean of.
+    A denominator of 0 counts as 1: the mean is then a plain sum, or a mean of nothing.
     """
 
     num: Tensor
@@ -28,7 +28,7 @@ class Mean(NamedTuple):
         return Mean(self.num + other.num, self.den + other.den)
 
     def over(self, den: Tensor) -> Tensor:
-        """num / den, for the denominator of a whole of which this is a part."""
+        """num / den, with the denominator of the whole that this is a part of."""
         return divide(self.num, den)
 
     @property
@@ -38,13 +38,13 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """The largest of what it is merged of."""
+    """The maximum of the merged values."""
 
     value: Tensor
 
 
 class Sum(NamedTuple):
-    """The sum of what it is merged of."""
+    """The sum of the merged values."""
 
     value: Tensor
 
@@ -53,25 +53,25 @@ Metric = Mean | Max | Sum
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
-    """num / den in the dtype of num, where a den of 0 stands for 1."""
+    """num / den in the dtype of num, where a den of 0 counts as 1."""
     return num / torch.where(den == 0, torch.ones_like(den), den).to(num.dtype)
 
 
 def merge(a: Any, b: Any) -> Any:
-    """One metric of two of one kind, taken over different tokens.
+    """Merge two metrics of one kind, taken over different tokens.
 
     Raises:
-      PieceError: they are of two kinds.
+      PieceError: their kinds differ.
     """
     if type(a) is not type(b):
-        raise PieceError(f"a {type(a).__name__} and a {type(b).__name__} are no parts of one metric")
+        raise PieceError(f"a {type(a).__name__} and a {type(b).__name__} cannot be merged into one metric")
     if isinstance(a, Mean):
         return a + b
     return Max(torch.maximum(a.value, b.value)) if isinstance(a, Max) else Sum(a.value + b.value)
 
 
 def token_mean_of(x_BT: Tensor, mask_BT: Tensor) -> Mean:
-    """The mean of x over the tokens of the mask; what is outside the mask may be NaN."""
+    """The mean of x over the tokens of the mask; values outside the mask may be NaN."""
     return Mean(where_masked(x_BT, mask_BT).sum(), mask_BT.count_nonzero().to(x_BT.dtype))
 
 
@@ -82,7 +82,7 @@ def mean_over_tokens(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Mean:
 
 
 def value_of(nums: tuple[Tensor, ...], dens: tuple[Tensor, ...]) -> Tensor:
-    """sum_i num_i / den_i, where a den of 0 stands for 1."""
+    """sum_i num_i / den_i, where a den of 0 counts as 1."""
     total = divide(nums[0], dens[0])
     for num, den in zip(nums[1:], dens[1:], strict=True):
         total = total + divide(num, den)

@@ -1,9 +1,9 @@
-r"""Symbols of the formulas, and what the formulas of losses and of advantage steps share.
+r"""Symbols and helpers that the formulas of losses and of advantage steps share.
 
-A formula is LaTeX, by the name of the function that makes the piece: `notation_losses.FORMULAS` for what stands in a
+Formulas are LaTeX, keyed by the name of the function that makes the piece: `notation_losses.FORMULAS` for parts of a
 loss, `notation_chains.STEPS` for steps of an advantage chain. `<name>` stands for an argument of the piece: a number,
-or the formula of another piece. A formula that depends on more than that is a function of the arguments. After " ; "
-follow definitions of symbols.
+or the formula of another piece. A formula that needs more logic is a function of the arguments. Definitions of symbols
+follow " ; ".
 
 A fraction or a number multiplies what follows it; \sum, \prod, \operatorname{mean}_t reach to the next + or -.
 """
@@ -26,10 +26,10 @@ OTHERS = {
     "teacher_logp": r"\mathrm{teacher}",
 }
 
-MEANINGS = {  # what a formula may leave open, as LaTeX: its meaning
-    r"x_i": "the score of row i, then what the pieces have made of it",
-    r"x_t": "the same at token t, once the pieces have given each token its own",
-    r"\mathrm{score}_": "score is the score as it came, of row i or of reward function k on it",
+MEANINGS = {  # symbols that a formula may leave undefined, as LaTeX: their meaning
+    r"x_i": "the score of row i, as transformed by the pieces so far",
+    r"x_t": "the same at token t, once the pieces have spread it over tokens",
+    r"\mathrm{score}_": "score is the original score, of row i or of reward function k on it",
     r"w_k": "the weight of reward function k",
     r"m_t": "1 where token t is trained on, else 0; a sum over the tokens of a row is over these",
     r"A_t": "the advantage of token t",
@@ -82,25 +82,25 @@ MEANINGS = {  # what a formula may leave open, as LaTeX: its meaning
     r"\in G": "G is the group of row i: the rows of its prompt",
     r"\operatorname{mean}(": "mean, std, var without an index: over all rows, or all sampled tokens, of the batch",
     r"\operatorname{std}(": "mean, std, var without an index: over all rows, or all sampled tokens, of the batch",
-    r"V_t": "V_t is the critic's value at token t, V_old that before the update",
+    r"V_t": "V_t is the critic's value at token t, V_old its value before the update",
     r"R_t": "R_t is the critic's target: the advantage of gae, with its critic_lambda, plus the value",
     r"\mathrm{chosen}": "chosen: the tokens of chosen completions",
     r"\mathrm{compared}": "compared: the tokens of the pair in a triple",
     r"\mathrm{gold}": "gold: the tokens of the third text of a triple",
     r"\mathrm{imitated\ tokens}": "imitated tokens: those that mark_positives has marked",
     r"\mathrm{demonstrated\ tokens}": "demonstrated tokens: those of demonstrations",
-    r"\mathrm{sampled\ tokens}": "sampled tokens: those of no demonstration",
+    r"\mathrm{sampled\ tokens}": "sampled tokens: those outside demonstrations",
 }
 
 
 def cases(*pairs: tuple[str, str], rest: str) -> str:
-    """Values with the conditions under which they hold, the first that does; `rest` where none does."""
+    """Values with their conditions; the first condition that holds decides, `rest` if none does."""
     parts = [rf"{value} \operatorname{{where}} {condition}" for value, condition in pairs]
     return ", ".join([*parts, rf"\operatorname{{else}} {rest}"])
 
 
 def with_number(factor: Any, text: str) -> str:
-    """A number times a formula; the number is left out where it is 1."""
+    """A number times a formula; a factor of 1 is left out."""
     return text if str(factor) == "1" else f"{factor} {text}"
 
 
@@ -110,7 +110,7 @@ def power(base: str, exponent: str) -> str:
 
 
 def ratio_to(sampled_by: Any) -> str:
-    """The token ratio to the policy of a field."""
+    """The token ratio to the policy whose log-probabilities a field holds."""
     return r"\rho_t" if sampled_by == "rollout_logp" else "r_t"
 
 
@@ -138,12 +138,12 @@ def with_factor(factor: str, text: str) -> str:
 
 
 def grouped(text: str) -> str:
-    """A formula as a factor: in brackets where it is a sum."""
+    """A formula as a factor: in brackets if it is a sum."""
     return rf"\left( {text} \right)" if is_sum(text) else text
 
 
 def occurs(symbol: str, formula: str) -> bool:
-    """True if a symbol stands in a formula; a letter is one by itself, not a part of a word or a command."""
+    """True if a symbol occurs in a formula; a letter must stand alone, not within a word or a command."""
     if not re.fullmatch(r"\w|\w_\w", symbol):
         return symbol in formula
     bare = re.sub(r"\\(operatorname|mathrm|mathcal|mathbf)\{[^{}]*\}|\\[a-zA-Z]+", " ", formula)

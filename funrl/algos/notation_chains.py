@@ -1,7 +1,7 @@
-r"""Formulas of the steps of advantage chains: the new x, or a statement with \leftarrow of what else is set.
+r"""Formulas of the steps of advantage chains: the new x, or a statement with \leftarrow if another field is set.
 
-Besides the arguments of its piece a formula may read `signal`: "row" or "token", what x is of; `weighted`: "True" where
-a piece before has set weights; `first`: "True" where no piece is before.
+Besides the arguments of its piece a formula may read `signal`: "row" or "token", the rank of x; `weighted`: "True" if
+an earlier piece has set weights; `first`: "True" if there is no earlier piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from funrl.algos.notation import CLIP, Formula, cases, policy_of, power, with_nu
 OLD = r"\pi_{\mathrm{old}}"
 ROLLOUT = r"\pi_{\mathrm{rollout}}"
 GAP = rf"\frac{{{OLD}(t)}}{{{ROLLOUT}(t)}}"
-GAPS = {  # of corrections, trainer over engine
+GAPS = {  # ratios of corrections, trainer over engine
     "token": GAP,
     "sequence": rf"\exp(\sum_t \log {GAP})",
     "geometric": rf"\exp(\operatorname{{mean}}_t \log {GAP})",
@@ -154,7 +154,7 @@ def _importance_weights(a: Mapping[str, Any]) -> str:
 
 
 def _kept(a: Mapping[str, Any], condition: str) -> str:
-    """The mask where a condition holds; with `in_denominator` the weight instead."""
+    """The mask restricted to a condition; with `in_denominator` the weight instead."""
     held = rf"\mathbf{{1}}[{condition}]"
     if a.get("in_denominator", "False") != "True":
         return rf"m_t \leftarrow m_t {held}"
@@ -191,7 +191,7 @@ def _adapt_entropy(a: Mapping[str, Any]) -> str:
     return rf"c_{{\mathrm{{ent}}}} \leftarrow c \mathbf{{1}}[{short}] ; {after}"
 
 
-STEPS: dict[str, Formula] = {  # what a piece of an advantage chain makes of x
+STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
     # on rows
     "group_center": r"x_i - \operatorname{mean}_G(x)",
     "group_scale": r"\frac{x_i}{\operatorname{std}_G(x) + <eps>}",
@@ -245,7 +245,7 @@ STEPS: dict[str, Formula] = {  # what a piece of an advantage chain makes of x
     "length_adaptive": r"\lambda_i ; \lambda_i = \max(0, 1 - \frac{1}{<alpha> |o_i|})",
     "optimal_token_baseline": _optimal_token_baseline,
     "implicit_rewards": _implicit_rewards,
-    # what else is set
+    # other fields that are set
     "label_outcomes": r"y_t \leftarrow \mathrm{score}_i",
     "mark_positives": r"\mathrm{imitated}_t \leftarrow \mathbf{1}[\mathrm{score}_i > <threshold>]",
     "weigh_demonstrations": _weigh_demonstrations,
@@ -265,4 +265,4 @@ STEPS: dict[str, Formula] = {  # what a piece of an advantage chain makes of x
     ),
     "adapt_entropy": _adapt_entropy,
 }
-TO_TOKENS = ("to_tokens", "to_last_token", "teacher_advantage", "reference_point")  # after these x is of tokens
+TO_TOKENS = ("to_tokens", "to_last_token", "teacher_advantage", "reference_point")  # after these x is per token

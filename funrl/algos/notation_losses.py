@@ -1,4 +1,4 @@
-r"""Formulas of what stands in a loss: terms, ratios, losses and rewards of pairs, reductions."""
+r"""Formulas of the parts of a loss: terms, ratios, losses and rewards of pairs, reductions."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def _kl_to(a: Mapping[str, Any]) -> str:
 
 
 def _kl_estimate(a: Mapping[str, Any]) -> str:
-    if "value" in a:  # of a kind with "+": the gradient of another kind comes with the value
+    if "value" in a:  # a kind with "+" has the gradient of another kind
         return a["value"].removesuffix("}") + "+}"
     return rf"\operatorname{{KL}}_{{{a['kind']}}}"
 
 
 def divergence_between(beta: float, temperature: float, role: str) -> str:
-    """Formula of a `Divergence`, whose fields the arguments are."""
+    """Formula of a `Divergence`; the arguments are its fields."""
     anchor = rf"\pi_{{\mathrm{{{'ref' if role == 'reference' else role}}}}}"
     definition = "" if temperature == 1 else rf" ; \mathrm{{temperature}} = {temperature:g}"
 
@@ -314,7 +314,7 @@ FORMULAS: dict[str, Formula] = {
     "pairwise_reward": _pairwise_reward,
     "step_reward": r"-y_t \log \sigma(X_t) - (1 - y_t) \log \sigma(-X_t)",
     "on_tokens": lambda a: rf"{grouped(a['term'])} \mathbf{{1}}[{a['which']}]",
-    "off_selected": r"t \notin \mathrm{selected}",  # what `on_tokens` is given
+    "off_selected": r"t \notin \mathrm{selected}",  # argument of `on_tokens`
     "on_selected": r"t \in \mathrm{selected}",
     "entropy_above": r"H(\pi_t) > <threshold>",
     "probability_below": r"\pi(t) < <threshold>",
@@ -348,10 +348,10 @@ FORMULAS: dict[str, Formula] = {
     "token_sum": r"\sum_i \sum_{t \in o_i} <L>",
     "sequence_mean": r"\frac{1}{n} \sum_i \frac{1}{|o_i|} \sum_{t \in o_i} <L>",
     "constant_mean": _constant_mean,
-    # losses that are no term under a reduction
+    # losses that are not a term under a reduction
     "implicit_reward_loss": (
         r"\frac{1}{n} \sum_i \left[ -y_i \log \sigma(Q) - (1 - y_i) \log \sigma(-Q) \right] ; "
         r"Q = <beta> \sum_t \log \frac{\pi_{\mathrm{implicit}}(t)}{\pi_{\mathrm{ref}}(t)}"
     ),
 }
-INNER = ("kl_to", "kl_estimate")  # of no name in `funrl.algos`, or made by other pieces only
+INNER = ("kl_to", "kl_estimate")  # not public in `funrl.algos`, or made by other pieces only

@@ -6,7 +6,7 @@ import re
 
 from funrl.algos.notation import is_sum
 
-LATEX_COMMANDS = (  # of LaTeX, whose names do not say what to write in text
+LATEX_COMMANDS = (  # LaTeX commands whose text differs from their name
     (r"\leftarrow", "<-"),
     (r"\left", ""),
     (r"\right", ""),
@@ -60,7 +60,7 @@ def plain(latex: str) -> str:
 
 
 def _braced(text: str) -> tuple[str, str]:
-    """Content of the braces that a text begins with, and what follows."""
+    """Content of the braces at the beginning of a text, and the rest."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
@@ -82,7 +82,7 @@ def _numerator(text: str) -> str:
 
 
 def _is_one(text: str) -> bool:
-    """True if the first bracket of a text is closed by its last letter."""
+    """True if the last character of a text closes its first bracket."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")

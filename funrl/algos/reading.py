@@ -1,4 +1,4 @@
-"""The fields that pieces read and make, found by running them on an example batch that records."""
+"""The fields that pieces read and make, recorded by running them on an example batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from funrl.fields import FIELDS, Field, Schema
 
 
 class CountError(ValueError):
-    """A piece was made for another number of reward functions than `batch.scores` has.
+    """A piece expects a different number of reward functions than `batch.scores` has.
 
     Attributes:
-      wanted: the number that it was made for.
+      wanted: the number that it expects.
     """
 
     def __init__(self, message: str, wanted: int):
@@ -35,8 +35,8 @@ class PieceRun(NamedTuple):
     """Result of an advantage chain on the example.
 
     Attributes:
-      reads: the fields that it read, `score` among them where its result depends on the outcomes that it was given.
-      makes: the fields that losses may read after it.
+      reads: the fields that it read, including `score` if its result depends on the outcomes.
+      makes: the fields that it made, which losses may read.
       signal: its result.
     """
 
@@ -46,16 +46,16 @@ class PieceRun(NamedTuple):
 
 
 def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
-    """The fields that pieces read: losses, advantages, terms, filters, or algorithms less what their advantages make.
+    """The fields that pieces read: losses, advantages, terms, filters, or algorithms, minus what their chains make.
 
-    They are run on an example batch that records, so that neither a lambda nor a user's own function hides any.
+    Pieces run on an example batch that records reads, so that lambdas and users' own functions are covered too.
 
     Args:
-      pieces: what reads.
-      fields: declarations of further fields that terms and filters may read; other pieces have theirs.
+      pieces: losses, advantages, terms, filters or algorithms.
+      fields: declarations of further fields that terms and filters may read; other pieces bring their own.
 
     Raises:
-      PieceError: one of them cannot be run on the example, or gives what its kind may not give.
+      PieceError: one of them cannot be run on the example, or returns a wrong result.
     """
     all_reads = Reads()
     for piece in pieces:
@@ -99,7 +99,7 @@ def run_function(piece: Any, batch: Batch) -> Any:
 
 
 def run_advantage(advantage: Advantage) -> PieceRun:
-    """Run an advantage piece on the example, as many times as it takes to see what it goes by."""
+    """Run an advantage piece on the example, repeatedly until all fields that it depends on are known."""
     return _run_advantage(advantage.hashable())
 
 
@@ -110,7 +110,7 @@ def _run_advantage(advantage: Advantage) -> PieceRun:
         try:
             signal, seen = _run_once(advantage, given, 0.0)
             break
-        except MissingField as error:  # it goes by a field of the signal, which a piece before it should have made
+        except MissingField as error:  # it reads a field of the signal that an earlier piece should have made
             if error.field not in CARRIED or error.field in given:
                 raise
             given[error.field] = as_dict(example((error.field,)))[error.field]
@@ -123,7 +123,7 @@ def _run_advantage(advantage: Advantage) -> PieceRun:
 
 
 def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:
-    """On outcomes or, if it works on token rewards, on these; moved by a change that differs by row."""
+    """Run once on outcomes or, if the piece needs them, token rewards, plus a change that differs by row."""
 
     def update(batch: Batch) -> Signal:
         outcomes = as_dict(batch)["score"]
@@ -144,10 +144,10 @@ def _leaves(signal: Signal) -> list[Tensor]:
 
 
 def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
-    """Result of `run` on the recording example, and what it read; with as many reward functions as it asks for.
+    """Result of `run` on the recording example, and its reads; with as many reward functions as it expects.
 
     Raises:
-      PieceError: it failed on the example, with the user's line, or changed it.
+      PieceError: it failed on the example (the message names the user's line), or changed the example.
     """
     batch = example() if batch is None else batch
     for _ in range(2):
@@ -160,7 +160,7 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
             raise
         except Exception as error:
             raise PieceError(
-                f"{what} cannot be run on the example batch that shows what it reads (4 rows of 8 tokens)"
+                f"{what} cannot be run on the example batch that records its reads (4 rows of 8 tokens)"
                 f"{line_of(error)}: {type(error).__name__}: {error}"
             ) from error
-    raise PieceError(f"{what} asks for different numbers of reward functions")
+    raise PieceError(f"{what} expects different numbers of reward functions")

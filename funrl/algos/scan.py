@@ -9,8 +9,8 @@ from torch import Tensor
 def reverse_linear_scan(x_BT: Tensor, decay_BT: Tensor) -> Tensor:
     """The recurrence from the right, y[t] = x[t] + decay[t] y[t + 1], with y[T] = 0.
 
-    Neighbours are joined in pairs, the recurrence of the pairs is solved in the same way, and the odd positions
-    are filled in from it: about 3 T multiplications in log2(T) steps. Sums of returns, generalised advantage
+    Neighbours are combined in pairs, the recurrence of the pairs is solved recursively, and the odd positions are
+    filled in from its solution: about 3 T multiplications in log2(T) steps. Sums of returns, generalised advantage
     estimation and "the next value that counts" (decay 0 or 1) are all this recurrence.
 
     Args:

@@ -1,4 +1,4 @@
-"""Terms as they run: the checks of what a term gives, with its name and line where it gives something else."""
+"""Run terms and check their results; errors give the term's name and line."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, token_mean_of
 from funrl.batch import Batch, seen_of
 
-Metrics = dict[str, Any]  # [B, T] tensors, whose mean over tokens is meant, or Mean, Max, Sum
+Metrics = dict[str, Any]  # [B, T] tensors, reported as means over tokens, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
 Filter = Callable[[Batch], Tensor]
 
 
 def check_called(piece: Any, kind: str) -> None:
-    """Check that a piece is one, and not the factory that makes it, which tells what it makes by its annotation.
+    """Check that a piece is callable and not the factory that makes it; the return annotation tells a factory.
 
     Args:
       kind: the annotation, such as "Term".
 
     Raises:
-      PieceError: it is a factory, or nothing that can be called.
+      PieceError: it is a factory, or not callable.
     """
     if not callable(piece) or getattr(piece, "__annotations__", {}).get("return") == kind:
         hint = f": call it, {name_of(piece)}(...)" if callable(piece) else ""
@@ -31,13 +31,13 @@ def check_called(piece: Any, kind: str) -> None:
 
 
 def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[Tensor, Metrics]:
-    """The term's loss and metrics, checked to be what a term gives.
+    """Run a term and check its result, a loss and metrics.
 
     Args:
-      place: of the term among those that are added.
+      place: position of the term among the summed terms, for error messages.
 
     Raises:
-      PieceError: they are not; or, on a batch that records, the term changed its inputs.
+      PieceError: the result is wrong; or, on a batch that records, the term changed its inputs.
     """
     seen = seen_of(batch)
     if seen is None:
@@ -67,7 +67,7 @@ def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def typed_metric(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
-    """A metric of a term as the number that is reported. Raises: PieceError, it is none."""
+    """A metric of a term as Mean, Max or Sum. Raises PieceError for anything else."""
     if isinstance(metric, Mean):
         return Mean(metric.num.detach(), metric.den)
     if isinstance(metric, (Max, Sum)):

@@ -28,11 +28,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Function], Function]:
-    """Put every keyword into the signature of a function, where notebooks look for what to complete.
+    """Put every keyword into a function's signature, where notebooks look for completions.
 
     Args:
-      keywords: the typed dict of the function's last parameter, which takes them.
-      flags: whose defaults the signature shows; those of others depend on the recipe or the model.
+      keywords: the typed dict of the function's **keywords.
+      flags: flags whose defaults the signature shows; other defaults depend on the recipe or the model.
     """
     defaults = {flag.name: flag.default for flag in flags}
 
@@ -53,19 +53,19 @@ def checked_settings(given: Mapping[str, Any], known: Mapping[str, Flag], contex
     """Keyword arguments as values of flags.
 
     Args:
-      given: by name, such as {"lr": 1e-4}.
-      known: the flags that there are.
-      context: what the meaning of another library's name may depend on.
+      given: values by name, such as {"lr": 1e-4}.
+      known: all flags.
+      context: context for the meaning of another library's names.
 
     Raises:
-      SettingsError: a name is no flag; the message gives the one that is meant.
+      SettingsError: a name is not a flag; the message suggests one.
     """
     check_names({name: flag_text(value) for name, value in given.items()}, known, context, python=True)
     return {name: python_value(known[name], value) for name, value in given.items()}
 
 
 def plain_number(value: Any) -> Any:
-    """A scalar of NumPy as Python's; any other value as it is."""
+    """Convert a NumPy scalar to Python's; return other values unchanged."""
     for kind, convert in ((np.bool_, bool), (np.integer, int), (np.floating, float)):
         if isinstance(value, kind):
             return convert(value)
@@ -75,7 +75,7 @@ def plain_number(value: Any) -> Any:
 def python_value(flag: Flag, value: Any) -> Any:
     """Convert a value from Python to the type of its flag.
 
-    NumPy's scalars become Python's; paths and numbers become text where the flag is a text. Other values are returned
+    NumPy's scalars become Python's; paths and numbers become text if the flag is a text. Other values are returned
     unchanged.
     """
     value = plain_number(value)
@@ -85,7 +85,7 @@ def python_value(flag: Flag, value: Any) -> Any:
 
 
 def checked_value(flag: Flag, value: Any) -> Any:
-    """A value in the type of its flag. Raises: SettingsError, the flag refuses it."""
+    """Convert a value to the type of its flag. Raises: SettingsError, the flag refuses it."""
     value = python_value(flag, value)
     if problem := flag.problem(value):
         raise SettingsError(f"{flag.name}={value!r}: {problem}")
@@ -93,18 +93,18 @@ def checked_value(flag: Flag, value: Any) -> Any:
 
 
 def sampling_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Sampling`. Raises: SettingsError, a name is none."""
+    """Fields of `Sampling`. Raises: SettingsError, a name is not a field."""
     fields = {field.name for field in dataclasses.fields(Sampling)}
     for name, value in given.items():
         if name not in fields:
             near = difflib.get_close_matches(name, sorted(fields), 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(fields))}"
-            raise SettingsError(f"{name}={value!r}: there is no such setting of sampling; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(sorted(fields))}"
+            raise SettingsError(f"{name}={value!r}: sampling has no such field; {hint}")
     return {name: plain_number(value) for name, value in given.items()}
 
 
 def settings_and_arguments(recipe: str | Algorithm, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of flags of `Settings`, and those of arguments that only the recipe has. Raises: SettingsError."""
+    """Split values into flags of `Settings` and arguments that only the recipe has. Raises: SettingsError."""
     arguments = {} if isinstance(recipe, Algorithm) else recipe_flags(recipe)
     known = {**arguments, **settings_flags()}
     ours = {name: given.get(name, flag.default) for name, flag in settings_flags().items()}
@@ -114,14 +114,14 @@ def settings_and_arguments(recipe: str | Algorithm, given: Mapping[str, Any]) ->
 
 
 def _name_of(recipe: str | Algorithm) -> str:
-    """The name by which a message speaks of a recipe."""
+    """The name of a recipe in messages."""
     if isinstance(recipe, str):
         return recipe.rpartition(":")[2]
     return "sft" if kinds_of(recipe) == ("supervised",) else "this algorithm"
 
 
 def recipe_flags(recipe: str) -> Mapping[str, Flag]:
-    """The arguments of a recipe that is named. Raises: LoadError, SettingsError."""
+    """The arguments of a named recipe. Raises: LoadError, SettingsError."""
     return arguments_of(find_recipe(recipe), recipe).flags
 
 
@@ -132,20 +132,20 @@ def check_recipe(recipe: Any) -> None:
     wanted = "a recipe's name such as 'grpo', 'FILE.py:function', or an Algorithm is needed"
     if callable(recipe):
         name = getattr(recipe, "__name__", repr(recipe))
-        raise SettingsError(f"recipe={name}: this is a function; {wanted}, which a recipe returns when it is called")
+        raise SettingsError(f"recipe={name}: this is a function; {wanted}; call the recipe to get an Algorithm")
     raise SettingsError(f"recipe={recipe!r}: {wanted}")
 
 
 def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None:
-    """Check that an argument is a function, or None, that takes what it is called with.
+    """Check that an argument is None, or a function with the right parameters.
 
     Args:
-      name: of the argument.
+      name: name of the argument.
       function: its value.
-      example: what it is called with, by position; the names are for the message.
+      example: positional arguments of a call; the names are for the message.
 
     Raises:
-      SettingsError: it is not, or does not.
+      SettingsError: it is not a function, or does not take these arguments.
     """
     if function is None:
         return
@@ -154,7 +154,7 @@ def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None
         raise SettingsError(f"{name}={function!r}: {wanted}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a built-in function that does not say
+    except (TypeError, ValueError):  # a built-in function without a signature
         return
     try:
         signature.bind(*example.values())
@@ -164,7 +164,7 @@ def check_callable(name: str, function: Any, example: Mapping[str, Any]) -> None
 
 
 def mesh_text(mesh: Any) -> str:
-    """The text of a mesh. Raises: SettingsError, it is no text; the message has the text that is meant."""
+    """The text of a mesh. Raises: SettingsError, it is not a text; the message suggests one."""
     if isinstance(mesh, str):
         return mesh
     if isinstance(mesh, Mapping):
@@ -184,7 +184,7 @@ def check_place(name: str, model: Any) -> None:
 
 
 def objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
-    """Arguments of `train` that are objects and no texts, which flags cannot name. Raises: SettingsError."""
+    """Arguments of `train` that are objects, which flags cannot express. Raises: SettingsError."""
     if not (model is None or isinstance(model, (str, Path, Model))):
         raise SettingsError(f"model={model!r}: a directory, a name, or a Model is needed")
     if tokenizer is not None and not isinstance(model, Model):
@@ -205,10 +205,10 @@ def objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_da
 
 
 def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tuple[Reward, ...]:
-    """The functions that a caller gives, with the names of a mapping.
+    """The functions in an argument, with names if it is a mapping.
 
     Raises:
-      SettingsError: there are none, or one of them is no function.
+      SettingsError: there are none, or one of them is not a function.
     """
     if callable(reward):
         return (reward,)
@@ -219,7 +219,7 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
         raise SettingsError(f"reward={reward!r}: at least one function is needed")
     for function in functions:
         if not callable(function):
-            hint = "; rewards that are named go into one text, reward='math,format@0.1'" * isinstance(function, str)
+            hint = "; put named rewards into one text, reward='math,format@0.1'" * isinstance(function, str)
             raise SettingsError(f"reward: {function!r} is not a function{hint}")
     if isinstance(reward, Mapping):
         return tuple(describe_function(function, name) for name, function in reward.items())
@@ -227,10 +227,10 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
 
 
 def find_model(model: str | Path) -> Path:
-    """A directory as it is, or that of a model in the local Hugging Face cache; nothing is downloaded.
+    """Return a directory unchanged, or find a model in the local Hugging Face cache; nothing is downloaded.
 
     Raises:
-      SettingsError: there is neither.
+      SettingsError: neither exists.
     """
     directory = hf.find_directory(model)
     if not directory.exists():

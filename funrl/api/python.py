@@ -1,4 +1,4 @@
-"""Training from Python: `funrl.train`, and what it gives back."""
+"""Training from Python: `funrl.train` and its results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 
-RECORDS = "records"  # in a run's config.json: prompts or texts that were given in Python
+RECORDS = "records"  # in a run's config.json: prompts or texts given in Python
 
 
 class TrainedModel:
@@ -91,10 +91,10 @@ class TrainedModel:
 
         Args:
           texts: prompts.
-          seed: fixes the samples.
+          seed: seed of the samples.
           sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy without a temperature.
 
-        Returns: one completion a text.
+        Returns: one completion per text.
         """
         return generate(self.directory, texts, seed=seed, **sampling)
 
@@ -117,12 +117,12 @@ def generate(
     Args:
       model: a Hugging Face directory, the name of a model in the local cache, the directory of a run, or its model.
       texts: prompts; messages go through the chat template of the model's tokenizer.
-      seed: fixes the samples.
-      mesh: devices by axis, such as "dp2"; on one it runs in this process.
-      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Those that are not given are as the
-        model's generation_config.json says; greedy where neither gives a temperature, or the file does not sample.
+      seed: seed of the samples.
+      mesh: devices per axis, such as "dp2"; a single device runs in this process.
+      sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Defaults come from the model's
+        generation_config.json; greedy if neither gives a temperature, or if the file does not sample.
 
-    Returns: the completions, those of one prompt beside each other.
+    Returns: the completions; those of one prompt are consecutive.
 
     Raises:
       ModelError, ValueError: the model cannot be read, an argument does not exist, or a text is empty or too long.
@@ -157,7 +157,7 @@ def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example
         return Example(*encode_prompt(tokenizer, text), {})
     except ValueError:
         raise
-    except Exception as error:  # of a tokenizer that knows not all characters
+    except Exception as error:  # such as from a tokenizer that lacks a character
         raise SettingsError(f"{text!r}: the tokenizer refuses it: {error}") from error
 
 
@@ -189,10 +189,10 @@ def _completed(task: _Completions, mesh: Mesh) -> list[str]:
 
 
 def sampling_of_model(config: ModelConfig, sampled: bool) -> dict[str, Any]:
-    """Fields of `Sampling` by a model's generation_config.json.
+    """Fields of `Sampling` from a model's generation_config.json.
 
     Args:
-      sampled: a temperature is given, so that completions are sampled whatever the file says.
+      sampled: whether a temperature is given, so that completions are sampled even if the file is greedy.
     """
     defaults = sampling_defaults(config)
     greedy = not sampled and defaults.get("temperature", 0.0) == 0.0
@@ -202,12 +202,12 @@ def sampling_of_model(config: ModelConfig, sampled: bool) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Run:
-    """A run that has ended.
+    """A finished run.
 
     Attributes:
-      run_dir: where its files are.
-      metrics: one dict a step.
-      outcome: evaluations at the start and the end, and what ended the run early.
+      run_dir: its directory.
+      metrics: one dict per step.
+      outcome: evaluations at the start and the end, and why the run ended early, if it did.
     """
 
     run_dir: str
@@ -226,7 +226,7 @@ class RunError(RuntimeError):
     """A run that failed. Its cause is chained to it.
 
     Attributes:
-      run: the run so far; its files, and the model as far as it was trained and saved, are in `run.run_dir`.
+      run: the run so far; `run.run_dir` has its files and the last saved model.
     """
 
     def __init__(self, message: str, run: Run | None = None) -> None:
@@ -249,30 +249,31 @@ def train(
     on_step: OnStep | None = None,
     **settings: Unpack[TrainKeywords],
 ) -> Run:
-    """Train a model by a recipe: what the command line does, from Python.
+    """Train a model by a recipe, as the command line does.
 
     It runs in this process on one device, and starts one process per device otherwise.
 
     Args:
       recipe: the name of a recipe, such as "grpo", "module:function" or "FILE.py:function", or an `Algorithm`.
-      model: a Hugging Face directory, the name of a model in the local Hugging Face cache, or a `Model`, whose weights
-        begin at random. None: the embedded task's.
-      tokenizer: of a `Model` that is given.
-      prompts: a file, as --prompts takes it, or dicts such as its records; for supervised recipes, texts.
-      reward: what --reward takes, such as "FILE.py:function" or "math", or one function or several; a mapping of names
-        to functions says what they are called in metrics.
-      eval_data: what is held out, in the same forms as `prompts`; None: a tenth of these.
+      model: a Hugging Face directory, the name of a model in the local Hugging Face cache, or a `Model`, which starts
+        from random weights. None: the embedded task's.
+      tokenizer: tokenizer of a given `Model`.
+      prompts: a file, as for --prompts, or dicts like its records; for supervised recipes, texts.
+      reward: a value of --reward, such as "FILE.py:function" or "math", or one or several functions; a mapping gives
+        the functions' names in metrics.
+      eval_data: held-out data, in the same forms as `prompts`; None: a tenth of these.
       curriculum: "FILE.py:function", or a function; see `funrl.trainer.sources.curriculum.weighing`.
-      source: (job, parts, frozen weights, clock, observer) -> `Source`; None: that of prompts and rewards, or texts.
-      mesh: devices by axis, such as "dp4,tp2", or "auto:8", the best of 8 devices by a dry run.
+      source: (job, parts, frozen weights, clock, observer) -> `Source`; None: the source of prompts and rewards, or of
+        texts.
+      mesh: devices per axis, such as "dp4,tp2"; "auto:8" chooses the best mesh of 8 devices by a dry run.
       on_step: called with the number and the metrics of every step, in the process of rank 0.
-      settings: any flag by its name, the arguments of a recipe that is named included; a path may be a `Path`, a
-        number one of NumPy's. `TrainKeywords` has the types.
+      settings: any flag by name, including the arguments of a named recipe; a path may be a `Path`, a number may be
+        NumPy's. `TrainKeywords` has the types.
 
     Raises:
-      SettingsError: a setting that does not exist or cannot work; before anything is started.
-      RunError: the run failed; it has the run so far, and the cause is chained to it.
-      KeyboardInterrupt: the user interrupted. The first interrupt finishes the step and saves it, the second, or one
+      SettingsError: a setting does not exist or cannot work; raised before anything is started.
+      RunError: the run failed; it holds the run so far, and the cause is chained to it.
+      KeyboardInterrupt: the user interrupted. The first interrupt finishes and saves the step; a second one, or one
         before the first step, ends the run at once.
     """
     check_recipe(recipe)
@@ -306,14 +307,14 @@ def train(
 
 
 def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], given: Given) -> Provenance:
-    """Origin of a run; the first rank knows the digests of its files."""
+    """Origin of a run; the first rank has the digests of its files."""
     source = full_source(recipe) if isinstance(recipe, str) else None
     inputs = input_digests(job.settings, source, given) if os.environ.get("RANK", "0") == "0" else {}
     return Provenance(None if source is None else recipe_name(source), config, inputs)
 
 
 def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
-    """Arguments of `train` that are texts, by their flags; the flag of prompts depends on the kind of the run."""
+    """Arguments of `train` that are texts, by flag; the flag of prompts depends on the kind of the run."""
     named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
     named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
     named["curriculum"] = curriculum if isinstance(curriculum, str) else None
@@ -323,10 +324,10 @@ def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum:
 
 
 def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
-    """The settings with the best mesh where they say auto:N, and with groups for --fsdp on several nodes.
+    """The settings with the best mesh for auto:N, and with groups for --fsdp on several nodes.
 
     Args:
-      built: the model is an object, for which there is no dry run.
+      built: whether the model is an object, which cannot be dry run.
 
     Raises:
       SettingsError: a mesh cannot be chosen.
@@ -334,7 +335,8 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
     if chosen.devices.train.wanted is not None:
         if built:
             raise SettingsError(
-                f"mesh={chosen.devices.mesh!r}: it is chosen for the embedded task's model or a directory; name one"
+                f"mesh={chosen.devices.mesh!r}: auto works only for the embedded task's model or a directory; name a "
+                "mesh"
             )
         return chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
     if not (chosen.devices.fsdp and not built and ranks_of_node() is not None):
@@ -349,7 +351,7 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
 def _run(
     job: Job, chosen: Settings, name: str, config: dict[str, Any], on_step: OnStep | None, source: MakeSource | None
 ) -> Run:
-    """Train in a directory of its own, and read what was written there. Raises: RunError."""
+    """Train in the run's directory, and read its results. Raises: RunError."""
     check_devices(job.sizes, job.device)
     run_dir = None
     experiment = Path(name).stem.replace(":", "-")
@@ -376,7 +378,7 @@ def _run(
             raise
         failed = _written_run(run_dir, Outcome({}, {}, str(error)))
         raise RunError(_failure(failed, f"{type(error).__name__}: {error}"), failed) from error
-    run = _written_run(run_dir, outcome._replace(cause=None))  # whose traceback would hold the weights
+    run = _written_run(run_dir, outcome._replace(cause=None))  # its traceback would keep the weights alive
     if outcome.error is not None:
         raise RunError(_failure(run, outcome.error), run) from outcome.cause
     if outcome.stopped is not None and interrupt_asked():
@@ -387,21 +389,21 @@ def _run(
 
 
 def _written_run(run_dir: str, outcome: Outcome) -> Run:
-    """A run read from its files; its report is written."""
-    with contextlib.suppress(ReportError, OSError):  # it stopped before its first step
+    """Read a run from its files, and write its report."""
+    with contextlib.suppress(ReportError, OSError):  # the run stopped before its first step
         write_report(run_dir, running=False)
     lines = RunDirectory(Path(run_dir)).metrics
     return Run(run_dir, list(read_lines(lines)) if lines.exists() else [], outcome)
 
 
 def _failure(run: Run, problem: str) -> str:
-    """The message of a run that failed: when, what went wrong in a line, and what there is."""
+    """The message of a failed run: the step, the error in one line, and the directory with its results."""
     when = left = ""
     if os.path.isdir(run.run_dir):  # it may have been deleted
-        left = f"; what it has written is in {run.run_dir}"
+        left = f"; its files are in {run.run_dir}"
         when = f" after step {run.metrics[-1]['step']}" if run.metrics else " before its first step was done"
     first, *rest = problem.strip().splitlines()
-    if first.endswith(":") and rest:  # the traceback of another process, whose last line is the error
+    if first.endswith(":") and rest:  # a traceback of another process; its last line is the error
         first = f"{first} {rest[-1].strip()}"
     return f"the run failed{when}: {first}{left}"
 
@@ -414,14 +416,14 @@ def _rank(
 
 
 def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a recipe that is named; arguments that are settings too have the settings' values.
+    """The algorithm of a named recipe; arguments with the name of a setting get its value.
 
     Args:
-      settings: with a number of new tokens.
-      own: values of other arguments; those that are not there have their defaults.
+      settings: settings, with the number of new tokens filled in.
+      own: values of other arguments; missing ones have their defaults.
 
     Raises:
-      SettingsError: a value cannot be that argument's.
+      SettingsError: a value is invalid for its argument.
     """
     common = flag_values(settings)
     values = {}
@@ -433,10 +435,10 @@ def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorit
 
 
 def load(directory: str | Path) -> TrainedModel:
-    """A Hugging Face directory, such as the `model` of a run, to generate with.
+    """Load a Hugging Face directory, such as the `model` of a run, for generation.
 
     Raises:
-      SettingsError, ModelError: it is no directory, or holds no model that is supported.
+      SettingsError, ModelError: it is not a directory, or holds no supported model.
     """
     check_place("directory", directory)
     hf.check_directory(directory, "auto")

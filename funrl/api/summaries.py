@@ -1,4 +1,4 @@
-"""Short texts of results, which a notebook shows: of a run, its model, and an evaluation."""
+"""Short texts of results for notebooks: of a run, its model, and an evaluation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from funrl.trainer.loop import Outcome
 
-TRAINED = ("reward/mean", "train/loss", "actor/pg_loss")  # the first of these that a run has is shown
+TRAINED = ("reward/mean", "train/loss", "actor/pg_loss")  # the first one that a run has is shown
 EVALUATED = ("eval/reward", "eval/accuracy", "eval/loss")
 
 
 def run_summary(run_dir: str, metrics: Sequence[Mapping[str, float]], outcome: Outcome) -> str:
-    """A run in a line: its steps, a number of training and those of held-out data, first and last."""
+    """A run in one line: its number of steps, and first and last values of training and held-out metrics."""
     parts = [f"{len(metrics)} step{'s' * (len(metrics) != 1)}"]
     for name in [name for name in TRAINED if metrics and name in metrics[-1]][:1]:
         parts.append(f"{name} {_change([row[name] for row in metrics if name in row])}")
@@ -30,7 +30,7 @@ def run_summary(run_dir: str, metrics: Sequence[Mapping[str, float]], outcome: O
 
 
 def model_summary(directory: Path) -> str:
-    """A model in a line: its directory, its architecture and the size of its weights."""
+    """A model in one line: its directory, its architecture and the size of its weights."""
     try:
         kind = str(json.loads((directory / "config.json").read_text()).get("model_type"))
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def model_summary(directory: Path) -> str:
 
 
 def evaluation_summary(metrics: Mapping[str, float], prompts: int, samples: int, directory: str) -> str:
-    """An evaluation in a line."""
+    """An evaluation in one line."""
     numbers = []
     for name in EVALUATED:
         if name in metrics:
@@ -52,7 +52,7 @@ def evaluation_summary(metrics: Mapping[str, float], prompts: int, samples: int,
 
 
 def _change(values: Sequence[float]) -> str:
-    """The first and the last of some numbers."""
+    """The first and the last of several numbers."""
     return f"{values[0]:.4g}" if len(values) == 1 else f"{values[0]:.4g} -> {values[-1]:.4g}"
 
 

@@ -2,8 +2,8 @@
 
     funrl bisect RUN_DIR OTHER_RUN_DIR
 
-It compares what both have written: the metrics of every step, the rows, scores and digests of weights that
-`--save_rollouts` keeps, and checkpoints. Nothing is computed, and no device of the runs is needed.
+It compares the files of both runs: the metrics of every step, the rows, scores and weight digests that
+`--save_rollouts` keeps, and checkpoints. It computes nothing, and needs none of the runs' devices.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ SHOWN = 20  # differences of the first phase
 
 
 class RunRecord(NamedTuple):
-    """Everything that a run has written, by step.
+    """The files of a run, by step.
 
     Attributes:
-      flags: with the recipe's arguments, each with the steps after which it began to have a value.
-      inputs: digests of files and weights, likewise.
-      metrics: of each step.
+      flags: flags and recipe arguments, each with its values and the steps after which they took effect.
+      inputs: digests of files and weights, in the same form.
+      metrics: metrics of each step.
       rows, checkpoints: their folders.
     """
 
@@ -59,7 +59,7 @@ class RunRecord(NamedTuple):
 
 
 def bisect_command(argv: Sequence[str]) -> int:
-    """Run `funrl bisect ...`; return the exit status: 0 where nothing differs, 1 where something does.
+    """Run `funrl bisect ...`; return the exit status: 0 if nothing differs, else 1.
 
     Args:
       argv: "bisect" and its arguments.
@@ -79,7 +79,7 @@ def read_record(path: Path) -> RunRecord:
     """The files of a run.
 
     Raises:
-      SettingsError, RunDirectoryError: it is no run, or one of its files is broken.
+      SettingsError, RunDirectoryError: the directory is not a run, or one of its files is broken.
     """
     run = RunDirectory(path)
     try:
@@ -89,7 +89,7 @@ def read_record(path: Path) -> RunRecord:
         record["flags"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{run.config}: it is not the record of a run: {reason}") from None
+        raise SettingsError(f"{run.config}: not the config.json of a run: {reason}") from None
     lines = list(read_lines(run.metrics)) if run.metrics.exists() else []
     metrics = {int(line["step"]): line for line in lines if "step" in line}
     return RunRecord(
@@ -103,14 +103,14 @@ def read_record(path: Path) -> RunRecord:
 
 
 def flag_differences(run: RunRecord, other: RunRecord) -> list[str]:
-    """Words for each flag in which two runs differ."""
+    """Describe each flag in which two runs differ."""
     names = [name for name in dict.fromkeys((*run.flags, *other.flags)) if name not in START_FLAGS]
     pairs = [(name, run.flags.get(name), other.flags.get(name)) for name in names]
     return [f"--{name}: {in_words(x)} and {in_words(y)}" for name, x, y in pairs if x != y]
 
 
 def first_step(run: RunRecord, other: RunRecord) -> tuple[int, list[Difference]]:
-    """The first step in which two runs differ, and its differences; else the last that both have, and none.
+    """The first step in which two runs differ, and its differences; else the last common step and an empty list.
 
     Raises:
       SettingsError: they have no step in common.
@@ -126,7 +126,7 @@ def first_step(run: RunRecord, other: RunRecord) -> tuple[int, list[Difference]]
         differences = compare_saved(run, other, step) if step in rows else []
         if step in metrics:
             a, b = (record.metrics[step] for record in (run, other))
-            names = a.keys() & b.keys()  # one may evaluate more often than the other
+            names = a.keys() & b.keys()  # one run may evaluate more often than the other
             differences += metric_differences(*({name: x[name] for name in names} for x in (a, b)))
         if step in checkpoints:
             differences += compare_checkpoints(run.checkpoints[step], other.checkpoints[step])
@@ -175,7 +175,7 @@ def compare_saved(run: RunRecord, other: RunRecord, step: int) -> list[Differenc
 
 
 def compare_checkpoints(run: Path, other: Path) -> list[Difference]:
-    """Compare every tensor and number of two checkpoints, some at a time.
+    """Compare every tensor and number of two checkpoints, in chunks.
 
     Raises:
       DamagedError: one cannot be read.
@@ -197,13 +197,13 @@ def compare_checkpoints(run: Path, other: Path) -> list[Difference]:
 
 
 def _of_one_run(phase: str, kind: str, name: str) -> Difference:
-    """A field or tensor that one of two runs has."""
+    """A field or tensor that only one of two runs has."""
     where = f"one run has no such {'field' if kind == 'field' else 'tensor'}"
     return Difference(phase, kind, name, total=1, count=1, largest=math.inf, where=where)
 
 
 def _tensors(checkpoint: Recorded, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Some tensors of a checkpoint, whole, one after the other."""
+    """Yield some tensors of a checkpoint, each whole."""
     dtypes = {name: TENSOR_DTYPES[checkpoint.arrays[name].dtype] for name in names}
     server = ShardServer()
     try:
@@ -215,13 +215,13 @@ def _tensors(checkpoint: Recorded, names: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def phase_of_leaf(name: str) -> str:
-    """Phase of a step that makes a tensor of a checkpoint."""
+    """The phase of a step that writes a tensor of a checkpoint."""
     head, _, rest = name.partition("/")
     return {"roles": f"update_{rest.partition('/')[0]}", "source": "generate"}.get(head, "advantage")
 
 
 def conclusion(run: RunRecord, other: RunRecord, step: int, differences: Sequence[Difference]) -> list[str]:
-    """Lines on the first difference, or on what agrees."""
+    """Describe the first difference, or what agrees."""
     counts = {
         "metrics": run.metrics.keys() & other.metrics.keys(),
         "rows": run.rows.keys() & other.rows.keys(),

@@ -1,7 +1,7 @@
-"""From a command line to a `Command`: flags read and checked, the algorithm composed.
+"""From a command line to a `Command`: read and check flags, compose the algorithm.
 
-What can be checked without torch is checked before a recipe's module, which imports it, is loaded: a mistyped flag is
-answered at once.
+Checks that do not need torch run before a recipe's module, which imports it, is loaded, so a mistyped flag is reported
+at once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Experiment(NamedTuple):
     """A program that trains.
 
     Attributes:
-      name: such as "ppo".
-      algorithm: its recipe, as --algorithm takes it; None: the command line must name one.
-      defaults: values of flags, of `Settings` or of this recipe, that suit its task better than theirs.
+      name: its name, such as "ppo".
+      algorithm: its recipe, in the form of --algorithm; None: the command line must name one.
+      defaults: values of flags, of `Settings` or of this recipe, that replace the usual defaults.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Experiment(NamedTuple):
         return [*own, flags.ALGORITHM._replace(default=self.algorithm), flags.CONFIG]
 
     def arguments(self, source: str) -> tuple[Arguments, list[Flag]]:
-        """A recipe's arguments, and those that are flags of their own, with this experiment's defaults if it is its."""
+        """A recipe's arguments, and its flags beyond `Settings`, with this experiment's defaults for its own recipe."""
         arguments = arguments_of(find_recipe(source), source)
         mine = self.defaults if self.algorithm and full_source(self.algorithm) == source else {}
         strange = set(mine) - set(settings_flags()) - set(arguments.flags)
@@ -70,15 +70,15 @@ class Experiment(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command line that was read and checked; hashable and picklable, so that a spawned rank can prepare the job too.
+    """A parsed and checked command line; hashable and picklable, so that a spawned rank can prepare the job too.
 
     Attributes:
-      experiment: the name of the program.
-      settings: the flags of `Settings`, those that were not given included.
+      experiment: name of the program.
+      settings: all flags of `Settings`, defaults included.
       source: "module:function" or "FILE.py:function" of the recipe.
       arguments: (name, value) of the recipe's arguments that are flags.
-      kind: of the run, one of `declaration.RUN_KINDS`.
-      notes: what to say before the run, a line each.
+      kind: kind of the run, one of `declaration.RUN_KINDS`.
+      notes: lines to print before the run.
     """
 
     experiment: str
@@ -99,10 +99,10 @@ class Command(NamedTuple):
 
 
 def with_models(command: Command) -> Command:
-    """The command with directories of models instead of runs and checkpoints.
+    """The command with runs and checkpoints replaced by directories of models.
 
     Raises:
-      ValueError: one of them has no model.
+      ValueError: a run or checkpoint has no model.
     """
     from funrl.trainer.checkpoints.stored_models import with_model_directories
 
@@ -110,7 +110,7 @@ def with_models(command: Command) -> Command:
 
 
 def with_mesh(command: Command) -> Command:
-    """The command with a mesh where it says auto:N, and with groups for --fsdp on several nodes; and a note of either.
+    """The command with auto:N replaced by a mesh and with --fsdp groups on several nodes; notes say what was chosen.
 
     Raises:
       ValueError: this machine does not have N devices, or the run fits no mesh of them.
@@ -138,12 +138,12 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
     """Read and check a command line.
 
     Args:
-      experiment: whose.
+      experiment: the experiment.
       argv: the program's name and its arguments.
       writes: whether this process writes the run directory.
 
     Raises:
-      ValueError, OSError: the first thing that cannot work, named, with its value and the way out.
+      ValueError, OSError: the first flag that cannot work, with its value and a way out.
     """
     line = read_line(experiment.name, argv)
     with line.blamed():
@@ -155,9 +155,9 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
 
 
 def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tuple[str, Settings]:
-    """The recipe's source and the settings, after every check that needs neither torch nor the recipe itself."""
+    """The recipe's source and the settings, after all checks that need neither torch nor the recipe itself."""
     if common.values["algorithm"] is None:
-        raise SettingsError("--algorithm is needed: a recipe that `funrl --help` lists, or FILE.py:function")
+        raise SettingsError("--algorithm is needed: a recipe listed by `funrl --help`, or FILE.py:function")
     source = full_source(common.values["algorithm"])
     locate("algorithm", source)
     names = names_of_arguments(source)
@@ -177,7 +177,7 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
 
 
 def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: frozenset[str]) -> None:
-    """Refuse names of TRL and verl, with ours. Raises: SettingsError."""
+    """Refuse names of TRL and verl; the error gives ours. Raises: SettingsError."""
     known = dict.fromkeys([*common.values, *arguments])
     context = NameContext({}, common.values, arguments, source.rpartition(":")[2])
     try:
@@ -221,13 +221,13 @@ def _read_recipe(experiment: Experiment, common: flags.Read, line: Line, source:
 
 
 def help_of(experiment: Experiment, argv: Sequence[str]) -> str:
-    """The help of an experiment, or of the recipe that the command line names instead of its own.
+    """The help of an experiment with the recipe of the command line, or with its own if none is given.
 
     Raises:
       ValueError: there is no such recipe.
     """
     given = experiment.algorithm
-    with contextlib.suppress(SettingsError):  # of other flags, which --help does not read
+    with contextlib.suppress(SettingsError):  # errors of other flags, which --help ignores
         given = flags.read(experiment.common, argv).values["algorithm"]
     program = argv[0] if argv[0].startswith("funrl ") else f"python -m funrl.experiments.{experiment.name}"
     summary = first_line(f"funrl.experiments.{experiment.name}:") if given == experiment.algorithm else ""

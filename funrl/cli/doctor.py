@@ -1,9 +1,9 @@
-"""The command `funrl doctor`: devices, versions and rates of this machine, and whether a command line would run on it.
+"""The command `funrl doctor`: devices, versions and speed of this machine, and whether a command line would run on it.
 
     funrl doctor
     funrl doctor grpo --mesh=dp2 --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
 
-A command line is read and checked as the run itself would do it before it starts ranks; nothing is trained or written.
+A command line is checked as the run would check it before it starts ranks; nothing is trained or written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from funrl.flags.arguments import full_source, recipe_names
 from funrl.loading import shared_folder_of_files
 from funrl.trainer.settings.declaration import SettingsError
 
-if TYPE_CHECKING:  # torch comes after the checks of a command line that need none
+if TYPE_CHECKING:  # torch is imported after the checks of a command line that do not need it
     import torch
 
     from funrl.mesh.mesh import Mesh
@@ -36,19 +36,19 @@ OPTIONAL = {
     "flash-attn": "faster attention on CUDA",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
-    "datasets": "parquet files, datasets of the local cache, and saved ones",
+    "datasets": "parquet files, cached and saved datasets",
     "orbax-checkpoint": "reading checkpoints with orbax",
     "trl": "benchmarks",
 }
-MEASURED_S = 0.1  # of one measurement
+MEASURED_S = 0.1  # duration of one measurement
 MESSAGE_BYTES = 2**24
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print the tables; return 0, or 1 where the command line would not run.
+    """Print the tables; return 0, or 1 if the command line would not run.
 
     Args:
-      argv: "doctor", then a command line as `funrl` takes it or nothing.
+      argv: "doctor", then the command line of a run, or nothing.
     """
     words = [word for word in argv[1:] if word != "funrl"]
     problem, sizes, device = would_run(words) if words else ("", {}, None)
@@ -65,7 +65,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
-    """The reason why a command line would not run ("" where it would), its mesh and its device.
+    """The reason why a command line would not run ("" if it would), its mesh and its device.
 
     Args:
       words: an experiment or recipe and its flags.
@@ -88,7 +88,7 @@ def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
 
 
 def experiment_of(name: str) -> Experiment:
-    """The experiment or recipe of a name, with the defaults that its file gives.
+    """The experiment or recipe with this name, with the defaults of its file.
 
     Raises:
       SettingsError: there is none.
@@ -110,7 +110,7 @@ def experiment_of(name: str) -> Experiment:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Devices, and what computes and communicates on them."""
+    """Devices, kernels and communication."""
     import torch
 
     from funrl.compiled_kernels.kernel_library import library_problem
@@ -136,7 +136,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _sandbox() -> str:
-    """The means by which programs of a policy are confined, or why they cannot be."""
+    """The sandbox for a policy's programs, or the reason why there is none."""
     from funrl.rewards.sandbox import SandboxError, check_platform
 
     try:
@@ -146,7 +146,7 @@ def _sandbox() -> str:
 
 
 def packages() -> list[tuple[str, str]]:
-    """Versions of what a run needs, and of what it can use."""
+    """Versions of required and optional packages."""
     rows = [(name, _version(name) or "missing") for name in ("funrl", *REQUIRED)]
     rows.append(("recipes, examples, docs", str(shared_folder_of_files() or "not installed")))
     return rows + [(name, _version(name) or f"not installed (for {use})") for name, use in OPTIONAL.items()]
@@ -160,10 +160,10 @@ def _version(package: str) -> str | None:
 
 
 def rates(device: str | None = None) -> list[tuple[str, str]]:
-    """Matrix products and copies a second on one device.
+    """Speed of matrix products and of memory on one device.
 
     Args:
-      device: "cpu" or "cuda"; None: cuda where there is one.
+      device: "cpu" or "cuda"; None: cuda if there is one.
     """
     import torch
 
@@ -185,7 +185,7 @@ def rates(device: str | None = None) -> list[tuple[str, str]]:
 
 
 def _seconds(work: Callable[[], torch.Tensor], accelerator: bool) -> float:
-    """Seconds that one call takes, of the calls of `MEASURED_S` after the first."""
+    """Seconds per call, over the calls within `MEASURED_S` after a first one."""
     import torch
 
     def wait() -> float:
@@ -203,10 +203,10 @@ def _seconds(work: Callable[[], torch.Tensor], accelerator: bool) -> float:
 
 
 def collective_rates(sizes: dict[str, int], device: str | None) -> list[tuple[str, str]]:
-    """All-reduce over all ranks of a mesh of this machine; nothing for a single device.
+    """Speed of an all-reduce over all ranks of a mesh on this machine; empty for a single device.
 
     Args:
-      sizes: of the mesh.
+      sizes: axis sizes of the mesh.
       device: "cpu" or "cuda".
     """
     from funrl.mesh.launch import WorkerError, launch
@@ -223,7 +223,7 @@ def collective_rates(sizes: dict[str, int], device: str | None) -> list[tuple[st
 
 
 def _all_reduce_seconds(mesh: Mesh) -> float:
-    """Seconds of one all-reduce, the same number of them on every rank."""
+    """Seconds of one all-reduce; every rank makes the same number of them."""
     import torch
 
     from funrl.mesh.collectives import psum
@@ -231,7 +231,7 @@ def _all_reduce_seconds(mesh: Mesh) -> float:
 
     x = torch.ones(MESSAGE_BYTES // 4, device=mesh.device)
     repeats = 3
-    float(psum(x, mesh, AXES)[0])  # the first makes connections; a number on the host waits for the device
+    float(psum(x, mesh, AXES)[0])  # the first call opens connections; float() waits for the device
     begin = time.perf_counter()
     for _ in range(repeats):
         float(psum(x, mesh, AXES)[0])

@@ -59,19 +59,20 @@ from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 
-OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # of a run: which prompts it holds out
+OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
 RESULT = "evaluation.json"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Evaluation:
-    """An evaluation that has ended.
+    """Result of an evaluation.
 
     Attributes:
-      metrics: such as "eval/accuracy", with the ends of its 95 % interval "eval/accuracy_ci_low" and "..._ci_high".
-      prompts, samples: how many prompts, and completions of each.
-      directory: where evaluation.json and eval_samples.jsonl are.
+      metrics: values by name, such as "eval/accuracy" and the ends of its 95 % interval, "eval/accuracy_ci_low" and
+        "..._ci_high".
+      prompts, samples: number of prompts, and of completions of each.
+      directory: directory with evaluation.json and eval_samples.jsonl.
     """
 
     metrics: dict[str, float]
@@ -91,7 +92,7 @@ class Evaluation:
         return evaluation_text(self)
 
     def _repr_html_(self) -> str:
-        """The table, as a notebook shows it."""
+        """The table for a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
@@ -115,22 +116,21 @@ def evaluate(
     seed: int = 0,
     **settings: Unpack[EvaluateKeywords],
 ) -> Evaluation:
-    """Complete prompts with a model and reward the completions: what `funrl evaluate` does, from Python.
+    """Complete prompts with a model and reward the completions, as `funrl evaluate` does.
 
     Args:
       model: a Hugging Face directory, a name in the local cache, or the directory of a run. The flags of a run are the
         defaults of `reward` and `settings`.
-      data: prompts, as --prompts of a run takes them, or dicts such as their records. None: those that the run holds
-        out.
-      reward: as `funrl.train` takes it.
-      step: of the run's checkpoint; None: the model at its end, else its newest checkpoint.
-      limit: prompts at most, which the seed chooses.
+      data: prompts in the forms of --prompts, or dicts like their records. None: the run's held-out prompts.
+      reward: as in `funrl.train`.
+      step: step of the run's checkpoint; None: the final model, else the newest checkpoint.
+      limit: maximum number of prompts, chosen by the seed; None: all.
       output: directory to write; None: runs/evaluate-TIME.
-      seed: of the samples.
-      settings: flags of `funrl evaluate --help` by their names, such as `mesh`, `samples` and `temperature`.
+      seed: seed of the samples.
+      settings: flags of `funrl evaluate --help` by name, such as `mesh`, `samples` and `temperature`.
 
     Raises:
-      SettingsError: a setting that does not exist or cannot work; before anything is started.
+      SettingsError: a setting does not exist or cannot work; raised before anything is started.
       WorkerError: a rank failed.
     """
     check_place("model", model)
@@ -185,12 +185,12 @@ def complete_prompts(
     seed: int = 0,
     **settings: Any,
 ) -> None:
-    """Complete prompts and write a JSON line a completion: the prompt, its other columns, sample, completion, tokens.
+    """Complete prompts; write a JSON line per completion: the prompt, its other columns, sample, completion, tokens.
 
     Args:
-      prompts: as --prompts of a run takes them, or dicts such as their records.
-      output: the file; None: lines are printed, of a single completion its text alone.
-      The others: as in `evaluate`.
+      prompts: prompts in the forms of --prompts, or dicts like their records.
+      output: the file to write; None: print the lines, or only the text of a single completion. The others: as in
+      `evaluate`.
 
     Raises: as `evaluate`.
     """
@@ -199,29 +199,29 @@ def complete_prompts(
     named = {"prompts": str(prompts)} if isinstance(prompts, (str, Path)) else {}
     chosen = settings_of_stored("generate", stored, settings | named, given, seed)
     if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
-        raise SettingsError(f"--output={output}: is the file of the prompts, which would be lost; give another name")
+        raise SettingsError(f"--output={output} is the file of the prompts and would be overwritten; give another name")
     with _own_names("prompts"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     if output is not None and not read_environment():
         try:
-            Path(output).write_bytes(b"")  # an error before any work, where it cannot be written
+            Path(output).write_bytes(b"")  # fails before any work if it cannot be written
         except OSError as error:
             raise SettingsError(f"--output={output}: cannot be written: {error.strerror}") from None
     launched(functools.partial(_writing_completions, InferenceTask(job, stored, seed), output and str(output)), job)
 
 
 def _is_file(path: str | Path, other: str | Path) -> bool:
-    """True if two paths are of the same file, which is there."""
+    """True if two paths are the same existing file."""
     return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:
-    """The settings of a job, by what is given and by the flags of the run that the model is from.
+    """The settings of a job, from the given flags and the flags of the run that made the model.
 
     Args:
       name: "evaluate" or "generate".
-      own: flags of that command, by their names there.
-      given: in Python instead of flags.
+      own: flags of that command, by name.
+      given: arguments given in Python instead of flags.
 
     Raises:
       SettingsError: a name is not a flag, or there are no prompts.
@@ -254,7 +254,7 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
 
 
 def _holds_out(flags: Mapping[str, Any]) -> bool:
-    """True if the flags of a run say which prompts it holds out: those of files, or of the embedded task."""
+    """True if the flags of a run determine its held-out prompts, from files or from the embedded task."""
     if flags.get("prompts") is not None or flags.get("eval_data") is not None:
         return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
     return bool(flags) and all(flags.get(flag) is None for flag in ("model", "data", "reward"))
@@ -262,7 +262,7 @@ def _holds_out(flags: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _own_names(data: str) -> Any:
-    """Call flags in messages as these commands do.
+    """Rename flags in error messages to this command's names.
 
     Args:
       data: the flag of the prompts.
@@ -282,10 +282,10 @@ def launched(program: Callable[..., Any], job: RLJob) -> Any:
 
 
 class TableObserver:
-    """Observer of completions; on ranks other than the first its calls do nothing.
+    """Observer of completions; it does nothing on ranks other than the first.
 
     Args:
-      write: a row, and the other columns of its prompt -> nothing.
+      write: (row, the other columns of its prompt) -> None.
     """
 
     def __init__(self, job: RLJob, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
@@ -351,11 +351,11 @@ def _opened(path: Path | None, stack: contextlib.ExitStack) -> Lines | None:
     return lines
 
 
-NOT_IN_TABLE = ("examples", "response_length", "clip_ratio")  # lines of their own have these
+NOT_IN_TABLE = ("examples", "response_length", "clip_ratio")  # shown on separate lines
 
 
 def evaluation_text(evaluation: Evaluation) -> str:
-    """The numbers of an evaluation as a table."""
+    """The metrics of an evaluation as a table."""
     metrics = {name.removeprefix("eval/"): value for name, value in evaluation.metrics.items()}
     mean = f" (mean@{evaluation.samples})" if evaluation.samples > 1 else ""
     prompts = f"{evaluation.prompts} prompt{'s' * (evaluation.prompts != 1)}"

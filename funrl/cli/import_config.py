@@ -1,13 +1,13 @@
-"""The command `funrl import`: a configuration of TRL or verl as a file of flags.
+"""The command `funrl import`: translate a configuration of TRL or verl into a file of flags.
 
     funrl import trl.yaml --to=mine.yaml
     funrl import trl.json --recipe=dpo --devices=8
     funrl import verl.yaml --records=7473
     funrl import run_qwen.sh --partial
 
-The file makes the same run: the same losses of the same batches, by the same updates. What has no equal here is listed
-and nothing is written, unless `--partial` accepts that list. A value that the configuration leaves out is taken from
-the other library's defaults.
+The file gives the same run: the same losses on the same batches, with the same updates. If some values have no
+equivalent here, the command lists them and writes nothing, unless `--partial` is given. Values that the configuration
+leaves out are taken from the other library's defaults.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from funrl.trainer.settings.settings import settings_flags
 
 
 class Renamed(NamedTuple):
-    """A line of the table: theirs with its value, ours, and what differs.
+    """A line of the table: their name with its value, our flags, and the difference.
 
     Attributes:
-      lost: whether the run would be another one.
+      lost: whether the run would change.
     """
 
     theirs: str
@@ -48,12 +48,12 @@ class Renamed(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A configuration in this library's names.
+    """A configuration translated to this library's names.
 
     Attributes:
-      flags: texts by name, `experiment` included; what comes nearest where there is no equal.
-      rows: what was made of each name.
-      source: whose configuration it is, such as "TRL's GRPOConfig".
+      flags: texts by name, `experiment` included; the nearest ones if there is no equivalent.
+      rows: translation of each name.
+      source: origin of the configuration, such as "TRL's GRPOConfig".
     """
 
     flags: Mapping[str, str]
@@ -62,12 +62,12 @@ class Imported(NamedTuple):
 
     @property
     def lost(self) -> list[Renamed]:
-        """Values without an equal here."""
+        """Values without an equivalent here."""
         return [row for row in self.rows if row.lost]
 
     @property
     def needed(self) -> list[str]:
-        """Flags without which the file is not a whole run."""
+        """Flags that are missing for a complete run."""
         reward = {"reward", "reward_model"} & set(self.flags) or "prompts" not in self.flags
         missing = [name for name in ("model",) if name not in self.flags]
         missing += [] if {"prompts", "data"} & set(self.flags) else ["prompts or data"]
@@ -78,12 +78,12 @@ class _Source(NamedTuple):
     """Reading of a configuration.
 
     Attributes:
-      name: whose it is.
-      rules: what each name means.
-      is_idle: true for a name that decides nothing.
-      theirs: values with the other library's defaults.
+      name: origin of the configuration.
+      rules: meaning of each name.
+      is_idle: true for a name without an effect on results.
+      theirs: values, including the other library's defaults.
       recipe: of the run.
-      flags: that the run has besides.
+      flags: further flags of the run.
     """
 
     name: str
@@ -98,17 +98,23 @@ def import_config(argv: Sequence[str]) -> int:
     """Run `funrl import`; return the exit status."""
     flags = [
         Flag("to", None, str, optional=True, text="the file to write"),
-        Flag("recipe", None, str, optional=True, text=f"of TRL's trainer: {', '.join(TRAINERS)}"),
-        Flag("devices", 1, int, optional=False, text="GPUs that TRL's run has", bounds=(at_least(1),)),
+        Flag("recipe", None, str, optional=True, text=f"recipe of TRL's trainer: {', '.join(TRAINERS)}"),
+        Flag("devices", 1, int, optional=False, text="number of GPUs of TRL's run", bounds=(at_least(1),)),
         Flag(
             "records",
             None,
             int,
             optional=True,
-            text="records of the training data, which epochs count",
+            text="number of training records, to convert epochs to steps",
             bounds=(at_least(1),),
         ),
-        Flag("partial", False, bool, optional=False, text="leave out, or take the nearest of, what has no equal here"),
+        Flag(
+            "partial",
+            False,
+            bool,
+            optional=False,
+            text="write the file even if some values have no equivalent here: leave them out or use the nearest",
+        ),
     ]
     (path,), line = read_words(flags, argv, COMMANDS["import"].usage)
     config = imported(path, line.values["recipe"], line.values["devices"], records=line.values["records"])
@@ -121,28 +127,28 @@ def import_config(argv: Sequence[str]) -> int:
 def _refusal(path: str, config: Imported) -> str:
     several = "values have" if len(config.lost) > 1 else "value has"
     lines = [f"  {row.theirs}: {row.difference}" for row in config.lost]
-    return "\n".join([f"{path}: {len(config.lost)} {several} no equal here; --partial writes the rest", *lines])
+    return "\n".join([f"{path}: {len(config.lost)} {several} no equivalent here; --partial writes the rest", *lines])
 
 
 def _write(config: Imported, to: str | None) -> None:
     """Print the file, or write it and print its table."""
     table = [f"read as {config.source}", "", *difference_table(config.rows)]
     if config.lost:
-        table += ["", "another run than theirs:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
+        table += ["", "differs from their run:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
     text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(config.flags)]) + "\n"
     if to is None:
         print(text, end="")
         return
     if Path(to).exists():
-        raise SettingsError(f"--to={to}: is there already; give another name")
+        raise SettingsError(f"--to={to} exists already; give another name")
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
     more = f" with --{', --'.join(config.needed)}" if config.needed else ""
-    print(f"\nfunrl --config={to}{more} runs it; the table is in the file too")
+    print(f"\nfunrl --config={to}{more} runs it; the file contains this table too")
 
 
 def imported(path: str, recipe: str | None = None, devices: int = 1, records: int | None = None) -> Imported:
-    """Read a configuration of TRL or verl. Args: as the command's. Raises: SettingsError."""
+    """Read a configuration of TRL or verl. Args: those of the command. Raises: SettingsError."""
     content = flattened(path)
     try:
         source = _of_verl(content) if any(map(verl.is_of_verl, content)) else _of_trl(path, content, recipe, devices)
@@ -178,7 +184,7 @@ def _imported(content: Mapping[str, str], source: _Source, records: int | None) 
     ours = {name: flag.default for name, flag in common.items()} | dict(source.flags)
     context = NameContext(source.theirs, ours, arguments, source.recipe, records, complete=True)
     texts: dict[str, str] = {"experiment": source.recipe, **source.flags}
-    decided: dict[str, str] = {}  # flags that the file itself decides; a default of theirs yields to them
+    decided: dict[str, str] = {}  # flags that the file itself sets; these win over their library's defaults
     rows: list[Renamed] = []
     for name, value in sorted(source.theirs.items(), key=lambda item: item[0] in content):
         meaning = _meaning(name, value, source, context)
@@ -190,7 +196,7 @@ def _imported(content: Mapping[str, str], source: _Source, records: int | None) 
             meaning.effect is Effect.DIFFERENT,
         )
         if twice := [flag for flag, x in flags.items() if flag in decided and not is_same(x, decided[flag])]:
-            reason = f"--{twice[0]} is {decided[twice[0]]} by another name, and {flags[twice[0]]} by this one"
+            reason = f"--{twice[0]} would be {decided[twice[0]]} by another name, but {flags[twice[0]]} by this one"
             row = row._replace(difference=reason, lost=True)
         rows.append(row)
         texts |= flags
@@ -200,19 +206,19 @@ def _imported(content: Mapping[str, str], source: _Source, records: int | None) 
 
 
 def _meaning(name: str, text: str, source: _Source, context: NameContext) -> Meaning:
-    """The meaning of a value, of names that no table has as well."""
+    """The meaning of a value, also for names that are in no table."""
     if name in source.rules:
         meaning = meaning_of(source.rules[name], text, context)
         unresolved = meaning.effect is Effect.SAME and any(map(is_unresolved, meaning.flags.values()))
-        unknown = Meaning({}, "the file does not say what this is; write its value", Effect.DIFFERENT)
+        unknown = Meaning({}, "the file does not define this value; write it out", Effect.DIFFERENT)
         return unknown if unresolved else meaning
     if source.is_idle(name):
-        return Meaning({}, "decides no number of the run", Effect.NO_EFFECT)
-    return Meaning({}, "not set") if is_none(text) else Meaning({}, "not known here", Effect.DIFFERENT)
+        return Meaning({}, "has no effect on results", Effect.NO_EFFECT)
+    return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", Effect.DIFFERENT)
 
 
 def _merged(rows: Sequence[Renamed]) -> list[Renamed]:
-    """Neighbours and others that became the same flags share a line; what is the same under another name comes last."""
+    """Merge rows that became the same flags; rows that only change the name come last."""
     together: dict[tuple[str, str, bool], list[str]] = {}
     for row in rows:
         together.setdefault((row.ours, row.difference, row.lost), []).append(row.theirs)

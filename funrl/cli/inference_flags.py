@@ -1,6 +1,6 @@
 """Flags of `funrl evaluate` and `funrl generate`.
 
-They are those of a run on prompts, rewards, devices and sampling, by the same names. Nothing here imports torch.
+They have the names and meanings of a run's flags of prompts, rewards, devices and sampling. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ DEVICES = (
     "queue",
     "timeout",
 )
-SAMPLED = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # --eval_... of a run
+SAMPLED = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # a run has them as --eval_...
 SAMPLED_TEXTS = {
-    "samples": "completions of each prompt, for pass@k and maj@k; several need a temperature",
-    "temperature": "of sampling; 0 is greedy; the model's is in generation_config.json",
+    "samples": "completions of each prompt, for pass@k and maj@k; more than one needs a temperature",
+    "temperature": "sampling temperature; 0 is greedy; the model's is in generation_config.json",
 }
 USAGES = {
     "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function [--flag=value ...]",
@@ -69,7 +69,7 @@ OUTPUT = {
 }
 SUMMARY = {
     "evaluate": "Complete and reward prompts. MODEL is a Hugging Face directory, a name in the local cache, or the "
-    "directory of a run, whose flags are the defaults and whose held-out prompts are taken without --data.",
+    "directory of a run, whose flags are the defaults and whose held-out prompts are used without --data.",
     "generate": "Complete prompts. MODEL is a Hugging Face directory, a name in the local cache, or the directory of a "
     "run. Completions are printed, or written as JSON lines with the columns of their prompts. Prompts that begin with "
     "a dash go after --.",
@@ -81,14 +81,14 @@ def inference_flags(name: str) -> list[Flag]:
     table = settings_flags()
     data = "data" if name == "evaluate" else "prompts"
     own = [
-        Flag(data, None, str, optional=True, text="prompts, as --prompts of a run takes them", group="examples"),
+        Flag(data, None, str, optional=True, text="prompts, in the forms of a run's --prompts", group="examples"),
         Flag(
             "step",
             None,
             int,
             optional=True,
-            text="of a run's checkpoint",
-            chosen="the model at the end of the run, else its newest checkpoint",
+            text="step of a run's checkpoint",
+            chosen="the run's final model, else its newest checkpoint",
             group="models",
             bounds=(at_least(0),),
         ),
@@ -97,7 +97,7 @@ def inference_flags(name: str) -> list[Flag]:
             None,
             int,
             optional=True,
-            text="prompts at most, which --seed chooses",
+            text="maximum number of prompts, chosen by --seed",
             chosen="all",
             group="examples",
             bounds=(at_least(1),),

@@ -1,4 +1,4 @@
-"""The reader of command lines: of a run, with the flags of the file that it names, and of other commands."""
+"""The reader of command lines: of runs, including the flags of a --config file, and of other commands."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Line(NamedTuple):
     """A command line.
 
     Attributes:
-      argv: the program's name and its arguments, those of a file first.
-      config: the file; None: there is none.
-      own: names that are given beside the file.
-      notes: what to say of it, a line each.
+      argv: the program's name and its arguments, those of the file first.
+      config: the file; None: no file.
+      own: names of the flags given next to the file.
+      notes: lines to print about it.
     """
 
     argv: tuple[str, ...]
@@ -34,13 +34,13 @@ class Line(NamedTuple):
 
     @property
     def recorded(self) -> frozenset[str]:
-        """Names of flags whose values a run has recorded and nobody has given."""
+        """Names of flags whose values come only from a run's config.json."""
         known = self.config.values if self.config is not None and self.config.recorded else ()
         return frozenset(known) - self.own
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Name the file in an error about one of its flags."""
+        """Context that adds the file's name to an error about one of its flags."""
         try:
             yield
         except ValueError as error:
@@ -51,14 +51,14 @@ class Line(NamedTuple):
 
 
 def read_line(name: str, argv: Sequence[str]) -> Line:
-    """Put the flags of the file that --config names before those that are given beside it.
+    """Put the flags of the --config file before those of the command line.
 
     Args:
-      name: of the experiment.
+      name: name of the experiment.
       argv: the program's name and its arguments.
 
     Raises:
-      SettingsError: a flag is given twice, or the file cannot be read, or is of another experiment.
+      SettingsError: a flag is given twice, or the file cannot be read or is for another experiment.
     """
     flags.refuse_repeated(argv)
     given = {flags.flag_name(text) for text in argv[1:] if text.startswith("-")}
@@ -68,8 +68,7 @@ def read_line(name: str, argv: Sequence[str]) -> Line:
         return Line(tuple(argv), None, own, ())
     if config.experiment not in (None, name) and not (name == "rl" and "algorithm" in config.values):
         raise SettingsError(
-            f"--config={config.path}: this is of {config.experiment}; `funrl {config.experiment} "
-            f"--config={config.path}` takes it"
+            f"--config={config.path} is for {config.experiment}; use `funrl {config.experiment} --config={config.path}`"
         )
     return Line((argv[0], *config.flags(), *argv[1:]), config, own, tuple(_changed(config)))
 
@@ -83,18 +82,18 @@ def given_config(argv: Sequence[str]) -> ConfigFile | None:
 def read_words(
     own: Sequence[Flag], argv: Sequence[str], usage: str, least: int = 1, most: int | None = 1
 ) -> tuple[tuple[str, ...], flags.Read]:
-    """Read the line of a command that takes directories, files or texts, and flags of its own.
+    """Read the command line of a command with directories, files or texts, and its own flags.
 
     Args:
       own: all flags that it takes.
-      argv: the program's name and its arguments; what follows "--" is no flag.
-      usage: the line that says how it is called.
+      argv: the program's name and its arguments; words after "--" are not flags.
+      usage: the usage line.
       least, most: bounds of the number of words; None: any number.
 
     Returns: the words, and the flags.
 
     Raises:
-      SettingsError: another number of words, a flag that is not known, or as `flags.read`.
+      SettingsError: wrong number of words, an unknown flag, or as `flags.read`.
     """
     flags.refuse_repeated(argv)
     end = argv.index("--") if "--" in argv else len(argv)
@@ -110,7 +109,7 @@ def read_words(
 
 
 def _changed(config: ConfigFile) -> Iterator[str]:
-    """Remarks on what is not as it was when a run was made."""
+    """Remarks on package versions that have changed since a run was made."""
     now = versions() | {"processor": processor_name()}
     for package, before in config.versions.items():
         if before is not None and now.get(package) not in (None, before):

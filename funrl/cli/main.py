@@ -47,7 +47,7 @@ from funrl.processes.output import lasting_output
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
-EXPLAINED = ("evaluate", "generate")  # their help lists all of their flags
+EXPLAINED = ("evaluate", "generate")  # their help lists all their flags
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
@@ -72,7 +72,7 @@ def _main(argv: list[str]) -> int:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
     try:
-        place = 2 if argv[1] == "doctor" else 1  # of the experiment
+        place = 2 if argv[1] == "doctor" else 1  # index of the experiment
         if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
             argv.insert(place, _name_in_config(argv))
         name = argv[1]
@@ -103,7 +103,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _program(name: str, words: Sequence[str]) -> int:
-    """Print what a name stands for, or run its experiment or recipe; return the exit status."""
+    """Run the experiment or recipe with this name, or print its help; return the exit status."""
     pages = {**dict.fromkeys((*flags.HELP, "help"), listing), "flags": flags.page}
     pages |= dict.fromkeys(("--version", "version"), lambda: f"funrl {funrl.__version__}")
     if name in pages:
@@ -123,7 +123,7 @@ def _program(name: str, words: Sequence[str]) -> int:
 
 
 def _name_in_config(argv: Sequence[str]) -> str:
-    """The experiment that the file of --config names, or `rl` where it names an algorithm alone."""
+    """The experiment that the --config file names, or `rl` if it names only an algorithm."""
     config = given_config(argv)
     if config is None or config.experiment in (*experiment_names(), *recipe_names()):
         return "rl" if config is None else str(config.experiment)
@@ -135,10 +135,16 @@ def _name_in_config(argv: Sequence[str]) -> str:
 def export(argv: Sequence[str]) -> int:
     """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter] [--overwrite]`; return the exit status."""
     own = [
-        Flag("step", None, int, optional=True, text="of the checkpoint", bounds=(at_least(0),)),
+        Flag("step", None, int, optional=True, text="step of the checkpoint", bounds=(at_least(0),)),
         Flag("to", None, str, optional=True, text="the directory to write"),
-        Flag("adapter", False, bool, optional=False, text="adapters alone, as PEFT has them, instead of merged"),
-        Flag("overwrite", False, bool, optional=False, text="replace a model that --to holds"),
+        Flag(
+            "adapter",
+            False,
+            bool,
+            optional=False,
+            text="export only the adapters, in PEFT's format, instead of merged weights",
+        ),
+        Flag("overwrite", False, bool, optional=False, text="replace a model in --to"),
     ]
     (run,), line = read_words(own, argv, COMMANDS["export"].usage)
     from funrl.trainer.checkpoints.export import export_checkpoint
@@ -223,7 +229,7 @@ def inference(argv: Sequence[str]) -> int:
 
 
 def experiment_names() -> tuple[str, ...]:
-    """The programs of funrl/experiments: their docstrings give the command that runs them."""
+    """The programs of funrl/experiments: modules whose docstring gives the command that runs them."""
     names = sorted(file.stem for file in Path(str(funrl.__file__)).with_name("experiments").glob("*.py"))
     return tuple(
         name
@@ -233,7 +239,7 @@ def experiment_names() -> tuple[str, ...]:
 
 
 def listing() -> str:
-    """List the experiments and recipes, a line each."""
+    """List the experiments and recipes, one per line."""
     experiments = [(name, first_line(f"funrl.experiments.{name}:")) for name in experiment_names()]
     rest = [name for name in recipe_names() if name not in experiment_names()]
     recipes = [(name, first_line(f"{RECIPES}.{name}:{name}")) for name in rest]

@@ -1,9 +1,9 @@
-"""The command `funrl replay`: a step of an earlier run made again, and compared with what the run saved.
+"""The command `funrl replay`: repeat a step of an earlier run and compare it with the saved results.
 
     funrl replay RUN_DIR --step=7
 
-The run must have kept the rows of that step, and of those since its newest checkpoint before (`--save_rollouts`). It
-ends with 0 where all bits agree, with 1 where some do not.
+The run must have saved the rows of that step and of all steps since the last checkpoint before it (`--save_rollouts`).
+The exit status is 0 if all bits agree, else 1.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def replay_command(argv: Sequence[str]) -> int:
     """
     own = (
         Flag("step", None, int, optional=True, text="to repeat", bounds=(at_least(1),)),
-        Flag("mesh", None, str, optional=True, text="another mesh than the run's"),
-        Flag("tolerance", None, float, optional=True, text="largest difference that is none", bounds=(above(0),)),
+        Flag("mesh", None, str, optional=True, text="a mesh that differs from the run's"),
+        Flag(
+            "tolerance", None, float, optional=True, text="largest difference that counts as equal", bounds=(above(0),)
+        ),
     )
     usage = COMMANDS["replay"].usage
     (run,), line = read_words(own, argv, usage)
@@ -69,10 +71,10 @@ def replay_command(argv: Sequence[str]) -> int:
 
 
 def _check_one_start(command: Command, run: str, step: int, mesh: str | None) -> None:
-    """Refuse a step for which steps have to be repeated that another start made with other flags.
+    """Refuse a step if repeating it needs steps that an earlier start made with other flags.
 
     Raises:
-      SettingsError: the checkpoint after which these flags began is gone.
+      SettingsError: the checkpoint at which the flags changed is gone.
     """
     steps = [number for number in complete_checkpoints(Path(run) / "checkpoints") if number < step]
     for number in range(max(steps, default=0) + 1, step):
@@ -87,11 +89,11 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     """The command of an earlier run, from its config.json.
 
     Args:
-      mesh: another one; the run's models are then not fully sharded.
-      step: with the flags of the start that made it; None: of the newest start.
+      mesh: a different mesh, on which models are not fully sharded; None: the run's.
+      step: step whose start gives the flags; None: the newest start.
 
     Raises:
-      SettingsError: there is no such run, or it cannot be made again from flags.
+      SettingsError: there is no such run, or flags alone cannot repeat it.
     """
     file = RunDirectory(Path(run_dir)).config
     try:
@@ -102,7 +104,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
         source = full_source(str(recorded.pop("algorithm")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{file}: it is not the record of a run: {reason}") from None
+        raise SettingsError(f"{file}: not the config.json of a run: {reason}") from None
     arguments = arguments_of(find_recipe(source), source).flags
     known = {**settings_flags(), **arguments}
     for flag, value in recorded.items():
@@ -111,7 +113,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
             raise SettingsError(f"{file}: --{flag}={value}: {problem}")
     missing = sorted(set(arguments) - set(settings_flags()) - set(recorded))
     if missing:
-        raise SettingsError(f"{file}: --{missing[0]} is not there; another version of {source} made this run")
+        raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
@@ -141,7 +143,7 @@ def _rank(job: Job, run_dir: str, step: int, mesh: Mesh) -> list[Replayed]:
 
 
 class Notes:
-    """An observer that prints remarks, and nothing else."""
+    """An observer that only prints remarks."""
 
     def __init__(self, prints: bool) -> None:
         self.prints = prints
@@ -155,10 +157,10 @@ class Notes:
 
 
 def verdict_lines(repeated: Replayed, tolerance: float) -> tuple[list[str], bool]:
-    """Lines on a step that was repeated, by phase, and whether all of it agrees.
+    """Report on a repeated step: lines per phase, and whether all of it agrees.
 
     Args:
-      tolerance: above 0 digests of weights, which have no size, are left out.
+      tolerance: above 0, digests of weights are left out, since their difference has no size.
     """
     compared = [part for part in repeated.differences if not (tolerance and part.kind == "digests")]
     agrees = all(part.agrees(tolerance) for part in compared)

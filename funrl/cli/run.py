@@ -1,8 +1,8 @@
-"""The part that all experiments share: flags in, ranks started, the result printed.
+"""The part that all experiments share: read flags, start ranks, print the result.
 
-An experiment is a recipe (a function that returns an `Algorithm`) and defaults that suit its task. The arguments of the
-recipe, with their defaults and the lines of its docstring, are flags beside those of `Settings`. An argument that has
-the name of one of these is given that flag's value; one that no flag can say, such as a function, keeps its default.
+An experiment is a recipe (a function that returns an `Algorithm`) and defaults for its task. The arguments of the
+recipe, with their defaults and docstrings, are flags in addition to those of `Settings`. An argument with the name of a
+`Settings` flag gets that flag's value; one that a flag cannot express, such as a function, keeps its default.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from funrl.track.records.run_lock import leave_nothing, owned_run
 from funrl.track.records.services import TrackerError
 from funrl.trainer.storage.shard_server import CheckpointError
 
-if TYPE_CHECKING:  # both import torch, which comes after the checks that need none
+if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do not need it
     from funrl.mesh.mesh import Mesh
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
 # Metrics of an evaluation that the last line leaves out.
 ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio", "examples")
-SMALL_EVALUATION = 100  # held-out examples, below which the last line says how many
-# Their messages say all that a user needs.
+SMALL_EVALUATION = 100  # below this many held-out examples, the last line gives their number
+# Errors whose message is enough: no traceback is shown.
 PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
-    """Run an experiment from the command line; return the exit status. What it prints does not end it.
+    """Run an experiment from the command line; return the exit status. Failing to print does not end the run.
 
     Args:
-      name: of the experiment, such as "ppo".
+      name: name of the experiment, such as "ppo".
       argv: the program's name and its arguments; the default is the process's.
-      algorithm: its recipe, as --algorithm takes it; None: the recipe of that name, or if there is none, the one that
-        the command line must name.
-      defaults: values of flags, of `Settings` or of this recipe, that suit the experiment better than theirs.
+      algorithm: its recipe, in the form of --algorithm; None: the recipe of that name, or if there is none, the command
+        line must name one.
+      defaults: values of flags, of `Settings` or of this recipe, that replace the usual defaults.
     """
     with lasting_output():
         return _main(name, argv, algorithm, defaults)
@@ -63,7 +63,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
     argv = list(sys.argv if argv is None else argv)
     run_dir = None
     try:
-        first = not read_environment()  # under torchrun and srun every rank comes through here
+        first = not read_environment()  # under torchrun and srun every rank runs this
     except LauncherError as error:
         return _ended(2, f"error: {error}", True)
     with contextlib.ExitStack() as owned:
@@ -103,7 +103,7 @@ def _say(notes: Sequence[str], first: bool) -> None:
 
 
 def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[RunDirectory]:
-    """The directory of a run, whose owner this process is."""
+    """The directory of a run, locked by this process."""
     settings = command.settings
     return owned_run(
         settings.run.run_dir, name, command.flags, resume=settings.run.resume, overwrite=settings.run.overwrite
@@ -114,7 +114,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     """Train on every rank and print the result; return the exit status.
 
     Args:
-      inputs: digests of the run's files, as the first rank knows them.
+      inputs: digests of the run's files, known on the first rank.
     """
     from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import Waiting, WorkerError, launch
@@ -136,7 +136,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
                 program = functools.partial(_rank, command, run_dir, inputs, started.start)
                 rewards = functools.partial(_rewards, command)
                 outcome = launch(program, job.sizes, job.device, PLAIN, before=rewards, waiting=waiting)
-        if outcome.error:  # which every rank knows
+        if outcome.error:  # the same on every rank
             status = 1
             problem = f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:
@@ -160,7 +160,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
 
 @functools.lru_cache(maxsize=1)
 def _job(command: Command) -> Any:
-    """Checked once: forked ranks inherit the result, spawned ones make it again."""
+    """The job, cached: forked ranks inherit it, spawned ranks build it again."""
     from funrl.trainer.jobs.prepare import prepare
     from funrl.trainer.jobs.provenance import Provenance
 
@@ -181,7 +181,7 @@ def _inputs(command: Command) -> Mapping[str, str]:
 
 
 def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
-    """Check the checkpoint that a run is to go on from, before any work; lines on what is not as it was."""
+    """Check the checkpoint that a run resumes from, before any work; return lines on what has changed."""
     from funrl.trainer.checkpoints.resumable import check_resume
 
     folder = expanded(str(command.settings.run.run_dir))
@@ -208,9 +208,9 @@ def _rank(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """Interrupt a run whose terminal is gone, and stop one that a job scheduler terminates with its state saved.
+    """Handle signals: interrupt a run whose terminal is gone; stop a terminated run with its state saved.
 
-    Before its first step a terminated run is interrupted too. Under torchrun every rank handles signals itself.
+    Before its first step, a terminated run is interrupted too. Under torchrun every rank handles signals itself.
     """
     from funrl.processes.workers import ask_to_stop
 
@@ -231,12 +231,12 @@ def _signals() -> Iterator[None]:
 
 
 def _stopped(event: str, step: int, run_dir: str | None) -> str:
-    """The way on for a run that was asked to stop."""
+    """The command that continues a stopped run."""
     return f"{event} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
 
 
 def _explained(error: BaseException) -> str:
-    """The message of an error that needs no more, with its notes; else its traceback."""
+    """An error's message and notes if they are enough, else its traceback."""
     from funrl.mesh.launch import WorkerError
 
     if isinstance(error, (WorkerError, *PLAIN)):
@@ -245,7 +245,7 @@ def _explained(error: BaseException) -> str:
 
 
 def _newest(run_dir: str | None) -> str:
-    """The way on for a run that has failed, where it has left a checkpoint."""
+    """The command that continues a failed run, if it has a checkpoint."""
     from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
     newest = max(complete_checkpoints(f"{run_dir}/checkpoints"), default=0) if run_dir is not None else 0
@@ -253,7 +253,7 @@ def _newest(run_dir: str | None) -> str:
 
 
 def _ended(status: int, problem: str, first: bool) -> int:
-    """The exit status, after printing the problem; a rank of torchrun that is not the first adds which one it is."""
+    """Print the problem and return the exit status; under torchrun, ranks other than the first add their number."""
     where = "" if first else f"rank {os.environ['RANK']} on {socket.gethostname()}: "
     if problem:
         print(where + problem.rstrip(), file=sys.stderr)
@@ -261,13 +261,13 @@ def _ended(status: int, problem: str, first: bool) -> int:
 
 
 def _report(run_dir: str) -> str:
-    """Write the report of whatever was written; return what there is to open."""
+    """Write the report of a run, complete or not; return a line that says what to open."""
     from funrl.track.report.page import write_report  # here, for it imports numpy
     from funrl.track.report.run_files import ReportError
 
     try:
         return f"open {write_report(run_dir, running=False)}"
-    except ReportError as error:  # it stopped before its first step, or the disk is full
+    except ReportError as error:  # the run stopped before its first step, or the disk is full
         return f"no report: {error}"
     except KeyboardInterrupt:
         return "no report"
@@ -278,7 +278,7 @@ def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
 
 
 def _held_out(outcome: Outcome | None) -> list[str]:
-    """A line on the first and the last evaluation, or on the only one; none where nothing was evaluated."""
+    """A line on the first and the last evaluation, or on the only one; empty without any."""
     if outcome is None:
         return []
     once = not outcome.last  # the run was stopped before its second evaluation

@@ -1,4 +1,4 @@
-"""Usage of the commands beside the experiments. Nothing here imports torch."""
+"""Usage of the commands other than experiments. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from funrl.cli.inference_flags import USAGES
 
 
 class SmallCommand(NamedTuple):
-    """A command beside the experiments.
+    """A command that is not an experiment.
 
     Attributes:
-      summary: what it gives.
-      usage: how it is called.
+      summary: its result, in a few words.
+      usage: its usage line.
     """
 
     summary: str
@@ -23,17 +23,17 @@ COMMANDS = {
     "evaluate": SmallCommand("Evaluation of a model or a run", USAGES["evaluate"]),
     "generate": SmallCommand("Completions", USAGES["generate"]),
     "export": SmallCommand(
-        "A model of a checkpoint", "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--overwrite]"
+        "Export of a checkpoint as a model", "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--overwrite]"
     ),
-    "report": SmallCommand("The page of a run", "funrl report RUN ..."),
-    "compare": SmallCommand("The page of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
-    "watch": SmallCommand("A run that goes on, in the terminal", "funrl watch RUN"),
+    "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
+    "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
+    "watch": SmallCommand("Live view of a run in the terminal", "funrl watch RUN"),
     "import": SmallCommand(
-        "TRL's or verl's configuration",
+        "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
     "replay": SmallCommand(
-        "A step made again, bit by bit", "funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
+        "Repeat of a step, compared bit by bit", "funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
     ),
     "bisect": SmallCommand("The first difference between two runs", "funrl bisect RUN_DIR OTHER_RUN_DIR"),
     "explain": SmallCommand(

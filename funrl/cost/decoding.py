@@ -1,7 +1,7 @@
-"""Costs of generation: prefill, then one token of every row an iteration, traced with the engine's own backend.
+"""Costs of generation: prefill, then one token per row and iteration, traced with the engine's own backend.
 
-Prompts and completions have the greatest length, so rows that begin together end together: continuous batching becomes
-waves of rows.
+Prompts and completions have maximum length, so rows that start together end together: continuous batching becomes waves
+of rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class EngineWork(NamedTuple):
     Attributes:
       job, generator: at full depth or with fewer layers.
       whole: the generator at full depth, whose memory limits the rows that are decoded together.
-      prompt_tokens: of a prompt.
-      room: bytes of the cache where no flag gives its size.
-      hardware: of each rank.
+      prompt_tokens: tokens of a prompt.
+      room: bytes of the cache if no flag gives its size.
+      hardware: hardware of each rank.
     """
 
     job: RLJob
@@ -87,7 +87,7 @@ def own_prompts(job: RLJob, generator: Generator) -> int:
 
 
 def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
-    """Costs of a wave, by the traces of a pass over prompts and of one that decodes half-way.
+    """Costs of a wave, from traces of a prefill and of a decoding iteration at half the length.
 
     Args:
       work: of the engine.
@@ -112,7 +112,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
     most = pass_tokens(_device(hardware))
     at_once = min(prompt_tokens, most)
-    fresh = count / sampling.samples  # prompts of a wave: what completions of a prompt have in common is computed once
+    fresh = count / sampling.samples  # prompts of a wave: their completions share one prefill
     prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
 
     def pass_work(rows: int, tokens: int, end: int) -> PassWork:

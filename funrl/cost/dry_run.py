@@ -72,8 +72,8 @@ from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import Rows, moved
 
-PROMPT_TOKENS = 512  # of a prompt, where neither a flag nor the embedded task says
-TEXT_TOKENS = 1024  # of a text, likewise
+PROMPT_TOKENS = 512  # of a prompt, unless a flag or the embedded task gives it
+TEXT_TOKENS = 1024  # of a text, in the same case
 
 
 def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
@@ -81,7 +81,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
 
     Args:
       settings: the flags.
-      memory: bytes of a device; the default mesh to generate on depends on it.
+      memory: bytes of a device; the default generate mesh depends on it.
 
     Raises:
       ValueError: a flag or a combination of flags cannot work.
@@ -148,8 +148,8 @@ def read_model(path: str, code: str = "native") -> Model:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ModelError(
-            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs a config.json and "
-            "nothing else: --model=CONFIG.json"
+            f"{path}: there is no {file}, nor such a model in the local cache; a dry run needs only a config.json: "
+            "--model=CONFIG.json"
         )
     return hf.load_model(file, code)
 
@@ -157,8 +157,7 @@ def read_model(path: str, code: str = "native") -> Model:
 def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     """Tokens of a prompt, or of a text where texts are given.
 
-    Returns: the flag's number; else the longest of the embedded task; else a usual number that fits the model's
-      positions.
+    Returns: the flag's number; else the longest of the embedded task; else a default that fits the model's positions.
     """
     if run_kind(algorithm, settings.examples.data) == "supervised":
         if settings.estimate.text_tokens is not None:
@@ -166,7 +165,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         if settings.models.model is not None or settings.examples.data is not None:
             if settings.examples.max_text_tokens is not None:
                 return settings.examples.max_text_tokens
-            # A value head reads at one token more.
+            # A value head reads one more token.
             reads_end = algorithm.role_kinds.generating(algorithm.losses) is None
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
         texts = embedded_texts(settings, texts_kind(algorithm), embedded_task(settings.examples.task).tokenizer())
@@ -255,7 +254,7 @@ def check_width(job: Job, tokens: int) -> int:
     if isinstance(job, TextJob):
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
-        return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads at one token more
+        return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
     if tokens + job.sampling.max_new_tokens > positions:
         raise SettingsError(
             f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the model's "
@@ -289,32 +288,32 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
     if isinstance(job, RLJob) and not job.models[job.main_role].pages:
-        out.append("generation, which is by transformers' own code")
+        out.append("generation, which runs transformers' own code")
     if isinstance(job, RLJob) and settings.engines.probe_sync_every:
         out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
     if judge is not None and not judge.model.pages:
-        out.append("the judge, which is by transformers' own code")
+        out.append("the judge, which runs transformers' own code")
     if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
-        out.append("that of a prompt's samples only the best and the worst are trained on")
+        out.append("the selection of each prompt's best and worst sample for training")
     if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
-        out.append("the rows of demonstrations, one a prompt")
+        out.append("the rows of demonstrations, one per prompt")
     if settings.devices.offload:
-        copies = "the time of its copies" if hardware.accelerator else "it does nothing on a CPU"
+        copies = "the time of offloading copies" if hardware.accelerator else "it does nothing on a CPU"
         out.append(f"--offload={settings.devices.offload}: {copies}")
     return tuple(out)
 
 
 def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
-    """Costs of all phases but the reshard, without the engine's copy of the weights.
+    """Costs of all phases except the reshard, without the engine's copy of the weights.
 
     Args:
       job: at full depth or with fewer layers.
-      whole: parts at full depth, which decide how many rows the engine decodes together.
+      whole: parts at full depth, which determine how many rows the engine decodes together.
       plan: of all rows.
       tokens: of a prompt or text.
       hardware: of each rank.
 
-    Returns: costs by phase; "rests" has the bytes that are held between phases.
+    Returns: costs by phase; "rests" has the bytes held between phases.
     """
     mesh = whole.mesh
     parts = build(job, mesh, lambda _: None)
@@ -346,7 +345,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
             )
     scores = at_rows(scored, local, scoring)
     phases |= with_moves(job, plan, scores, some.token_bytes)
-    again = MOVES[1] in phases  # the step keeps the rows as they were when they were scored
+    again = MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
     for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
@@ -358,7 +357,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
 
 
 def _stored(parts: Parts) -> int:
-    """Numbers of all roles' weights that a rank stores."""
+    """Number of weights of all roles that a rank stores."""
     return sum(math.prod(x.local_shape()) for role in parts.roles.values() for x in trees.leaves(role.stored))
 
 
@@ -387,7 +386,7 @@ def trace_step(
     weights, frozen = role_weights(tracer, job, parts)
     batches = [rows]
     learning = _learning_step(parts) - 1
-    del rows  # they are gone when they have been moved
+    del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
     trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
@@ -415,7 +414,7 @@ def trace_step(
         tracer.hold_tree(rows.batch, "batch")
         if learns:
             loop.learn_batch(trainer, state, rows)
-        else:  # to the next rank: of memory it matters how many rows move, and not where
+        else:  # to the next rank: memory depends on the number of rows, not on their destination
             with phase_of_moves(MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))

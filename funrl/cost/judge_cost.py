@@ -24,7 +24,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
 
-CHARACTERS = 4  # of a template, in a token: no tokenizer is read
+CHARACTERS = 4  # of a template per token, as no tokenizer is read
 
 
 class JudgeCost(NamedTuple):
@@ -53,7 +53,7 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
       SettingsError: it has a value head, or the template cannot be read.
     """
     if not model.generates:
-        raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
+        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
     text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
     sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
     return JudgeJob(

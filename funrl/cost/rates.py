@@ -17,10 +17,10 @@ class Rates(NamedTuple):
     """Times and throughput of a run, by an estimate.
 
     Attributes:
-      seconds: of a step.
-      steps: of the run.
-      tokens: of a step's rows, prompts included.
-      devices: that they are computed on.
+      seconds: seconds of a step.
+      steps: steps of the run.
+      tokens: tokens of a step's rows, prompts included.
+      devices: number of devices.
     """
 
     seconds: float
@@ -73,8 +73,8 @@ def communication(estimate: Estimate, costs: Costs, hardware: Hardware) -> float
 def hidden(estimate: Estimate, costs: Costs, hardware: Hardware) -> float:
     """Seconds of a phase in which collectives and kernels overlap.
 
-    Only collectives that begin before their result is needed overlap with kernels. On a CPU both take the same cores,
-    so none do.
+    Only collectives that start before their result is needed overlap with kernels. On a CPU both use the same cores, so
+    none overlap.
     """
     if not hardware.accelerator:
         return 0.0
@@ -105,7 +105,7 @@ def duration_text(seconds: float, figures: int = 2) -> str:
       figures: significant digits; integers keep all of theirs.
     """
     units = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
-    most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # of a unit before the next one is used
+    most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # largest value in a unit
     amount = seconds
     unit = "s"
     for length, unit in units:

@@ -16,15 +16,15 @@ from funrl.trainer.jobs.sharding import is_sharded
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, scoring_budget, with_flags
 
-ATTEMPTS = 3  # estimates of other flags where it does not fit
+ATTEMPTS = 3  # estimates with other flags if it does not fit
 
 
 class Peak(NamedTuple):
-    """The most that a rank holds.
+    """The peak memory of a rank.
 
     Attributes:
-      phase: in which it does.
-      nbytes: in bytes.
+      phase: phase of the peak.
+      nbytes: bytes held at the peak.
     """
 
     phase: str
@@ -36,9 +36,9 @@ class Suggestion(NamedTuple):
 
     Attributes:
       flags: name -> value.
-      peak: with them.
-      seconds: of a step with them.
-      fits: whether this is enough.
+      peak: peak memory with them.
+      seconds: seconds of a step with them.
+      fits: whether the job then fits.
     """
 
     flags: dict[str, Any]
@@ -51,12 +51,12 @@ class Verdict(NamedTuple):
     """Verdict on whether a job fits.
 
     Attributes:
-      fits: it does.
-      room: bytes of a device that can be used.
-      peak: the most that a rank holds.
-      too_large: the phases that hold more than there is room for.
+      fits: whether it fits.
+      room: usable bytes of a device.
+      peak: the peak memory of a rank.
+      too_large: phases that exceed the room.
       seconds: of a step.
-      suggestions: flags, each with those before it that helped, until it fits.
+      suggestions: flags, each on top of the earlier ones that helped, until it fits.
     """
 
     fits: bool
@@ -70,7 +70,7 @@ class Verdict(NamedTuple):
 def verdict_of(
     estimate: Estimate, settings: Settings, hardware: Hardware, costs: Callable[[Settings], Estimate]
 ) -> Verdict:
-    """Compare an estimate with the memory of a device; where it does not fit, try flags one after the other.
+    """Compare an estimate with the memory of a device; if it does not fit, try flags one after the other.
 
     Args:
       costs: estimates other settings.
@@ -87,7 +87,7 @@ def verdict_of(
         together |= changes
         try:
             other = costs(with_flags(settings, **together))
-        except ValueError:  # a mesh, say, that the model's heads do not divide over
+        except ValueError:  # such as a mesh that does not divide the model's heads
             together = {k: v for k, v in together.items() if k not in changes}
             continue
         peak = peak_of(other)
@@ -98,7 +98,7 @@ def verdict_of(
 
 
 def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: str) -> list[dict[str, Any]]:
-    """Changes of flags that may help the worst phase, most promising first."""
+    """Changes of flags that may reduce the worst phase, most promising first."""
     peak = estimate.phases[worst].peak
     sizes = estimate.job.sizes
     heads = estimate.job.model.abilities.heads
@@ -129,7 +129,7 @@ def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: 
 
 
 def peak_of(estimate: Estimate) -> Peak:
-    """The most that a rank holds, and the phase in which it does."""
+    """The peak memory of a rank, and its phase."""
     name = max(estimate.phases, key=lambda n: estimate.phases[n].total)
     return Peak(name, math.ceil(estimate.phases[name].total))
 

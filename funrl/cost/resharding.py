@@ -1,9 +1,9 @@
-"""Cost of going from a training layout to a generation layout, before anything is started.
+"""Cost of resharding from a training to a generation layout, before anything is started.
 
     python -m funrl.cost.resharding --model=DIR_OR_CONFIG --mesh=dp4,tp2 --generate_mesh=dp2,tp4
 
-prints a row for every kind of tensor: its layouts in training and in generation, its bytes on a device in both, and
-what moves from one to the other by which way; then the totals. It starts no process and loads no weight.
+prints a row for every kind of tensor: its layouts in training and in generation, its bytes per device in both, and the
+traffic between them by collective; then the totals. It starts no process and loads no weight.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from funrl.models.huggingface.config import config_from_hf
 
 def define_flags(table: flags.FlagValues) -> None:
     """Define this program's flags."""
-    model = "Hugging Face directory or config.json, of which only config.json is read; it must be given"
+    model = "Hugging Face directory or config.json (only config.json is read); required"
     flags.DEFINE_string("model", None, model, table)
     flags.DEFINE_string("mesh", "dp1", "devices in training, such as dp4,tp2", table)
     flags.DEFINE_string("generate_mesh", None, "the same devices in generation; the default is --mesh", table)
     flags.DEFINE_bool("fsdp", False, "training shards every weight over data too", table)
     flags.DEFINE_enum("dtype", None, ["float64", "float32", "bfloat16", "float16"], "default: the model's", table)
-    near = "neighbouring ranks that are near each other"
+    near = "neighbouring ranks on one node"
     flags.DEFINE_integer("ranks_per_node", RANKS_PER_NODE, near, lower_bound=1, flag_values=table)
-    flags.DEFINE_string("picture", None, "an SVG file to draw what moves into, for at most 16 devices", table)
+    flags.DEFINE_string("picture", None, "an SVG file for a picture of the moves, for at most 16 devices", table)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return the exit status: 2 where it asks for what cannot be."""
+    """Run the command line and return the exit status: 2 if the request is impossible."""
     values = flags.FlagValues()
     define_flags(values)
     if any(a in ("--help", "-h", "-help", "--helpfull", "--helpshort") for a in argv[1:]):
@@ -101,7 +101,7 @@ class ReshardingRequest(NamedTuple):
 
 
 def resharding_report(request: ReshardingRequest) -> str:
-    """Report of the weights' way from training to generation, as the command prints it.
+    """Report of the moves of weights from training to generation, as the command prints it.
 
     Raises:
       ModelError: the model cannot be read. MeshError: a mesh cannot be built, or a tensor does not divide over it.

@@ -1,6 +1,6 @@
 """Rows in a dry run: the rank that holds each row in each phase, the traffic of moves, and the use of packed batches.
 
-Every row has the greatest length. The trainer's own plans, over all rows and ranks, decide who holds them.
+Every row has maximum length. The trainer's own plans, over all rows and ranks, decide which rank holds each row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
 
-WORD = 8  # bytes of a number of the row table when it is sent
+WORD = 8  # bytes per number of the row table when it is sent
 
 
 class Holders(NamedTuple):
-    """The rank that holds each row at some time.
+    """The rank that holds each row in one phase.
 
     Attributes:
       owner: [B] index of the rank over the row axes of `mesh`.
-      mesh: of the ranks.
+      mesh: mesh of the ranks.
     """
 
     owner: np.ndarray
@@ -92,7 +92,7 @@ def with_moves(job: Job, plan: RowPlan, phases: Mapping[str, Costs], token_bytes
 
     Args:
       phases: costs by phase; those of a move are of one move.
-      token_bytes: that a move sends of a token, before the rows are scored and after it.
+      token_bytes: bytes that a move sends per token, before and after scoring.
     """
     first = _traffic_before(job, plan, token_bytes[0])
     again = _moves(plan.lengths, plan.again, token_bytes[1])
@@ -109,7 +109,7 @@ def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str
     """Traffic of the busiest rank before scoring: the shared row table, and the moves of rows.
 
     Args:
-      token_bytes: that are sent of a token.
+      token_bytes: bytes sent per token.
     """
     source = plan.before[0].mesh
     table = {}
@@ -152,7 +152,7 @@ def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> d
 
 
 def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
-    """Useful share of the FLOPs that all ranks have time for, by phase that packs rows."""
+    """Useful share of the FLOPs that all ranks could do, for each phase that packs rows."""
     mesh = parts.mesh
     budget = scoring_budget(job.settings)
     shares = {}
@@ -162,7 +162,7 @@ def useful_shares(job: Job, parts: Parts, plan: RowPlan) -> dict[str, float]:
         cost = row_cost(role.placed)
         read = plan.lengths
         owner = scores
-        if name in SCORING_ROLES and isinstance(job, RLJob):  # one token more, where it reads them
+        if name in SCORING_ROLES and isinstance(job, RLJob):  # one more token, which it reads
             readers = [reader for reader in SCORING_ROLES if reader in parts.roles]
             read = plan.lengths + 1
             owner = plan.before[1 + readers.index(name)].owner

@@ -25,7 +25,7 @@ from funrl.trainer.steps.roles import bases
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
-    """Make fake weights: those of roles that learn, and frozen ones, both by name."""
+    """Make fake weights of the trained and the frozen roles, both by name."""
     own = {}
     frozen = {}
     for name, role in parts.roles.items():
@@ -37,7 +37,7 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
 
 
 def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
-    """Bytes of weights that the engine holds by itself, and bytes that it shares with the trainer."""
+    """Bytes of the engine's own weights, and bytes that it shares with the trainer."""
     own = shared = 0.0
     for _, nbytes, is_shared in _leaves(job, parts, generator):
         own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)

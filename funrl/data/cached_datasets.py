@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TRAIN = "train"  # the split where a name has none
+TRAIN = "train"  # the split if a name has none
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+){0,2}")
 
 
@@ -56,7 +56,7 @@ def load_cached(library: Any, wanted: DatasetName) -> Any:
         raise ValueError(f"{error}; write NAME:SPLIT or NAME:CONFIGURATION:SPLIT") from None
     rows = dataset.info.splits[wanted.split].num_examples
     if len(dataset) != rows:
-        raise ValueError(f"{len(dataset)} of {rows} rows are there; load it anew with datasets")
+        raise ValueError(f"only {len(dataset)} of {rows} rows are there; load it again with datasets")
     return dataset
 
 
@@ -95,7 +95,7 @@ def _plain(name: str) -> str:
 
 def has_cached_model(name: str) -> bool:
     """True if the local cache may have a model of this name."""
-    older = os.environ.get("HUGGINGFACE_HUB_CACHE")  # the variable's name before
+    older = os.environ.get("HUGGINGFACE_HUB_CACHE")  # older name of the variable
     return older is not None or (_cache("HF_HUB_CACHE", "hub") / f"models--{name.replace('/', '--')}").is_dir()
 
 

@@ -23,7 +23,7 @@ def parse_fields(text: str | None) -> Fields:
     fields = {name.strip(): column.strip() for name, _, column in pairs}
     if not all(fields) or not all(fields.values()) or len(fields) < len(pairs) or (text is not None and not fields):
         raise DataError(
-            f"--fields={text}: write NAME:COLUMN, with commas between, as in prompt:question,answer:solution"
+            f"--fields={text}: write NAME:COLUMN, separated by commas, as in prompt:question,answer:solution"
         )
     return fields
 
@@ -75,7 +75,7 @@ def text_columns(record: Any, kind: str) -> Any:
         columns["prompt"] = columns.pop("question")
         if kind in ("demonstrations", "ratings") and "completion" not in columns and "answer" in columns:
             columns["completion"] = columns.pop("answer")
-    if isinstance(columns.get("margin"), str):  # as it is in CSV
+    if isinstance(columns.get("margin"), str):  # as in CSV
         columns["margin"] = _number(columns["margin"])
     if isinstance(columns.get("label"), str):
         columns["label"] = {"true": True, "false": False}.get(columns["label"].lower(), _number(columns["label"]))
@@ -89,7 +89,7 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
         if "prompt" in record or not (isinstance(chosen, str) and isinstance(rejected, str)):
             return record
         raise DataError(
-            f"there is no field 'prompt', and 'chosen' is no list of messages; the fields are {sorted(record)}"
+            f"there is no field 'prompt', and 'chosen' is not a list of messages; the fields are {sorted(record)}"
         )
     if "prompt" in record and len(chosen) == len(rejected) == 1:
         return record
@@ -99,7 +99,7 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     if not common:
         raise DataError("there is no field 'prompt', and 'chosen' and 'rejected' have no common first message")
     if {len(chosen), len(rejected)} != {len(common) + 1}:
-        raise DataError("'chosen' and 'rejected' must differ in their last message, and in no other")
+        raise DataError("'chosen' and 'rejected' must differ only in their last message")
     return record | {"prompt": common, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from funrl.data.cached_datasets import cached_files, cached_name
 
 WHOLE_BYTES = 64 << 20  # files up to this size are read whole
-BLOCKS = 256  # of larger ones, evenly spaced, the first and the last among them
+BLOCKS = 256  # of larger files, evenly spaced, including the first and the last
 BLOCK_BYTES = 256 << 10
-RECORDS_READ = 1024  # of a list, likewise
-PARTIAL = "sampled-"  # begins the digest of what was not read whole
+RECORDS_READ = 1024  # of a list, spaced in the same way
+PARTIAL = "sampled-"  # prefix of a digest of partially read data
 
 
 def short_digest(data: bytes) -> str:

@@ -82,7 +82,9 @@ def parse_json(text: bytes) -> Any:
         return value
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise ValueError(f"{half} is half of a surrogate pair, which no text has; write the character itself") from None
+        raise ValueError(
+            f"{half} is half of a surrogate pair, which is not valid text; write the character itself"
+        ) from None
     except RecursionError:
         raise ValueError("nested too deeply; a record is an object with a few fields") from None
     except UnicodeDecodeError as error:
@@ -98,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated!r} is there twice; leave one of them out")
+        raise ValueError(f"the key {repeated!r} occurs twice; leave one of them out")
     return record
 
 

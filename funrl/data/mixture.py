@@ -11,7 +11,7 @@ import numpy as np
 
 from funrl.data.json_lines import DataError
 
-DRAWS = 1000  # among which each part has its share exactly
+DRAWS = 1000  # block of samples in which each part has exactly its share
 WEIGHTED = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
 MixedItem = TypeVar("MixedItem")
 

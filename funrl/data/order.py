@@ -84,8 +84,8 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
     """Take the next items of the order, by rejection sampling if there are weights.
 
     The item at a position is taken with the probability weight / largest weight, by a random number that the seed and
-    the position determine; otherwise it is passed over until it comes up again. So items of the largest weight are
-    always taken, items of weight 0 never, and equal weights change nothing.
+    the position determine; otherwise it is skipped until it comes up again. So items of the largest weight are always
+    taken, items of weight 0 never, and equal weights change nothing.
 
     Args:
       items: as in `places_in_order`.

@@ -197,7 +197,7 @@ class _Units(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """Bins, and by number of tokens the most work of an example: that of one row, but for rounding."""
+    """Bins, and for each number of tokens the largest work of an example: that of one row, up to rounding."""
 
     ranks: int
     sizes: np.ndarray

@@ -21,10 +21,10 @@ from funrl.data.tokenizer import encode_prompt
 
 Messages = list[dict[str, Any]]
 PROMPT_PLACE = "{prompt}"
-SEPARATOR = "\n"  # of steps, where nothing else is said
+SEPARATOR = "\n"  # of steps, by default
 OWN = "own"  # the tokenizer's chat template
-TEXT_FILES = (".txt", ".md", ".jinja")  # a value that ends so names a file
-COMPLETIONS = ("completion", "answer", "solution")  # columns, the first that is there
+TEXT_FILES = (".txt", ".md", ".jinja")  # a value with such an ending names a file
+COMPLETIONS = ("completion", "answer", "solution")  # columns; the first one present is used
 
 
 class Shot(NamedTuple):
@@ -139,7 +139,7 @@ def template_arguments(text: str) -> dict[str, Any]:
     pairs = [part.partition(":") for part in text.split(",") if part.strip()]
     arguments = {name.strip(): _value(value.strip()) for name, _, value in pairs}
     if not arguments or len(arguments) < len(pairs) or not all(name.isidentifier() and mark for name, mark, _ in pairs):
-        raise DataError(f"{text}: write NAME:VALUE, with commas between, as in enable_thinking:false")
+        raise DataError(f"{text}: write NAME:VALUE, separated by commas, as in enable_thinking:false")
     return arguments
 
 

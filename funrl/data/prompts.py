@@ -146,7 +146,8 @@ def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
     taken = [name for name in RESERVED if name in record]
     if taken:
         raise PromptError(
-            f"{where}: a field cannot be called {taken[0]!r}, the reward function gets that from the model; "
+            f"{where}: a field cannot be called {taken[0]!r}, since the reward function gets that argument from the "
+            "model; "
             f"--fields=reference:{taken[0]} gives it another name"
         )
     others = {k: v for k, v in record.items() if k != "prompt"}

@@ -24,8 +24,8 @@ FORMATS = (
     "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
     "Hugging Face cache"
 )
-SAVED = "state.json"  # is in a directory of one split that `datasets` saved
-SAVED_SPLITS = "dataset_dict.json"  # is in a directory of several
+SAVED = "state.json"  # marks a directory of one split that `datasets` saved
+SAVED_SPLITS = "dataset_dict.json"  # marks a directory of several
 
 
 class Table(Protocol):
@@ -208,10 +208,10 @@ def _dataset(path: Path, load: Callable[[Any], Any]) -> TableRows:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"{path}: it needs datasets, which is not installed; pip install 'funrl[data]'") from error
+        raise DataError(f"{path}: this needs datasets, which is not installed; pip install 'funrl[data]'") from error
     config = library.config
     was_offline = config.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = True  # it would look for a name at the hub, and count what it loads there
+    config.HF_HUB_OFFLINE = True  # online, it would look up names at the hub and report its loads
     try:
         return TableRows(str(path), load(library).with_format(None))
     except Exception as error:  # datasets raises many kinds for broken files

@@ -50,7 +50,7 @@ TEXT_FIELDS = {
 }
 LABELS = {"ratings": "label", "steps": "labels"}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
-FIRST_LINES = 1000  # that are tokenized before the run of any file
+FIRST_LINES = 1000  # lines of any file that are tokenized before the run
 
 
 class Text(NamedTuple):
@@ -125,7 +125,7 @@ class TextFile(Sequence[TextExample]):
         sizes = self.records.sizes()
         if sizes.sum() <= SMALL_BYTES:
             return range(len(self))
-        # A token is a byte at least, but for what a template adds.
+        # A token has at least one byte, apart from those that a template adds.
         return np.flatnonzero((sizes > positions) | (np.arange(len(sizes)) < FIRST_LINES)).tolist()
 
 

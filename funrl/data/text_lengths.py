@@ -102,7 +102,7 @@ def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: s
         return Fitting(examples, "")
     left = pick(examples, np.setdiff1d(np.arange(len(examples)), list(sources)))
     if not all(len(part) for part in (left.parts if isinstance(left, Mixture) else [left])):
-        raise DataError(f"--long_prompts=drop: nothing is left of a file, {lines}")
+        raise DataError(f"--long_prompts=drop: no example of a file is left, {lines}")
     return Fitting(left, f"{count} are left out, {lines}")
 
 

@@ -15,7 +15,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be loaded, or cannot do what is asked; the message says what it lacks."""
+    """A tokenizer cannot be loaded, or lacks a feature; the message says which."""
 
 
 def character_tokenizer(alphabet: str) -> Any:
@@ -36,7 +36,7 @@ def character_tokenizer(alphabet: str) -> Any:
 
     twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
     if twice or not alphabet:
-        raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} are there twice" if twice else "it is empty"))
+        raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} occur twice" if twice else "it is empty"))
     tokenizer = Tokenizer(WordLevel(character_vocabulary(alphabet)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -96,7 +96,7 @@ def encode_prompt(
         )
     try:
         text = chat_text(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
     return tokenizer.encode(text, add_special_tokens=False), text
 

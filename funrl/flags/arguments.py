@@ -1,8 +1,8 @@
-"""The arguments of a recipe as flags, and the names by which a command line gives a recipe.
+"""The arguments of a recipe as flags, and the names of recipes on a command line.
 
 `FILE.py:function` and `module:function` name any function that returns an `Algorithm`; a bare name such as `dr_grpo` is
-one of funrl's recipes. Whatever can be found without running a recipe's module, which imports torch, is found here by
-reading its text.
+one of funrl's recipes. A recipe's module imports torch, so where possible this module reads its source text instead of
+running it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Arguments(NamedTuple):
     """Arguments of a recipe.
 
     Attributes:
-      flags: those that a command line can give, by name.
-      unsayable: annotations of the others, such as functions, which keep their defaults.
+      flags: arguments that a command line can give, by name.
+      unsayable: annotations of all others, such as functions, which keep their defaults.
     """
 
     flags: Mapping[str, Flag]
@@ -39,11 +39,11 @@ class Arguments(NamedTuple):
 
 
 def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
-    """The arguments of a recipe. One that has the name of a flag of `Settings` is that flag, whatever its annotation.
+    """The arguments of a recipe. One with the name of a flag of `Settings` is that flag, whatever its annotation.
 
     Args:
       recipe: its annotations give the types, its docstring's Args the help.
-      source: its name, for the message of an error.
+      source: its name, for error messages.
 
     Raises:
       SettingsError: an argument has no default.
@@ -72,9 +72,9 @@ def arguments_of(recipe: Callable[..., Any], source: str) -> Arguments:
 
 
 def bounds_of(name: str) -> tuple[Bound, ...]:
-    """Bounds of a recipe's argument that is a number, by its name, which means the same in all recipes.
+    """Bounds of a numeric argument of a recipe, by its name, which means the same in all recipes.
 
-    A coefficient below zero would pay for what it is to punish. That of the entropy is a bonus, and may be negative.
+    A negative coefficient would reward what it should penalise. The entropy coefficient is a bonus and may be negative.
     """
     if name in ("gamma", "gae_lambda"):
         return (at_least(0), at_most(1))
@@ -87,8 +87,8 @@ def bounds_of(name: str) -> tuple[Bound, ...]:
 def argument_texts(doc: str) -> dict[str, str]:
     """The text of each argument in the Args section of a docstring, as `inspect.getdoc` gives it.
 
-    An item is `name: text` or `name, name: text`; lines that are further to the right continue it. The section ends
-    with the next line that is not indented.
+    An item is `name: text` or `name, name: text`; lines with more indentation continue it. The section ends with the
+    next line that is not indented.
 
     >>> argument_texts("One line.\\n\\nArgs:\\n  low, high: how far\\n    it goes.\\n  seed: of it.\\nReturns: x.")
     {'low': 'how far it goes', 'high': 'how far it goes', 'seed': 'of it'}
@@ -118,7 +118,7 @@ def find_recipe(text: str) -> Callable[..., Any]:
 
 
 def full_source(text: str) -> str:
-    """The "module:function" of a bare recipe name such as "dr_grpo"; any other text as it is.
+    """The "module:function" of a bare recipe name such as "dr_grpo"; any other text is returned unchanged.
 
     Raises:
       LoadError: there is no recipe of that name.
@@ -135,7 +135,7 @@ def full_source(text: str) -> str:
 
 
 def recipe_name(source: str) -> str:
-    """The name of a recipe, wherever its file is: a bare name, FILE.py:function, or the source as it is."""
+    """The name of a recipe, wherever its file is: a bare name, FILE.py:function, or the source unchanged."""
     name, _, function = source.rpartition(":")
     if name == f"{RECIPES}.{function}":
         return function
@@ -150,7 +150,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def names_of_arguments(source: str) -> frozenset[str] | None:
-    """Names of the arguments of "FILE.py:function" or "module:function"; None where its text does not give them."""
+    """Names of the arguments of "FILE.py:function" or "module:function"; None if its text does not give them."""
     name, _, function = source.rpartition(":")
     definition = _function(_parsed(_file(name)), function)
     if definition is None or definition.args.kwarg or definition.decorator_list:
@@ -164,7 +164,7 @@ def recipes_with(name: str) -> tuple[str, ...]:
 
 
 def docstring(source: str) -> str:
-    """The docstring of a "module:function", or of a module as "module:"; "" where there is none."""
+    """The docstring of a "module:function", or of a module as "module:"; "" if there is none."""
     name, _, function = source.rpartition(":")
     tree = _parsed(_file(name))
     node = _function(tree, function) if function else tree

@@ -1,7 +1,7 @@
-"""Files of flags: YAML, JSON or Python by hand, and the config.json of a run, which repeats it.
+"""Files of flags: handwritten YAML, JSON or Python, and the config.json of a run, which repeats the run.
 
-A key is the name of a flag, of `Settings` or of the recipe; `experiment` names the program. Values are read as the
-command line reads them, so that bounds, types and hints are those of the flags.
+A key is the name of a flag, of `Settings` or of the recipe; `experiment` names the program. Values are parsed like
+those of a command line, with the same bounds, types and hints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 from funrl.loading import existing_path
 from funrl.trainer.settings.declaration import NONE, START_FLAGS, SettingsError
 
-# Bounds of a YAML file; values are counted with its aliases written out.
+# Bounds of a YAML file; values are counted with aliases expanded.
 MOST_CHARACTERS = 1 << 20
 MOST_VALUES = 100_000
 CONFIG_FILES = "a .yaml, .json or .py file, or the config.json of a run"
@@ -29,11 +29,11 @@ class ConfigFile(NamedTuple):
     """A file of flags.
 
     Attributes:
-      path: as it was given.
-      values: text of each flag, as a command line has it after the equals sign.
-      experiment: the program that it is for; None: any.
-      recorded: whether a run has written it. Then it has every flag, those without a meaning in the run included.
-      versions: of the packages that the run had, and the processor.
+      path: path as given.
+      values: text of each flag, as after the equals sign on a command line.
+      experiment: program that the file is for; None: any.
+      recorded: whether a run has written it. It then has every flag, including flags without effect in the run.
+      versions: versions of the run's packages, and the processor.
     """
 
     path: str
@@ -43,7 +43,7 @@ class ConfigFile(NamedTuple):
     versions: Mapping[str, Any]
 
     def flags(self) -> list[str]:
-        """The command line that it stands for."""
+        """The equivalent command line."""
         return [f"--{name}={text}" for name, text in self.values.items()]
 
 
@@ -51,7 +51,7 @@ def read_config(path: str) -> ConfigFile:
     """Read a file of flags. A Python file is run: its dict `config`, or else its public names, are the flags.
 
     Raises:
-      SettingsError: it cannot be read, or has something that no flag can be.
+      SettingsError: it cannot be read, or an entry cannot be a flag.
     """
     content = _mapping(path)
     experiment = content.pop("experiment", None)
@@ -80,10 +80,10 @@ def read_config(path: str) -> ConfigFile:
 
 
 def _mapping(path: str) -> dict[str, Any]:
-    """The content of a file, whatever its kind."""
+    """The content of a file of any kind."""
     file = Path(existing_path(path))
     if not file.is_file():
-        problem = "this is a directory, a file is needed" if file.is_dir() else "no such file"
+        problem = "this is a directory, not a file" if file.is_dir() else "no such file"
         raise SettingsError(f"--config={path}: {problem}; give {CONFIG_FILES}")
     try:
         if file.suffix == ".py":
@@ -93,15 +93,15 @@ def _mapping(path: str) -> dict[str, Any]:
             content = json.loads(text) if file.suffix == ".json" else load_yaml(text, _Texts)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config={path}: {' '.join(str(error).split())}") from error
-    except (Exception, SystemExit) as error:  # of a Python file
+    except (Exception, SystemExit) as error:  # from a Python file
         raise SettingsError(f"--config={path}: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict) or not content:
-        raise SettingsError(f"--config={path}: names of flags with values are needed, not {content!r:.60}")
+        raise SettingsError(f"--config={path}: flag names with values are needed, not {content!r:.60}")
     return dict(content)
 
 
 def load_yaml(text: str, loader: type[yaml.BaseLoader]) -> Any:
-    """The content of a YAML file, whose size is bounded: nine levels of aliases stand for a billion values.
+    """The content of a YAML file of bounded size: nine levels of aliases can expand to a billion values.
 
     Raises:
       ValueError: it is too large.
@@ -116,7 +116,7 @@ def load_yaml(text: str, loader: type[yaml.BaseLoader]) -> Any:
             return None
         values = _values(node, {})
         if values > MOST_VALUES:
-            raise ValueError(f"it has {values} values with its aliases written out; at most {MOST_VALUES} are read")
+            raise ValueError(f"it has {values} values with aliases expanded; at most {MOST_VALUES} are read")
         return reader.construct_document(node)
     except RecursionError:
         raise ValueError("its entries are nested too deeply") from None
@@ -128,10 +128,10 @@ def _values(node: yaml.Node, counted: dict[int, int | None]) -> int:
     """Values below a node, itself included.
 
     Args:
-      counted: counts by the ids of nodes; None for those that this one is below.
+      counted: counts by ids of nodes; None for ancestors of this node.
 
     Raises:
-      ValueError: an alias stands for something that it is itself a part of.
+      ValueError: an alias refers to a node that contains it.
     """
     if id(node) not in counted:
         counted[id(node)] = None
@@ -141,7 +141,7 @@ def _values(node: yaml.Node, counted: dict[int, int | None]) -> int:
         counted[id(node)] = 1 + sum(_values(child, counted) for child in below)
     count = counted[id(node)]
     if count is None:
-        raise ValueError("an alias stands for an entry that it is a part of itself")
+        raise ValueError("an alias refers to an entry that contains it")
     return count
 
 
@@ -154,7 +154,7 @@ def _names(module: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flag_text(value: Any) -> str:
-    """A value as the command line writes it."""
+    """A value as text of a command line."""
     if value is None:
         return NONE
     if isinstance(value, bool):
@@ -165,7 +165,7 @@ def flag_text(value: Any) -> str:
 
 
 class _Texts(yaml.BaseLoader):
-    """YAML whose values stay as they are written: 1e-5 is no text elsewhere, and `on` no truth value."""
+    """YAML loader that keeps values as written: plain YAML reads 1e-5 as text and `on` as true."""
 
 
 def _one_of_each(loader: _Texts, node: yaml.MappingNode) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _one_of_each(loader: _Texts, node: yaml.MappingNode) -> dict[str, Any]:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node)
         if key in entries:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"{key!r} occurs twice")
         entries[key] = loader.construct_object(value_node, deep=True)
     return entries
 

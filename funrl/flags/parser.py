@@ -40,9 +40,9 @@ class Read(NamedTuple):
     """A command line that was read.
 
     Attributes:
-      values: of every flag, by name.
+      values: value of every flag, by name.
       given: names of the flags that the command line has.
-      unknown: the texts that belong to no flag, in their order.
+      unknown: texts that do not belong to a flag, in order.
     """
 
     values: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Read(NamedTuple):
 
 
 class _Parser(absl.ArgumentParser):
-    """Text to value, as `Flag.parse` does it."""
+    """Parse a text with `Flag.parse`."""
 
     def __init__(self, flag: Flag):
         self.flag = flag
@@ -71,14 +71,14 @@ class _Parser(absl.ArgumentParser):
 
 
 def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
-    """Read a command line; flags that are not known are listed, not refused.
+    """Read a command line; unknown flags are listed, not refused.
 
     Args:
-      flags: all that are known.
+      flags: all known flags.
       argv: the program's name and its arguments.
 
     Raises:
-      SettingsError: a value of the wrong type, or outside of a flag's bounds.
+      SettingsError: a value has the wrong type or violates a bound.
     """
     table = absl.FlagValues()
     for flag in flags:
@@ -108,7 +108,7 @@ def flag_name(text: str) -> str:
 
 
 def refuse_repeated(argv: Sequence[str]) -> None:
-    """Refuse a flag that a command line gives twice; the last would win.
+    """Refuse a flag that a command line gives twice, since the last one would win silently.
 
     Args:
       argv: the program's name and its arguments.
@@ -134,12 +134,12 @@ def refuse_unknown(
     """Refuse the first of `Read.unknown`, unless it is a flag that is read later.
 
     Args:
-      names: all flags, one of which may be meant.
-      later: those that are read later.
-      hint: the way to the flags that there are.
+      names: names of all flags, for a suggestion.
+      later: names of flags that are read later.
+      hint: how to list all flags.
 
     Raises:
-      SettingsError: it names the flag that is nearest.
+      SettingsError: naming the nearest flag.
     """
     for before, text in zip(("", *unknown), unknown, strict=False):
         name = flag_name(text)
@@ -155,7 +155,7 @@ def refuse_unknown(
 
 
 def refuse_idle(given: Collection[str], kind: str, source: str, settings: Settings) -> None:
-    """Refuse a flag that the command line gives and that has no meaning in this kind of run, or beside others.
+    """Refuse a given flag that has no effect in this kind of run, or together with other flags.
 
     Raises: SettingsError.
     """
@@ -164,15 +164,15 @@ def refuse_idle(given: Collection[str], kind: str, source: str, settings: Settin
             refuse_beside(name, flag_value(settings, name), settings)
         if name in given and kind not in flag.kinds:
             raise SettingsError(
-                f"--{name} has no meaning in {KIND_TEXTS[kind]}, which is what {source} does; leave it out"
+                f"--{name} has no effect in {KIND_TEXTS[kind]}, the kind of run of {source}; leave it out"
             )
 
 
 def help_text(program: str, summary: str, flags: Iterable[Flag], kind: str | None) -> str:
-    """All flags that have a meaning in a kind of run (None: in any), by group, with their defaults and bounds.
+    """All flags that apply to a kind of run (None: to any), by group, with their defaults and bounds.
 
     Args:
-      program: how it is called.
+      program: the command.
       summary: one line.
       flags: in the order to show them; neighbours with the same text share it.
     """
@@ -219,12 +219,12 @@ def _entry(flags: Sequence[Flag], width: int) -> list[str]:
     heads = [f"--{f.name}" + ("" if f.default is None else f"={_written(f.default)}") for f in flags]
     lines: list[str] = []
     head = "  " + ", ".join(heads)
-    if len(head) > 27:  # its text begins on the next line
+    if len(head) > 27:  # the text begins on the next line
         lines.append(head)
         head = ""
     return lines + textwrap.wrap(flags[0].help(), width, initial_indent=f"{head:<28}", subsequent_indent=" " * 28)
 
 
 def _written(value: Any) -> str:
-    """A value as a command line writes it."""
+    """A value as text of a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,8 +13,8 @@ from funrl.batch import Batch, as_dict, select
 
 REFUSED = {
     "clip_low is -1": lambda: algos.clipped_surrogate(-1, 0.2),
-    r"gae\(gamma=1.5\): give a factor": lambda: algos.gae(1.5),
-    r"gae\(gae_lambda=-0.1\): give a factor": lambda: algos.gae(1.0, -0.1),
+    r"gae\(gamma=1.5\): it must be from 0 to 1": lambda: algos.gae(1.5),
+    r"gae\(gae_lambda=-0.1\): it must be from 0 to 1": lambda: algos.gae(1.0, -0.1),
     "the clip must be at least 0": lambda: algos.clipped_value_loss(-0.5),
     "kl_target=-3, horizon=10000": lambda: algos.adaptive_kl(0.1, -3),
     "over is 'tokens'": lambda: algos.importance_weights("tokens"),
@@ -26,12 +26,12 @@ REFUSED = {
     "buffer 0 must be above 0": lambda: algos.overlong_penalty(10, 0),
     "at most the limit 10": lambda: algos.overlong_penalty(10, 11),
     "give a factor from 0 to 1": lambda: algos.stop_properly(1.5),
-    "there are pow, max_min and max_random": lambda: algos.resample_rows("power"),
+    "use pow, max_min or max_random": lambda: algos.resample_rows("power"),
     "would both add the gradient": lambda: algos.kl_to_reference("k3+", bias_corrected=True),
     "its gradient has a mean of 0": lambda: algos.distillation(direct=True, kind="k1"),
-    "give numbers with commas between": lambda: algos.gdpo("1;2"),
-    "give numbers with commas between, such as 1,0.5": lambda: algos.parse_weights("1,x"),
-    "give numbers with commas": lambda: algos.parse_weights(""),
+    "give numbers separated by commas": lambda: algos.gdpo("1;2"),
+    "give numbers separated by commas, such as 1,0.5": lambda: algos.parse_weights("1,x"),
+    "give numbers separated": lambda: algos.parse_weights(""),
     "reward_weights=1,,2": lambda: algos.parse_weights("1,,2"),
     "reward_weights=1,nan": lambda: algos.parse_weights("1,nan"),
     "dual_clip is 1.0": lambda: algos.clipped_surrogate(dual_clip=1.0),
@@ -61,12 +61,12 @@ REFUSED = {
     "divergence is 'kl'; there are": lambda: algos.dpo(divergence="kl"),
     "divergence_alpha is 1": lambda: algos.dpo(divergence="alpha", divergence_alpha=1),
     "length_alpha is 2": lambda: algos.dpo(length_alpha=2),
-    r"dpo\(margin=1\): loss 'hinge' has none": lambda: algos.dpo("hinge", margin=1),
+    r"dpo\(margin=1\): loss 'hinge' does not take it": lambda: algos.dpo("hinge", margin=1),
     "must be one of sigmoid": lambda: algos.dpo("sigmoyd"),
     "aot.* compares sums": lambda: algos.dpo("aot", per_token=True),
-    "kl_target=0.1 and kl_coef=0": lambda: algos.ppo(kl_coef=0, kl_target=0.1),
+    "kl_target=0.1 with kl_coef=0": lambda: algos.ppo(kl_coef=0, kl_target=0.1),
     r"Divergence\(beta=2, ": lambda: algos.gkd(beta=2),
-    "the role is one of reference, teacher, which are frozen": lambda: dataclasses.replace(
+    "the role must be one of the frozen roles reference, teacher": lambda: dataclasses.replace(
         algos.gkd(), divergence=algos.Divergence(role="policy")
     ),
     r"masked_importance\(clip_low=2, ": lambda: algos.masked_importance(2),
@@ -156,7 +156,7 @@ def test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_a
         with pytest.raises(ValueError, match=ways_out[name in ON_ROWS]):
             piece.update(Signal(wrong, mask), piece.init(), batch)
         loss = algos.reduce(algos.policy_gradient(), algos.token_mean())
-        with pytest.raises(ValueError, match=r"batch.advantage is \[7\] and not \[B, T\]; to_tokens\(\)"):
+        with pytest.raises(ValueError, match=r"batch.advantage is \[7\] and not \[B, T\]: add to_tokens\(\)"):
             loss(batch.old_logp, batch._replace(advantage=score))
 
 

@@ -141,11 +141,11 @@ AT = r"at .*test_guards.py:\d+"
 BROKEN = {
     "a term that changes what another reads": (
         lambda: check(trained(algos.add(algos.policy_gradient(), subtracts_in_place)), AVAILABLE),
-        rf"^term subtracts_in_place changes its input x in place {AT}: logp.sub_\(batch.old_logp\): pieces that run",
+        rf"^term subtracts_in_place changes its input x in place {AT}: logp.sub_\(batch.old_logp\): later pieces",
     ),
     "a term that changes it where no version tells": (
         lambda: check(trained(writes_to_a_view), AVAILABLE),
-        rf"term writes_to_a_view changes its input x in place {AT}: logp.data.numpy\(\)\[:, 2\] = 0.0: pieces",
+        rf"term writes_to_a_view changes its input x in place {AT}: logp.data.numpy\(\)\[:, 2\] = 0.0: later pieces",
     ),
     "a piece that zeroes the scores": (
         lambda: check(trained(advantage=chain(stateless(zeroes_scores), to_tokens)), AVAILABLE),
@@ -179,7 +179,7 @@ BROKEN = {
     ),
     "a mean over the tokens of a rank": (
         lambda: check(trained(advantage=chain(to_tokens, stateless(mean_of_own_tokens))), AVAILABLE),
-        r"chain gives a rank that has the tokens of 2 of 4 rows something else .*\(other numbers\).*batch.across.sums",
+        r"chain gives a rank that has the tokens of 2 of 4 rows a different .*\(other numbers\).*batch.across.sums",
     ),
     "a number of a rank's own rows for all": (
         lambda: check(trained(advantage=chain(stateless(less_its_length), to_tokens)), AVAILABLE),
@@ -187,7 +187,7 @@ BROKEN = {
     ),
     "a filter by the tokens of a rank": (
         lambda: check(trained(filter=long_ones), AVAILABLE),
-        r"the filter long_ones gives a rank that has the tokens of 2 of 4 rows something else",
+        r"the filter long_ones gives a rank that has the tokens of 2 of 4 rows a different result",
     ),
     "a term that gives a scalar": (
         lambda: check(trained(scalar_loss), AVAILABLE),
@@ -255,7 +255,7 @@ BROKEN = {
     ),
     "a loss that is not reduced": (
         lambda: Algorithm(group, {"policy": algos.policy_gradient()}),
-        r"the loss of 'policy' is the function policy_gradient and not a loss: reduce\(term, token_mean\(\)\) makes",
+        r"the loss of 'policy' is the function policy_gradient and not a loss: reduce\(term, token_mean\(\)\) turns",
     ),
     "a loss without a role": (
         lambda: Algorithm(group, reduce(algos.policy_gradient(), token_mean())),
@@ -285,7 +285,7 @@ BROKEN = {
         lambda: check(
             trained(advantage=chain(algos.normalise_weights(), algos.importance_weights(), group)), AVAILABLE
         ),
-        r"normalise_weights\(\) goes by signal.weight, which importance_weights\(\) after it makes: put that one first",
+        r"normalise_weights\(\) reads signal.weight, which importance_weights\(\) sets after it: put that piece first",
     ),
     "a baseline that goes by weights before they are made": (
         lambda: check(
@@ -298,7 +298,7 @@ BROKEN = {
             ),
             AVAILABLE | {"sum_pi_squared"},
         ),
-        r"optimal_token_baseline\(\) goes by signal.weight, which importance_weights\(\) after it makes",
+        r"optimal_token_baseline\(\) reads signal.weight, which importance_weights\(\) sets after it",
     ),
     "weights that nothing makes": (
         lambda: check(trained(advantage=chain(algos.normalise_weights(), group)), AVAILABLE),
@@ -327,11 +327,11 @@ BROKEN = {
     ),
     "a filter that gives scores": (
         lambda: check(trained(filter=lambda batch: batch.score), AVAILABLE),
-        r"the filter .* gave a tensor \[4\]: a truth value per row \[B\] is needed",
+        r"the filter .* gave a tensor \[4\]: one bool per row \[B\] is needed",
     ),
     "a loss that no gradient goes through": (
         lambda: check(trained(without_gradient), AVAILABLE),
-        "the loss of 'policy' depends on nothing that is trained: it has no gradient",
+        "the loss of 'policy' does not depend on any trained parameter: it has no gradient",
     ),
     "a denominator that the step would have to write": (
         lambda: check(
@@ -343,7 +343,7 @@ BROKEN = {
         lambda: check(
             trained(reduction=Reduction((token_mean() + token_mean()).denominators, token_mean().numerators)), AVAILABLE
         ),
-        r"the loss of 'policy' gave numerators \[\[\]\] and denominators \[\[\], \[\]\]: as many scalars are needed",
+        r"the loss of 'policy' gave numerators \[\[\]\] and denominators \[\[\], \[\]\]: equally many scalars are",
     ),
     "a piece that cannot take the example": (
         lambda: check(trained(breaks), AVAILABLE),
@@ -351,11 +351,11 @@ BROKEN = {
     ),
     "a divergence that is not said": (
         lambda: check(dataclasses.replace(algos.gkd(), divergence=None), AVAILABLE | {"divergence"}),
-        r"a loss reads batch.divergence, and Algorithm.divergence does not say which: give Divergence\(beta\)",
+        r"a loss reads batch.divergence, but Algorithm.divergence is not set: give Divergence\(beta\)",
     ),
     "a divergence that nothing reads": (
         lambda: check(trained(divergence=algos.Divergence()), AVAILABLE),
-        "Algorithm.divergence is given, and no loss reads batch.divergence",
+        "Algorithm.divergence is set, but no loss reads batch.divergence",
     ),
     "corrections of what has no chain": (
         lambda: algos.corrected(algos.sft(), algos.mask_truncated()),
@@ -365,7 +365,7 @@ BROKEN = {
         lambda: algos.apply_advantage(
             algos.prime().advantage, algos.prime().advantage.init(), example()._replace(score=torch.full((7,), 5.0))
         ),
-        r"scores are from 5 to 5: label_outcomes\(\) needs them in 0 to 1",
+        r"scores are from 5 to 5: label_outcomes\(\) needs scores from 0 to 1",
     ),
 }
 

@@ -26,7 +26,7 @@ def test_metrics_are_typed():
     assert mean.over(torch.tensor(3, dtype=torch.int64)) == 2
     assert algos.merge(high, Max(torch.tensor(5.0))) == Max(torch.tensor(5.0))
     assert algos.merge(count, Sum(torch.tensor(5.0))) == Sum(torch.tensor(7.0))
-    with pytest.raises(ValueError, match="a Max and a Sum are no parts of one metric"):
+    with pytest.raises(ValueError, match="a Max and a Sum cannot be merged into one metric"):
         algos.merge(high, count)
     batch = example()
     metrics = {"per token": batch.old_logp.clone().requires_grad_(), "mean": mean, "most": high, "all": count}

@@ -271,7 +271,7 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
         ({"recipe": "grpo", "mesh": {"dp": 2, "tp": 4}}, "write mesh='dp2,tp4'"),
         ({"recipe": "grpo", "mesh": 2}, "mesh=2: a mesh is text; write mesh='dp2'"),
         ({"recipe": None}, "recipe=None: a recipe's name such as 'grpo', .*or an Algorithm is needed"),
-        ({"recipe": print}, "recipe=print: this is a function; .*which a recipe returns when it is called"),
+        ({"recipe": print}, "recipe=print: this is a function; .*call the recipe to get an Algorithm"),
         ({"recipe": "grpo", "on_step": 5}, r"on_step=5: a function of \(step, metrics\) is needed"),
         ({"recipe": "grpo", "on_step": lambda: 0}, r"on_step=<lambda>: a function of \(step, metrics\).*it takes \(\)"),
         ({"recipe": "grpo", "source": 5}, r"source=5: a function of \(job, parts, frozen, clock, observer\) is needed"),

@@ -47,7 +47,7 @@ def test_a_reward_that_raises_ends_in_an_exception_with_the_cause_and_the_run_so
         funrl.train(algorithm(), prompts=PROMPTS, reward=reward, reward_workers=0, run_dir="run", **TINY)
     error = caught.value
     assert str(error) == (
-        "the run failed after step 1: the reward function raised KeyError('no such key'); what it has written is in run"
+        "the run failed after step 1: the reward function raised KeyError('no such key'); its files are in run"
     )
     assert isinstance(error.__cause__, RewardError)
     run = error.run

@@ -130,7 +130,7 @@ BAD = [  # flags, and what the one line says
     (["--run_dir={own}/p.jsonl"], "--run_dir={own}/p.jsonl: cannot be created: file exists"),
     (["--run_dir={own}/model"], "holds a config.json that no run has written"),
     (["--setps=3"], "--setps is not a flag; did you mean --steps?"),
-    (["--data={own}/p.jsonl"], "--data has no meaning in reinforcement learning"),
+    (["--data={own}/p.jsonl"], "--data has no effect in reinforcement learning"),
     (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
     (["--fsdp_models=policy,2"], "--fsdp_models=policy,2: it must be names such as policy,critic,implicit_reward"),
     (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
@@ -163,7 +163,7 @@ BAD = [  # flags, and what the one line says
     ([*DATA, "--reward_timeout=5", "--reward_workers=0"], "give --reward_workers=1 or more"),
     (
         [*DATA, "--reward_timeout=120", "--timeout=2", "--mesh=dp2"],
-        "--reward_timeout=120: the other ranks wait 2 minutes for a rank's rewards; give a --timeout",
+        "--reward_timeout=120: the other ranks wait only 2 minutes for a rank's rewards; give a longer --timeout",
     ),
     (["--algorithm={own}/gone.py:fn"], "gone.py: no such file"),
     (["--algorithm=nowhere_at_all:fn"], "--algorithm=nowhere_at_all:fn: nowhere_at_all does not import"),

@@ -70,9 +70,9 @@ def test_an_algorithm_without_an_advantage_is_supervised(own):
 @pytest.mark.parametrize(
     ("function", "flag", "says"),
     [
-        ("supervised", "--temperature=0.5", "--temperature has no meaning in learning from given texts, which is what"),
-        ("supervised", "--minibatches=1", "--minibatches has no meaning"),  # its own value too
-        ("rl", "--data=own.py", "--data has no meaning in reinforcement learning"),
+        ("supervised", "--temperature=0.5", "--temperature has no effect in learning from given texts, the kind of"),
+        ("supervised", "--minibatches=1", "--minibatches has no effect"),  # its own value too
+        ("rl", "--data=own.py", "--data has no effect in reinforcement learning"),
         ("rl", "--clip=far", "--clip=far: a number is needed"),
         ("rl", "--clip=inf", "--clip=inf: a finite number is needed"),
         ("rl", "--clip=3", "--clip=3.0: it must be at most 1"),

@@ -84,7 +84,7 @@ def test_a_start_that_was_killed_is_overwritten_only_where_that_is_asked_for(own
     assert call("fine", "--run_dir=RUN") == 2
     assert "no step is among them: --overwrite begins anew there, or give another directory" in capsys.readouterr().err
     assert call("fine", "--run_dir=RUN", "--overwrite", "--resume") == 2
-    assert "--overwrite begins anew and --resume goes on; leave one of them out" in capsys.readouterr().err
+    assert "--overwrite starts over and --resume continues; leave one of them out" in capsys.readouterr().err
     assert call("fine", "--run_dir=RUN", "--overwrite") == 0
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert len(json.loads((run / "config.json").read_text())["segments"]) == 1

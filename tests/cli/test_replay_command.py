@@ -110,11 +110,11 @@ def test_the_first_difference_is_named(runs, without, first, tmp_path, capsys):
         (["replay"], "usage: funrl replay RUN_DIR --step=N"),
         (["replay", "RUN"], "usage: funrl replay RUN_DIR --step=N"),
         (["replay", "RUN", "--step=0"], "--step=0: it must be at least 1"),
-        (["replay", "nowhere", "--step=1"], "nowhere/config.json: it is not the record of a run: No such file"),
+        (["replay", "nowhere", "--step=1"], "nowhere/config.json: not the config.json of a run: No such file"),
         (["replay", "RUN", "--step=7"], "has no rows of step 3, which --save_rollouts keeps; there are: 1, 2"),
         (["replay", "RUN", "--step=1", "--mesh=dp3,tp5"], "--mesh=dp3,tp5: "),
         (["bisect", "RUN"], "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"),
-        (["bisect", "RUN", "nowhere"], "nowhere/config.json: it is not the record of a run: No such file"),
+        (["bisect", "RUN", "nowhere"], "nowhere/config.json: not the config.json of a run: No such file"),
     ],
 )
 def test_what_cannot_be_replayed_or_compared(argv, message, runs, capsys):

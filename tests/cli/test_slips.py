@@ -52,8 +52,8 @@ REFUSED = [
     ("grpo", ["--kv_cache_gb=100000"], "--kv_cache_gb=100000: a rank of this machine has "),
     ("grpo", ["--keep_checkpoints=3", "--save_every=0"], "--keep_checkpoints=3 does nothing with --save_every=0"),
     ("grpo", ["--split_residual=off"], "--split_residual=off does nothing: --mesh=dp1 has no tp"),
-    ("grpo", [*OWN, "--task=arithmetic"], "--task=arithmetic does nothing beside --prompts="),
-    ("sft", ["--model={own}/model", "--warmstart_steps=3"], "--warmstart_steps=3 does nothing beside --model="),
+    ("grpo", [*OWN, "--task=arithmetic"], "--task=arithmetic does nothing together with --prompts="),
+    ("sft", ["--model={own}/model", "--warmstart_steps=3"], "--warmstart_steps=3 does nothing together with --model="),
     ("grpo", ["--model={own}/model", "--resize_vocab"], "--resize_vocab does nothing: the model has 16 token ids"),
 ]  # fmt: skip
 EARLY = [  # without the job, which reads models

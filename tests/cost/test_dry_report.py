@@ -110,7 +110,7 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     for wrong, why in (
         ("--text_tokens=5000", "--text_tokens=5000 is more than the model's 4096 positions"),
         ("--text_tokens=0", "it must be at least 1"),
-        ("--prompt_tokens=8", "--prompt_tokens has no meaning in learning from given texts"),
+        ("--prompt_tokens=8", "--prompt_tokens has no effect in learning from given texts"),
         ("--fsdp_models=critic", "does nothing without --fsdp; give --fsdp too"),
     ):
         others = [flag for flag in flags if flag.split("=")[0] != wrong.split("=")[0]]
@@ -130,7 +130,7 @@ def test_what_is_left_out_is_said(capsys):
         "rewards, tokenizer, files",
         "evaluation every 7 steps",
         "7 more batches",
-        "the time of its copies",
+        "the time of offloading copies",
     ):
         assert words in said.split("not counted: ")[1]
 

@@ -153,7 +153,7 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
     best = found.best[0]
     assert best.fits and not best.sensible and best.nodes == 2
     chosen, note = chosen_mesh(flags, recipe("grpo"), CPU._replace(memory=10.2e6))
-    assert chosen == best.settings and "tp over 2 nodes, as nothing fits without" in note
+    assert chosen == best.settings and "tp over 2 nodes, as nothing else fits" in note
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=10.2e6))
     said = dry_report.dry_run(flags, recipe("grpo"), ["funrl grpo", "--mesh=auto:2"])
     assert said.startswith("nothing sensible fits 2 devices; ") and "not sensible: tp over 2 nodes" in said
@@ -165,8 +165,8 @@ def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch):
     flags, found = limited(tmp_path, 9e6)
     assert not found.best[0].fits
     said = dry_report.dry_run(flags, recipe("grpo"))
-    assert said.startswith("nothing fits 2 devices; of 4 ways to split the run this needs least:\n  --mesh=")
-    needed = said.partition("what would be needed instead:\n")[2].partition("\n\n")[0].splitlines()
+    assert said.startswith("nothing fits 2 devices; of 4 ways to split the run this needs the least memory:\n  --mesh=")
+    needed = said.partition("what would make it fit:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in needed] == ["more", "larger", "other", "pipeline"]
 
 

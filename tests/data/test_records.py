@@ -175,5 +175,5 @@ def test_a_name_that_is_there_twice_is_refused_where_one_value_would_be_lost(tmp
         open_records(tmp_path / "a.csv", lambda record: None)
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+1=", "prompt": "2+2="}\n')
     for read in (lambda: list(read_records(tmp_path / "a.jsonl")), lambda: load_prompts(tmp_path / "a.jsonl")):
-        with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the key 'prompt' is there twice"):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the key 'prompt' occurs twice"):
             read()

@@ -132,7 +132,7 @@ def test_texts_that_are_too_long_are_left_out_or_shortened(kind, tmp_path):
     assert fit_examples(examples, 99, "drop", "why", tokens).remark == ""
     if kind == "mixture":
         assert left.shares == cut.shares == (500, 500)
-    with pytest.raises(DataError, match="--long_prompts=drop: nothing is left of a file, as why"):
+    with pytest.raises(DataError, match="--long_prompts=drop: no example of a file is left, as why"):
         fit_examples(examples, 5, "drop", "why", tokens)
 
 

@@ -204,7 +204,7 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
          {"experiment": "grpo", "lr": "2.0e-6", "samples_per_prompt": "16", "batch_prompts": "2", "minibatches": "1",
           "kl_coef": "0.04", "per_sequence": "false", "dual_clip": "none", "max_new_tokens": "512", "dtype": "bfloat16",
           "remat": "full", "lr_schedule": "linear"},
-         {"max_prompt_length=512": "--long_prompts", "unheard_of=3": "not known here", "gradient_accumulation_steps=4":
+         {"max_prompt_length=512": "--long_prompts", "unheard_of=3": "unknown", "gradient_accumulation_steps=4":
           "counts completions", "num_train_epochs=3.0 (default)": "--steps"}),
         ("t.yaml", TRL + "beta: 0.2\nloss_type: [ipo]\nf_divergence_type: reverse_kl\n",
          {"experiment": "dpo", "batch_prompts": "32", "beta": "0.2",

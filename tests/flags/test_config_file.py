@@ -57,14 +57,14 @@ def test_a_file_gives_flags_and_the_command_line_overrides_them(name, text, tmp_
     [
         ("a.yaml", "setps: 3", r"a\.yaml: --setps is not a flag; did you mean --steps\?"),
         ("a.yaml", "steps: none", r"a\.yaml: --steps=none: a whole number is needed"),
-        ("a.yaml", "steps: 3\nsteps: 4", "'steps' is there twice"),
+        ("a.yaml", "steps: 3\nsteps: 4", "'steps' occurs twice"),
         ("a.yaml", "actor_rollout_ref:\n  actor: {a: 1}", "actor_rollout_ref is a nested table.*funrl import"),
-        ("a.yaml", "- steps", "names of flags with values are needed"),
-        ("a.py", "def reward():\n    pass", "names of flags with values are needed"),
+        ("a.yaml", "- steps", "flag names with values are needed"),
+        ("a.py", "def reward():\n    pass", "flag names with values are needed"),
         ("a.yaml", "temperature: 0.5\ntop_k: 3", r"--temperature=0\.5 with --top_k=3"),
         ("a.yaml", "reward: [a.py:f, b.py:g]\nprompts: p.jsonl", r"--prompts: p\.jsonl: no such file"),
         ("a.yaml", "a: [", "a.yaml: while parsing"),
-        ("a.yaml", "experiment: ppo\nsteps: 3", "this is of ppo; `funrl ppo --config="),
+        ("a.yaml", "experiment: ppo\nsteps: 3", "is for ppo; use `funrl ppo --config="),
         ("a.json", "{", "a.json: Expecting"),
         ("a.py", "steps = 1 / 0", "a.py: ZeroDivisionError"),
         ("a.toml.yaml", "a b: 3", "'a b' is not the name of a flag"),
@@ -109,8 +109,8 @@ def test_the_record_of_a_run_repeats_it(tmp_path, monkeypatch, capsys):
 
     assert numbers("a") == numbers("b") != []
     assert call("dpo", "--config=a/config.json", "--temperature=0.5") == 2
-    assert "--temperature has no meaning" in capsys.readouterr().err
-    assert call("sft", "--config=a/config.json") == 2 and "this is of dpo" in capsys.readouterr().err
+    assert "--temperature has no effect" in capsys.readouterr().err
+    assert call("sft", "--config=a/config.json") == 2 and "is for dpo" in capsys.readouterr().err
     record["flags"]["given_in_python"] = "prompts, the reward"
     (tmp_path / "a/config.json").write_text(json.dumps(record))
     assert call("dpo", "--config=a/config.json") == 2
@@ -123,8 +123,8 @@ ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]\n"
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.yaml", ALIASES, "a.yaml: it has 926177116 values with its aliases written out; at most 100000 are read"),
-        ("a.yaml", "a: &a [*a]", "a.yaml: an alias stands for an entry that it is a part of itself"),
+        ("a.yaml", ALIASES, "a.yaml: it has 926177116 values with aliases expanded; at most 100000 are read"),
+        ("a.yaml", "a: &a [*a]", "a.yaml: an alias refers to an entry that contains it"),
         ("a.yaml", f"a: {'[' * 5000}", "a.yaml: its entries are nested too deeply"),
         ("a.yaml", f"a: {'b' * (1 << 20)}", "a.yaml: it has 1048579 characters; at most 1048576 are read"),
         ("a.json", f'{{"a": {"[" * 100_000}', "maximum recursion depth"),

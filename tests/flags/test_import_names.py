@@ -76,7 +76,7 @@ REFUSED = [  # trainer, configuration, what the list names and says
     ("cpo", {"gradient_accumulation_steps": 2}, "cpo_alpha=1.0", "mean of the means"),
     ("orpo", {"beta": 0.2}, "beta=0.2", "of the prompt too"),
     ("gkd", {}, "lmbda=0.5", "its own samples alone"),
-    ("sft", {"unheard_of": 3}, "unheard_of=3", "not known here"),
+    ("sft", {"unheard_of": 3}, "unheard_of=3", "unknown"),
     (None, CRITIC | {f"{M}.path": "m", "critic.model.path": "n"}, "critic.model.path=n", "begins as the policy, m"),
     (None, GROUPS | {f"{R}.n": 1}, "algorithm.adv_estimator=grpo", "only completion"),
     (None, GROUPS | {f"{A}.policy_loss.loss_mode": "geo_mean"}, "algorithm.adv_estimator", "number of micro-batches"),
@@ -84,7 +84,7 @@ REFUSED = [  # trainer, configuration, what the list names and says
     (None, GROUPS | {"algorithm.norm_adv_by_std_in_grpo": False, f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"},
      "loss_agg_mode", "width of the padded batch"),
     (None, GROUPS | {f"{A}.grad_clip": 0.5, f"{A}.optim.clip_grad": 1.0}, "clip_grad=1.0", "0.5 by another name"),
-    (None, GROUPS | {"actor_rollout_ref.unheard.of": 1}, "unheard.of=1", "not known here"),
+    (None, GROUPS | {"actor_rollout_ref.unheard.of": 1}, "unheard.of=1", "unknown"),
 ]  # fmt: skip
 
 
@@ -96,10 +96,10 @@ def test_what_has_no_equal_stops_with_a_list_and_is_left_out_on_request(
     line = ["funrl", "import", str(tmp_path / "t.json"), *([f"--recipe={trainer}"] if trainer else [])]
     assert cli.main([*line, f"--to={tmp_path / 'ours.yaml'}"]) == 2
     listed = capsys.readouterr().err.splitlines()
-    assert "no equal here; --partial writes the rest" in listed[0] and not (tmp_path / "ours.yaml").exists()
+    assert "no equivalent here; --partial writes the rest" in listed[0] and not (tmp_path / "ours.yaml").exists()
     assert any(name in entry and reason in entry for entry in listed[1:]), listed
     assert cli.main([*line, "--partial", f"--to={tmp_path / 'ours.yaml'}"]) == 0
-    assert "another run than theirs" in (tmp_path / "ours.yaml").read_text()
+    assert "differs from their run" in (tmp_path / "ours.yaml").read_text()
 
 
 def test_with_partial_the_nearest_is_taken(tmp_path):

@@ -27,8 +27,8 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
         "only 1 row, --batch_prompts x --samples_per_prompt; give --minibatches=1",
     ),
     ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
-    ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has one device over dp,ep"),
-    ({"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"}, "the mesh dp2 has one device over ep"),
+    ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has only one device over dp,ep"),
+    ({"fsdp": True, "mesh": "dp2", "fsdp_axes": "ep"}, "the mesh dp2 has only one device over ep"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_or_use_the_rows_as_they_are():
     _, (outcome, steps, notes, _) = run(None, empty_filter="use", save_rollouts=0)
     assert outcome.error is None and values(steps, "filter_groups/skipped") == [0, 0, 0]
     assert steps[1][1]["actor/pg_loss"] is not None
-    assert any("the last of them are used as they are (--empty_filter=use)" in note for note in notes)
+    assert any("the last of them are used unfiltered (--empty_filter=use)" in note for note in notes)
 
 
 @pytest.mark.parametrize("settings", [{"new_tokens_per_step": 2}, {"make": online_dpo}], ids=["partial", "pairs"])

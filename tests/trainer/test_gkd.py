@@ -288,7 +288,7 @@ def test_from_the_command_line(teacher, prompts, texts, tmp_path, capsys):
     assert len(rows) == 2 and {"train/loss", "eval/loss"} <= set(rows[-1])
     for flags, said in (
         ((f"--prompts={prompts}", "--max_new_tokens=4"), "give --teacher=DIR"),
-        ((f"--data={texts}", f"--prompts={prompts}"), "--prompts has no meaning in learning from given texts"),
+        ((f"--data={texts}", f"--prompts={prompts}"), "--prompts has no effect in learning from given texts"),
     ):
         status, err = run(*flags)
         assert status == 2 and said in err

@@ -84,7 +84,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has one device over dp,ep"),
+        ({"mesh": "tp2", "fsdp": True}, "--fsdp: the mesh tp2 has only one device over dp,ep"),
         ({"mesh": "dp2", "fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp"),
         ({"mesh": "dp2", "fsdp": True, "fsdp_axes": "tp"}, "--fsdp_axes=tp: it must be some of dp,ep"),
         ({"mesh": "dp2", "fsdp_models": "policy"}, "--fsdp_models=policy does nothing without --fsdp"),
@@ -114,7 +114,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ({"mesh": "dp2", "split_residual": "on"}, "--split_residual=on does nothing: --mesh=dp2 has no tp"),
         (
             {"mesh": "tp3", "split_residual": "on"},
-            "--split_residual=on: tokens of a micro-batch come by 8, which do not divide over tp3; leave it out, or",
+            "--split_residual=on: the tokens of a micro-batch are a multiple of 8, which tp3 does not divide; leave",
         ),
         ({"remat": "half"}, "--remat=half: it must be one of none, full, selective"),
     ],

@@ -205,7 +205,7 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
         (with_judge(folders, judge_template=f"{tmp_path}/none.txt"), "it has no {{completion}}"),
         (with_judge(folders, judge_template=f"{tmp_path}/not.txt"), "not.txt: it cannot be read"),
         (with_judge(folders, judge_pattern="("), r"--judge_pattern=\(: '\(' is not a regular expression: missing \)"),
-        (with_judge(folders, judge=f"{folders}/reward"), "it has a value head and writes nothing"),
+        (with_judge(folders, judge=f"{folders}/reward"), "it has a value head and cannot write"),
         (with_judge(folders, judge_max_new_tokens=64), "--judge_max_new_tokens=64: the judge has 64 positions"),
         ({"process_reward_model": f"{folders}/steps", "process_reward": "each"}, "reads no rewards of tokens"),
         ({"step_separator": "x"}, "--step_separator=x does nothing without --process_reward_model"),

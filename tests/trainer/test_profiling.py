@@ -74,10 +74,10 @@ def test_ranks_that_are_named_write_a_trace():
 @pytest.mark.parametrize(
     "given, problem",
     [
-        ({"profile": "3:2"}, "--profile=3:2: the trace would end with step 4, and --steps=3"),
+        ({"profile": "3:2"}, "--profile=3:2: the trace would end with step 4, but --steps=3"),
         ({"profile": "0:1"}, "--profile=0:1: it must be a step and a number of steps, such as 3:1"),
         ({"profile": "3"}, "--profile=3: it must be a step"),
-        ({"profile": "1:1", "profile_ranks": "1"}, "--profile_ranks=1: the mesh dp1 has the ranks 0 to 0, and no 1"),
+        ({"profile": "1:1", "profile_ranks": "1"}, "--profile_ranks=1: the mesh dp1 has the ranks 0 to 0, not 1"),
         ({"profile_ranks": "all"}, "--profile_ranks=all does nothing without --profile"),
     ],
 )

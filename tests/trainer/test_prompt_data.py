@@ -129,7 +129,7 @@ def test_prompts_that_are_too_long_are_named_with_their_lines():
     mixed = Mixture([LONG[:2], LONG[2:]], (500, 500))
     left, _ = fit_examples(mixed, 5, "drop", "why", TOKENIZER)
     assert isinstance(left, Mixture) and [len(part) for part in left.parts] == [1, 1] and left.shares == (500, 500)
-    with pytest.raises(DataError, match="--long_prompts=drop: nothing is left of a file"):
+    with pytest.raises(DataError, match="--long_prompts=drop: no example of a file is left"):
         fit_examples(Mixture([LONG[:1], LONG[4:]], None), 5, "drop", "why", TOKENIZER)
     assert np.all([len(example.tokens) <= 5 for example in left])
 

@@ -98,7 +98,7 @@ def test_what_does_not_come_to_the_update_says_so():
     pair = online_dpo()
     score = lambda x, batch: ((x * batch.score).sum(), {})  # noqa: E731
     loss = pair.losses["policy"]._replace(numerators=lambda x, batch: ((score(x, batch)[0],), {}))
-    with pytest.raises(SettingsError, match=r"batch.score is missing.*; the filter has it, an update does not"):
+    with pytest.raises(SettingsError, match=r"batch.score is missing.*; the filter can read it, an update cannot"):
         check_algorithm(dataclasses.replace(pair, losses={"policy": loss}), Settings())
     by_greedy = dataclasses.replace(grpo(), filter=lambda batch: batch.greedy_score < batch.score)
     with pytest.raises(SettingsError, match=r"the filter .* cannot run on what the source gives: batch.greedy_score"):

@@ -119,7 +119,7 @@ def test_a_whole_number_is_a_number():
 def test_help_has_text_bounds_and_what_the_run_chooses():
     flag = FLAGS["max_new_tokens"]
     chosen = "the embedded task's; with --prompts 64, or 32 without --model"
-    assert flag.help() == f"tokens a completion may have; at least 1; default: {chosen}"
+    assert flag.help() == f"maximum tokens of a completion; at least 1; default: {chosen}"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_an_annotation_gives_the_type(hint, type_, optional, choices):
 
 @pytest.mark.parametrize("hint", [list[int], int | str, dict, None, Literal["a", 1], type(None)])
 def test_an_annotation_that_no_flag_can_have_is_refused(hint):
-    with pytest.raises(TypeError, match="a flag has"):
+    with pytest.raises(TypeError, match="a flag must be"):
         value_type(hint)
 
 

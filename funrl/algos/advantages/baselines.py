@@ -1,8 +1,7 @@
-"""Baselines of outcomes: what a row's score is compared with, and scales. Pieces on [B], each before `to_tokens`.
+"""Baselines and scales of outcomes. Pieces on [B], each before `to_tokens`.
 
 Rows of one prompt share a number in `batch.group`. Two rules hold in every piece that compares rows of a group: a group
-of one row has nothing to be compared with, and gets exactly 0; so does every row of a group whose rewards are equal,
-whatever the rounding.
+of one row gets exactly 0, and so does every row of a group whose rewards are equal, whatever the rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def group_center() -> Advantage:
 def group_scale(eps: float = 1e-6) -> Advantage:
     """Divide by the group's standard deviation (n - 1 below) plus eps, on [B].
 
-    A group of equal numbers or of one row is left as it is, which after `group_center` is 0.
+    A group of equal numbers or of one row is left unchanged; after `group_center` it is 0.
 
     Args:
       eps: in the unit of x, at least 0.
@@ -42,8 +41,8 @@ def group_scale(eps: float = 1e-6) -> Advantage:
       ValueError: eps is below 0.
     References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
 
-    Warning: eps is 1e-6 in verl and here, 1e-4 in TRL, 1e-9 in OpenRLHF. verl divides the rounding that equal rewards
-    leave behind by eps (seven times 0.1 in float32: an advantage of -0.0074); here equal rewards give exactly 0.
+    Warning: eps is 1e-6 in verl and here, 1e-4 in TRL, 1e-9 in OpenRLHF. In verl equal rewards leave a rounding error
+    that is divided by eps (seven times 0.1 in float32: an advantage of -0.0074); here they give exactly 0.
     """
     check_eps("group_scale", eps)
 
@@ -57,14 +56,14 @@ def group_scale(eps: float = 1e-6) -> Advantage:
 def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
     """Divide by the batch's standard deviation (n - 1 below) plus eps, on [B]; equal numbers are left alone.
 
-    Prompts whose rewards differ much then weigh more than others. Before `group_center` the deviation is that of the
+    Prompts whose rewards differ more then weigh more than others. Before `group_center` the deviation is that of the
     raw rewards, differences between prompts included, which is TRL's scale_rewards="batch" (eps 1e-4 there); after it,
-    the deviation of what is left, as in the last step of GDPO.
+    the deviation of the centred rewards, as in the last step of GDPO.
 
     Args:
       eps: in the unit of x, at least 0.
-      alone: count rows that are alone in their group. False is for what comes after `leave_one_out`: their 0 then says
-        nothing of the scale, and a deviation that counted it would be too small.
+      alone: count rows that are alone in their group. Use False after `leave_one_out`, which gives such rows 0:
+        counting them would make the deviation too small.
     Needs: group [B] unless alone.
 
     Raises:
@@ -84,8 +83,8 @@ def batch_scale(eps: float = 1e-6, alone: bool = True) -> Advantage:
 def batch_center() -> Advantage:
     """Subtract the batch mean: x_i - mean x, on [B]. With `batch_scale`, PRPO.
 
-    Equal scores give exactly 0. A group of equal scores among others does not: a prompt that is always solved gets
-    advantages above 0, one that never is gets some below.
+    If all scores are equal, each row gets exactly 0. A group of equal scores among others does not: a prompt that is
+    always solved gets positive advantages, one that is never solved gets negative ones.
     """
     return stateless(lambda x_B, batch: x_B - group_mean(x_B, _one_group(x_B)), per="row")
 
@@ -93,7 +92,7 @@ def batch_center() -> Advantage:
 def constant_baseline(value: float = 0.5) -> Advantage:
     """Subtract a constant: x_i - value, on [B].
 
-    Off-policy, the number is no matter of variance alone: it says how much right answers count beside wrong ones.
+    Off-policy, the number affects more than the variance: it sets how much right answers count relative to wrong ones.
 
     Args:
       value: in units of reward.
@@ -105,14 +104,15 @@ def constant_baseline(value: float = 0.5) -> Advantage:
 def relative_to_mean() -> Advantage:
     """Subtract the group mean and divide by it: (x_i - mean_G x) / mean_G x, on [B].
 
-    With rewards of 0 and 1 the gradient is that of the likelihood of solving the prompt, log p, as far as the group's
-    size tells it: a prompt counts the more the less often it is solved. A group whose mean is not above 0 gets 0.
+    With rewards of 0 and 1 this estimates the gradient of log p, where p is the probability of solving the prompt:
+    rarely solved prompts count more. A group whose mean is not above 0 gets 0.
 
     Needs: group [B]; scores that are at least 0.
     References: MaxRL, Tajwar et al., 2026, https://arxiv.org/abs/2602.02710
 
-    Warning: the authors and SkyRL add 1e-6 to the mean and divide by negative means too, which turns the sign of the
-    whole group; prime-rl gives 0, as here. A group of one row gets 0; theirs its raw reward, but for prime-rl.
+    Warning: the authors and SkyRL add 1e-6 to the mean and divide by negative means too, which flips the sign of the
+    whole group; prime-rl gives 0, as here. A group of one row gets 0 here and in prime-rl, and its raw reward in
+    theirs.
     """
 
     def compare(x_B: Tensor, batch: Batch) -> Tensor:
@@ -127,7 +127,8 @@ def optimal_value_baseline(beta: float = 0.5) -> Advantage:
     """Subtract the optimal value under a KL cost of beta: x_i - beta log mean_G exp(x / beta), on [B].
 
     Args:
-      beta: in units of reward per nat, above 0. Large, it is the group's mean; small, the group's best.
+      beta: in units of reward per nat, above 0. The baseline tends to the group's mean for large beta, to its maximum
+        for small beta.
     Needs: group [B].
 
     Raises:
@@ -150,7 +151,7 @@ def optimal_value_baseline(beta: float = 0.5) -> Advantage:
 def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
     """Add beta times the group's mean log-ratio to each number: x_i + beta mean_G sum_t log(pi_old / pi'), on [B].
 
-    What `log_ratio_regression` is to compare log-ratios with where these are centred in the group too, as in GVPO.
+    This is the target of `log_ratio_regression` where log-ratios are centred in the group too, as in GVPO.
 
     Args:
       beta: in units of reward per nat, above 0.
@@ -211,14 +212,14 @@ def leave_one_out() -> Advantage:
 def win_rate() -> Advantage:
     """Win rate of a row in its group, less 1/2: mean_{j != i} (1[x_i > x_j] + 1[x_i = x_j] / 2) - 1/2.
 
-    A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. From -1/2 to 1/2,
-    and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
+    A row is not compared with itself, so the rates of a group have a mean of 1/2 whatever its size. The result is from
+    -1/2 to 1/2, and 0 for a group of one row or of equal scores. Memory grows with the square of the rows.
 
     Needs: group [B].
     References: SPPO, Wu et al., 2024, https://arxiv.org/abs/2405.00675
 
-    Warning: the paper's estimate is the mean over all rows of the group, the row itself included as a draw, which
-    pulls the rate towards 1/2 by the factor (n - 1) / n.
+    Warning: the paper's estimate is the mean over all rows of the group, the row itself included as a tie, which pulls
+    the rate towards 1/2 by the factor (n - 1) / n.
     """
 
     def compare(x_B: Tensor, batch: Batch) -> Tensor:
@@ -245,8 +246,8 @@ def greedy_baseline() -> Advantage:
 def length_weighted_center() -> Advantage:
     """Subtract the length-weighted group mean: x_i - sum_G l x / sum_G l.
 
-    The baseline of least variance when a completion's gradient has a squared norm that grows with its length l, the
-    number of its sampled tokens, those included that a correction has rejected.
+    This baseline has the least variance if the squared norm of a completion's gradient grows with its length l. l is
+    the number of sampled tokens, including tokens that a correction has rejected.
 
     Needs: group [B].
     References: OPO, Hao et al., 2025, https://arxiv.org/abs/2505.23585
@@ -270,8 +271,8 @@ def informative_rescale() -> Advantage:
     Needs: group [B].
     References: GPG, Chu et al., 2025, https://arxiv.org/abs/2504.02546
 
-    Warning: as in the paper, the rows that count are those of groups with unequal rewards. verl counts the rows whose
-    reward is not 0, which is another number.
+    Warning: as in the paper, the denominator counts the rows of groups with unequal rewards. verl counts the rows whose
+    reward is not 0, which is a different number.
     """
 
     def rescale(x_B: Tensor, batch: Batch) -> Tensor:
@@ -294,7 +295,7 @@ def best_of_group(eps: float | None = 1e-6) -> Advantage:
       ValueError: eps is below 0.
     References: Tang et al., 2025, https://arxiv.org/abs/2503.19595
 
-    Warning: a group of one row gets 0; verl's grpo_passk raises. Of two rows that are equally best neither gets any.
+    Warning: a group of one row gets 0; verl's grpo_passk raises. Two rows that tie for the best both get 0.
     """
     check_eps("best_of_group", eps)
 
@@ -317,4 +318,4 @@ def _one_group(x_B: Tensor) -> Groups:
 def check_eps(name: str, eps: float | None) -> None:
     """Raise ValueError where eps is below 0."""
     if eps is not None and eps < 0:
-        raise ValueError(f"{name}(eps={eps}): what is added to a deviation must be at least 0")
+        raise ValueError(f"{name}(eps={eps}): eps must be at least 0")

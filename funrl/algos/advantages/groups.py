@@ -1,4 +1,4 @@
-"""Sums over the rows of a prompt's group. Groups may have any numbers, any sizes and any order of rows."""
+"""Sums over the rows of a prompt's group. Group numbers, group sizes and the order of rows are arbitrary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Groups(NamedTuple):
     """Rows sorted into groups.
 
     Attributes:
-      index: [B] int64, the row's group, 0 to the number of groups.
-      size: [B] int64, how many rows the row's group has.
+      index: [B] int64, the row's group, 0 to count - 1.
+      size: [B] int64, number of rows in the row's group.
       count: the number of groups.
     """
 
@@ -46,10 +46,10 @@ def group_max(x: Tensor, groups: Groups) -> Tensor:
 
 
 def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> Tensor:
-    """The mean of each row's group, weighted if weights are given; of equal numbers exactly that number.
+    """The mean of each row's group, weighted if weights are given; the mean of equal numbers is exactly that number.
 
-    The smallest number is taken off before the sum and put back after it, so that seven times 0.1 in float32 has
-    a mean of 0.1, not of 0.1 plus a rounding that a small standard deviation would blow up.
+    The minimum is subtracted before the sum and added back after it. Seven times 0.1 in float32 then has a mean of 0.1,
+    without a rounding error that division by a small standard deviation would amplify.
     """
     unit_B = power_of_two(group_max(x_B.abs(), groups))
     x_B = x_B / unit_B
@@ -61,7 +61,7 @@ def group_mean(x_B: Tensor, groups: Groups, weight_B: Tensor | None = None) -> T
 
 
 def group_std(x_B: Tensor, groups: Groups) -> Tensor:
-    """The standard deviation of each row's group with n - 1 below; 0 for one row and for equal numbers, exactly."""
+    """The standard deviation of each row's group (denominator n - 1); exactly 0 for one row and for equal numbers."""
     centred_B = x_B - group_mean(x_B, groups)
     unit_B = power_of_two(group_max(centred_B.abs(), groups))
     squares_B = group_sum((centred_B / unit_B).square(), groups)
@@ -71,8 +71,8 @@ def group_std(x_B: Tensor, groups: Groups) -> Tensor:
 def power_of_two(x: Tensor) -> Tensor:
     """The largest power of two up to each x > 0, elementwise; 1 where x is 0, infinite or NaN.
 
-    Numbers that are divided by it can be summed and squared without overflow (float32 squares nothing above 1.8e19),
-    and the division changes no bit of their mantissas.
+    Numbers divided by it can be summed and squared without overflow (in float32, squares overflow above 1.8e19), and
+    the division leaves their mantissas unchanged.
     """
     mantissa = torch.frexp(x).mantissa  # x = mantissa 2^n, mantissa in [1/2, 1)
     return torch.where((x > 0) & x.isfinite(), x / (2 * mantissa), torch.ones_like(x))

@@ -1,4 +1,4 @@
-"""The weight of demonstrations beside the policy's own rows, over the steps of a run."""
+"""The weight of demonstrations relative to the policy's own rows, over the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from funrl.batch import Batch
 
 
 def weigh_demonstrations(peak: float = 0.9, valley: float = 0.05, warmup: int = 0, decay: int = 200) -> Advantage:
-    """Weight mu on the tokens of demonstrations and 1 - mu on the policy's own, times the weights that are there.
+    """Weight demonstration tokens by mu and the policy's own tokens by 1 - mu, times any weights set before.
 
     In step n, from 0: mu = peak n / warmup while n < warmup; then it falls from `peak` to `valley` along half a cosine
-    over `decay` steps, and stays. Put it last in the chain: on demonstrations x becomes 0.
+    over `decay` steps, and stays there. Put it last in the chain: it sets x to 0 on demonstrations.
 
         sum_losses(restrict(reduce(weighted(clipped_surrogate()), token_mean()), sampled_tokens),
                    restrict(reduce(weighted(uncertain_likelihood()), token_mean()), demonstrated_tokens))
 
     Args:
-      peak, valley: of mu, from 0 to 1.
+      peak, valley: bounds of mu, from 0 to 1.
       warmup, decay: steps, at least 0.
     Needs: demonstration [B, T]. Makes: weight. The state counts the steps. Metric: "actor/imitation_weight".
 

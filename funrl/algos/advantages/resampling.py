@@ -12,14 +12,14 @@ from funrl.seeds import derived_seed
 
 
 def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -> Tensor:
-    """Chance of each row to be drawn, [B] float64, summing to 1.
+    """Probability that each row is sampled, [B] float64, summing to 1.
 
-    In proportion to w_i + 1e-8: |s_i|^power ("pow"); 1 for the best and the worst score and 0 for the others
-    ("max_min"); 0.4 for the best and 0.1 for the others ("max_random").
+    Proportional to w_i + 1e-8, where w_i is |s_i|^power ("pow"); 1 for the best and the worst score and 0 for the
+    others ("max_min"); or 0.4 for the best and 0.1 for the others ("max_random").
 
     Args:
       kind: "pow", "max_min" or "max_random".
-      power: of the score, for "pow".
+      power: exponent of the score, for "pow".
 
     Raises:
       ValueError: the kind is unknown.
@@ -37,7 +37,7 @@ def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -
     elif kind == "max_random":
         weight_B = torch.where(best_B, 0.4, 0.1).double()
     else:
-        raise ValueError(f"{kind!r} is no way to weigh rows: there are pow, max_min and max_random")
+        raise ValueError(f"{kind!r} is not a way to weigh rows: use pow, max_min or max_random")
     weight_B = weight_B + 1e-8
     return weight_B / weight_B.sum()
 
@@ -45,16 +45,16 @@ def resampling_weights(score_B: Tensor, kind: str = "pow", power: float = 2.0) -
 def resample_rows(kind: str = "pow", power: float = 2.0, seed: int = 0) -> Advantage:
     """Resample the rows of the batch with replacement, extreme scores more often.
 
-    The chances are those of `resampling_weights`. The signal is left alone but for `rows`, which is applied after the
-    chain. The draw depends on the seed and the number of batches before only, and is the same on every process; the
+    The probabilities are those of `resampling_weights`. Only `rows` of the signal changes; it is applied after the
+    chain. The sample depends only on the seed and the number of batches before, and is the same on every rank; the
     state, carried from step to step, is that number.
 
     Args:
       kind, power: of `resampling_weights`.
-      seed: of the draws.
+      seed: of the sampling.
     Needs: score [B], as it came, before shaping.
-    Metrics: "resampling/rows", the share of rows that were drawn at least once; "resampling/effective", how many rows
-      of equal weight would be as diverse, 1 / sum w^2, as a share of all; "resampling/largest", the largest weight.
+    Metrics: "resampling/rows", the share of rows that were sampled at least once; "resampling/effective", the effective
+      number of rows, 1 / sum w^2, as a share of all; "resampling/largest", the largest weight.
 
     Raises:
       ValueError: the kind is unknown.

@@ -1,8 +1,8 @@
 """Advantages of single tokens: generalised estimation, rewards to go, whitening. Pieces on token rewards [B, T].
 
-What is outside the mask of the result is exactly 0, and may be NaN in the batch. `whiten` compares tokens, not rows:
-where completions differ in length, the mean over tokens of what was centred by rows is not 0, and zeros before it are
-that mean, negated and scaled, after it.
+Outside the mask the result is exactly 0, whatever the batch holds there, NaN included. `whiten` compares tokens, not
+rows: where completions differ in length, values centred over rows have a nonzero mean over tokens. `whiten` subtracts
+that mean, so tokens that were 0 before it are not 0 after it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def generalised_advantages(
       >>> generalised_advantages(reward, value, torch.tensor([[True, True]])).advantage.tolist()
       [[0.5, 0.75]]
     """
-    rows = max(1, CACHED // max(reward_BT.shape[1], 1))  # they are alone: a few at once stay in the cache
+    rows = max(1, CACHED // max(reward_BT.shape[1], 1))  # rows are independent; a few at a time fit in the cache
 
     def by_rows(x: Any) -> Iterator[Any]:
         return iter(x.split(rows)) if isinstance(x, Tensor) and x.dim() == 2 and len(x) > 1 else itertools.repeat(x)
@@ -85,23 +85,23 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
     """Generalised advantage estimation over the sampled tokens, on [B, T]; sets the critic's target.
 
     delta[t] = r[t] + gamma v[t'] - v[t],  A[t] = delta[t] + gamma lambda A[t'],  returns[t] = A[t] + v[t],
-    where t' is the next sampled token of the row (a tool's output between them is stepped over), and after the last
-    one v and A are 0. Rewards at tokens that were not sampled are not seen.
+    where t' is the next sampled token of the row (a tool's output in between is skipped), and v and A are 0 after the
+    last one. Rewards at tokens that were not sampled are ignored.
 
     Args:
       gamma: discount per sampled token.
       gae_lambda: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step. A function gives each
-        row its own, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
-      critic_lambda: the lambda of the returns; None: the same one. Decoupled, 1 in VAPO.
+        row its own lambda, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
+      critic_lambda: the lambda of the returns; None: gae_lambda. VAPO uses 1.
     Needs: value [B, T] in units of reward. Makes: returns.
 
     Raises:
-      ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal is of outcomes [B].
+      ValueError: gamma or a lambda is outside 0 to 1; in a run, the signal still holds outcomes [B].
     References: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
     for name, factor in {"gamma": gamma, "gae_lambda": gae_lambda, "critic_lambda": critic_lambda}.items():
         if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
-            raise ValueError(f"gae({name}={factor}): give a factor from 0 to 1")
+            raise ValueError(f"gae({name}={factor}): it must be from 0 to 1")
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
@@ -133,7 +133,7 @@ def length_adaptive(alpha: float = 0.05) -> Lambda:
 def reward_to_go(gamma: float = 1.0) -> Advantage:
     """Discounted sum of rewards from each sampled token on: G[t] = r[t] + gamma G[t'], on [B, T].
 
-    Tokens that were not sampled are stepped over: they neither discount nor count.
+    Tokens that were not sampled are skipped: they neither discount nor count.
 
     Args:
       gamma: discount per sampled token.
@@ -165,14 +165,14 @@ def next_sampled(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def whiten(eps: float = 1e-8) -> Advantage:
     """Standardise over all masked tokens: (x - mean) / sqrt(var + eps), on [B, T].
 
-    The variance has n - 1 below. Equal numbers, or a single token, give exactly 0; a zero among others does not stay 0
-    unless the mean over tokens is 0. Signal.returns is left alone.
+    The variance has the denominator n - 1. Equal numbers, or a single token, give exactly 0; a zero among others does
+    not stay 0 unless the mean over tokens is 0. Signal.returns is unchanged.
 
     Args:
       eps: in the squared unit of x.
 
     Warning: verl does not mask again after gae's whitening, so its tool tokens have advantages; here they are 0.
-    OpenRLHF has n below and clamps the variance to 1e-8 instead of adding it.
+    OpenRLHF divides the variance by n and clamps it to 1e-8 instead of adding eps.
     """
 
     def standardise(x_BT: Tensor, batch: Batch) -> Tensor:
@@ -180,7 +180,7 @@ def whiten(eps: float = 1e-8) -> Advantage:
         dtype = x_BT.dtype
         count = total(mask_BT, mask_BT, batch)
         largest_b1 = where_masked(x_BT.abs(), mask_BT).amax(1, keepdim=True)
-        unit = power_of_two(batch.across.sums(largest_b1).amax())  # the squares of large rewards are beyond float32
+        unit = power_of_two(batch.across.sums(largest_b1).amax())  # squares of large rewards overflow float32
         x_BT = x_BT / unit.to(dtype)
         least_b1 = torch.where(mask_BT, x_BT, torch.inf).amin(1, keepdim=True)
         least = batch.across.sums(least_b1).amin().to(dtype)  # the smallest number of all rows

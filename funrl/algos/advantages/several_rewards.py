@@ -1,6 +1,6 @@
 """Several reward functions in one chain: pieces on [B] that read `batch.scores` [B, K].
 
-A score that is NaN is of a reward function that does not apply to the row: the row counts in the others only.
+A NaN score says that the reward function does not apply to the row: the row counts in the other functions only.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from funrl.batch import Batch
 def decoupled_groups(weights: Sequence[float] | None = None, eps: float = 1e-6, deviation: bool = True) -> Advantage:
     """Standardise each reward function within the group, then sum: sum_k w_k (s_k - mean_G) / std_G.
 
-    The signal's x is replaced. A reward function that does not tell the rows of a group apart adds exactly 0, while in
-    a sum of raw rewards it would still set the scale of the others. What pieces before it have changed in the score, a
-    penalty for example, is centred in the group and added to the sum as it is: 1 of it then counts as much as one
-    deviation of a reward function of weight 1. Where a function does not apply to a row (NaN), it adds 0 to the row and
-    the row is not among those that the function compares.
+    The signal's x is replaced. A reward function that is constant over a group adds exactly 0. Changes that earlier
+    pieces made to the score, such as a penalty, are centred in the group and added unscaled: 1 unit of them counts as
+    much as one deviation of a reward function of weight 1. A function that does not apply to a row (NaN) adds 0 to that
+    row and leaves it out of its mean and deviation.
 
     Args:
-      weights: one number a reward function; None: all 1.
+      weights: one number per reward function; None: all 1.
       eps: in the unit of the rewards, at least 0.
       deviation: divide by the group's deviation; False: sum_k w_k (s_k - mean_G).
     Needs: score [B], scores [B, K], group [B].
 
     Raises:
-      ValueError: eps is below 0; in a run, there are not as many weights as reward functions.
+      ValueError: eps is below 0; in a run, the number of weights is not the number of reward functions.
     References: GDPO, Liu et al., 2026, https://arxiv.org/abs/2601.05242
     """
     check_eps("decoupled_groups", eps)
@@ -62,11 +61,11 @@ def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
     """Weighted sum of the rewards that apply, sum_k w_k s_k. It replaces x: put it first.
 
     Args:
-      weights: one number a reward function; None: all 1.
+      weights: one number per reward function; None: all 1.
     Needs: scores [B, K].
 
     Raises:
-      ValueError: in a run, there are not as many weights as reward functions.
+      ValueError: in a run, the number of weights is not the number of reward functions.
     """
 
     def combine(x_B: Tensor, batch: Batch) -> Tensor:
@@ -77,17 +76,17 @@ def weighted_scores(weights: Sequence[float] | None = None) -> Advantage:
 
 
 def parse_weights(text: str) -> tuple[float, ...]:
-    """Number with commas between, as in "1,0.5".
+    """Parse numbers separated by commas, as in "1,0.5".
 
     Raises:
-      ValueError: something between commas is no finite number.
+      ValueError: an entry is not a finite number.
     """
     try:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
         weights = (math.nan,)
     if not all(map(math.isfinite, weights)):
-        raise ValueError(f"reward_weights={text}: give numbers with commas between, such as 1,0.5")
+        raise ValueError(f"reward_weights={text}: give numbers separated by commas, such as 1,0.5")
     return weights
 
 

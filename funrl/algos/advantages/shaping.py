@@ -1,4 +1,4 @@
-"""From outcomes to rewards: where an outcome lands, and what is added to it or taken off before advantages."""
+"""Shaping of rewards: which tokens get an outcome, and bonuses and penalties before the advantages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_tokens() -> Advantage:
 def to_last_token() -> Advantage:
     """Put outcomes [B] on the last sampled token, and add `token_reward`: [B, T].
 
-    Adds batch.token_reward [B, T] where it is given. A row without sampled tokens gets none.
+    Adds batch.token_reward [B, T] if it is given. A row without sampled tokens gets no reward.
     """
 
     def place(x_B: Tensor, batch: Batch) -> Tensor:
@@ -67,14 +67,14 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
     """Coefficient that steers the KL to a target: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) rows / horizon.
 
     Args:
-      kl_coef: at the start, in reward per nat.
+      kl_coef: initial coefficient, in reward per nat.
       kl_target: KL in nats per token.
       horizon: rows.
 
     Raises:
       ValueError: kl_target or horizon is not above 0.
-    References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is of a whole sequence; here, as
-      in verl, it is the mean over tokens, then over rows.
+    References: Ziegler et al., 2019, https://arxiv.org/abs/1909.08593. There the KL is that of a whole sequence; here,
+      as in verl, it is the mean over tokens, then over rows.
     """
     if kl_target <= 0 or horizon <= 0:
         raise ValueError(f"adaptive_kl(kl_target={kl_target}, horizon={horizon}): both must be above 0")
@@ -86,9 +86,9 @@ def adaptive_kl(kl_coef: float, kl_target: float, horizon: float = 10_000) -> Co
 
 
 def kl_in_reward(controller: Controller, kind: str = "k1") -> Advantage:
-    """Take beta KL(old || ref) off the rewards: token by token on [B, T], summed over the row on [B].
+    """Subtract beta KL(old || ref) from the rewards: per token on [B, T], summed over the row on [B].
 
-    x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller moves it after
+    x[t] - beta kl(old_logp[t], ref_logp[t]), or x - beta sum_t kl. The state is beta; the controller updates it after
     the batch.
 
     Args:
@@ -129,20 +129,20 @@ def clip_reward(low: float, high: float) -> Advantage:
 def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
     """Penalise the last `buffer` tokens before the length limit, on [B].
 
-    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, those
-    included that a correction has rejected.
+    x + min(0, -factor (length - (limit - buffer)) / buffer), where length is the number of sampled tokens, including
+    tokens that a correction has rejected.
 
     Args:
       limit: the longest completion allowed, tokens.
-      buffer: over how many tokens the penalty grows, > 0.
+      buffer: number of tokens over which the penalty grows, > 0.
       factor: the penalty at the limit, in units of reward.
 
     Raises:
       ValueError: the buffer is not above 0, or longer than the limit.
     References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476
 
-    Warning: verl counts the tokens that a tool wrote too; TRL's soft overlong punishment is this one with factor 1,
-    and -1 beyond the limit.
+    Warning: verl counts the tokens of tools too; TRL's soft overlong punishment is this one with factor 1, and -1
+    beyond the limit.
     """
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
@@ -159,7 +159,7 @@ def stop_properly(coefficient: float) -> Advantage:
     """Scale or replace the scores of truncated completions, on [B].
 
     Args:
-      coefficient: from 0 to 1, its score is multiplied by it; below 0, its score becomes it.
+      coefficient: from 0 to 1, a factor of the score; below 0, it replaces the score.
     Needs: truncated [B].
     References: ProRL, Liu et al., 2025, https://arxiv.org/abs/2505.24864, as in OpenRLHF.
     """
@@ -177,7 +177,7 @@ def running_normalise(eps: float = 1e-8) -> Advantage:
     """Standardise by all rows seen so far, this batch included, on [B]: (x - mean) / sqrt(var + eps).
 
     The state is (rows, mean, sum of squared deviations) in float64, carried from step to step and merged batch by batch
-    without loss (Chan et al., 1983). The variance has n below.
+    without loss (Chan et al., 1983). The variance has the denominator n.
 
     Args:
       eps: in the squared unit of the score.

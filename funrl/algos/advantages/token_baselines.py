@@ -1,4 +1,4 @@
-"""Baselines of single tokens: the optimal one over a group, and rewards that an implicit process model gives."""
+"""Baselines per token: the optimal one over a group, and rewards of an implicit process model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
     respect to the logits; times the squared importance weight where a correction has set one.
 
     Args:
-      turns: which tokens are at one position: the n-th sampled token of each row, stepping over what tools wrote
-        (True), or the tokens equally far from the row's first sampled one (False). The same where no tool spoke.
-      raw_tail: a token whose position no other row of the group reaches keeps G (True) or gets 0 (False).
-    Needs: group [B], old_logp [B, T] (nats), sum_pi_squared [B, T]; reads the weights that are set. The token
-      fields of all rows of a group together.
+      turns: which tokens share a position: the n-th sampled token of each row, skipping tool output (True), or the
+        tokens equally far from the row's first sampled one (False). Both are the same without tools.
+      raw_tail: True: a token whose position no other row of the group reaches keeps G; False: it gets 0.
+    Needs: group [B], old_logp [B, T] (nats), sum_pi_squared [B, T]; uses weights if they are set. The token fields of
+      all rows of a group must be on one rank.
     References: OTB, Li et al., 2026, https://arxiv.org/abs/2602.07078
 
     Warning: raw_tail=True is verl's handle_zero_tail, except that verl finds the tail by counting tokens and cuts it by
-    position. A group of one row gets 0 in any case; verl gives its raw return.
+    position. A group of one row always gets 0; verl gives its raw return.
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
@@ -51,10 +51,10 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
 
 
 def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
-    """[B, T] int64, which position of the completion a token is at; 0 outside the mask.
+    """[B, T] int64, the position of a token in the completion; 0 outside the mask.
 
     Args:
-      mask_BT: what was sampled, before corrections: a token that was rejected keeps its position.
+      mask_BT: the sampled tokens, before corrections: a rejected token keeps its position.
     """
     if turns:
         return where_masked(mask_BT.cumsum(1) - 1, mask_BT)
@@ -66,9 +66,9 @@ def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
 def slot_baseline(
     return_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor]:
-    """The weighted mean of the returns of all tokens in one slot of one group, and how many those are, [B, T].
+    """The weighted mean of the returns of all tokens in one slot of one group, and the number of those tokens, [B, T].
 
-    Equal returns have exactly their own number as the mean: the smallest one is taken off before the sum.
+    The mean of equal returns is exactly their value: the minimum is subtracted before the sum.
     """
     T = mask_BT.shape[1]
     flat = (groups.index[:, None] * T + slot_BT).flatten()
@@ -91,7 +91,7 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 
     Args:
       beta: reward per nat.
-      coefficient: c, next to an outcome reward of weight 1.
+      coefficient: c, relative to an outcome reward of weight 1.
     Needs: implicit_logp, ref_logp [B, T] (nats), group [B]. A row that is alone in its group gets no process reward.
     References: PRIME, Cui et al., 2025, https://arxiv.org/abs/2502.01456
     """
@@ -112,9 +112,9 @@ def implicit_rewards(beta: float = 0.05, coefficient: float = 1.0) -> Advantage:
 def label_outcomes() -> Advantage:
     """Set `batch.label` to the raw score, on all sampled tokens, rejected ones included.
 
-    It is what `implicit_reward_loss` learns from.
+    `implicit_reward_loss` learns from it.
 
-    Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is left alone.
+    Needs: score [B] in 0 to 1. Makes: label [B, T]. The signal's x is unchanged.
 
     Raises:
       ValueError: in a run, a score is not in 0 to 1.
@@ -124,8 +124,9 @@ def label_outcomes() -> Advantage:
         score_B = batch.score
         if not torch.compiler.is_compiling() and not bool(((score_B >= 0) & (score_B <= 1)).all()):
             raise ValueError(
-                f"scores are from {score_B.min().item():g} to {score_B.max().item():g}: label_outcomes() needs them in "
-                "0 to 1, since the implicit reward model learns them as probabilities; rescale the reward function"
+                f"scores are from {score_B.min().item():g} to {score_B.max().item():g}: label_outcomes() needs "
+                "scores from 0 to 1, since the implicit reward model learns them as probabilities; rescale the "
+                "reward function"
             )
         label_BT = where_masked(batch.across.own(score_B)[:, None].expand(batch.mask.shape), batch.mask)
         return signal._replace(extra=signal.extra | {"label": label_BT}), state

@@ -1,7 +1,7 @@
-"""Pieces that pick tokens out of the batch: clip-cov, kl-cov, the highest entropies; the adaptive entropy bonus.
+"""Pieces that select tokens of the batch: clip-cov, kl-cov, the highest entropies; the adaptive entropy bonus.
 
-What is chosen over a whole batch is chosen once, by an advantage piece at the end of the chain, and passed to the terms
-as a field: `selected`, `weight` or `entropy_coefficient`. So micro-batches and data ranks see the same choice.
+A choice over the whole batch is made once, by an advantage piece at the end of the chain, and passed to the terms as a
+field: `selected`, `weight` or `entropy_coefficient`. Micro-batches and data ranks thus see the same choice.
 
     clip-cov: chain(..., select_covariance_between()), off_selected(clipped_surrogate())
     kl-cov:   chain(..., select_highest_covariance()), add(surrogate(), scale(0.1, on_selected(kl_to_old("abs"))))
@@ -35,7 +35,7 @@ def covariance(advantage_BT: Tensor, logp_BT: Tensor, mask_BT: Tensor, batch: Ba
 
 
 def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor, batch: Batch) -> Tensor:
-    """[B, T] bool, the `count` largest x among the eligible; all of them where there are fewer. Ties by row and place.
+    """[B, T] bool, the `count` largest x among the eligible; all if there are fewer. Earlier rows and tokens win ties.
 
     Args:
       count: int64, at least 1.
@@ -46,17 +46,17 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor, batch: Batch) -
     tied_BT = eligible_BT & (x_BT == least)
     ties_B = batch.across.sums(tied_BT)
     before_B = batch.across.own(ties_B.cumsum(0) - ties_B)
-    place_BT = before_B[:, None] + tied_BT.cumsum(1)  # of a tie among all ties, from 1
+    place_BT = before_B[:, None] + tied_BT.cumsum(1)  # rank of a tie among all ties, from 1
     return above_BT | (tied_BT & (place_BT <= count - total(above_BT, eligible_BT, batch)))
 
 
 def share_of(mask_BT: Tensor, share: float, batch: Batch) -> Tensor:
-    """Number of tokens in a share of the mask, rounded down, at least one."""
+    """Number of tokens that make up a share of the mask, rounded down, at least one."""
     return (share * total(mask_BT, mask_BT, batch)).long().clamp_min(1)
 
 
 def noise(rows_B: Tensor, width: int, draw: Tensor) -> Tensor:
-    """Number in [0, 1) from an integer hash of (draw, row, column): the same on every device and in every process."""
+    """Numbers in [0, 1) from an integer hash of (draw, row, column): the same on every device and rank."""
     columns = torch.arange(width, device=draw.device)
     x = rows_B[:, None] * 0x1000000 + columns + draw * 0x9E3779B97F4A7C1
     for factor in (0xBF58476D1CE4E5B, 0x94D049BB133111E):
@@ -67,15 +67,16 @@ def noise(rows_B: Tensor, width: int, draw: Tensor) -> Tensor:
 def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: float = 5.0) -> Advantage:
     """Select random tokens whose covariance of advantage and log-probability is in (low, high).
 
-    Put it last in the chain: `signal.x` are the advantages. As many are taken as `share` of all tokens, at least one.
+    Put it last in the chain: it reads `signal.x` as advantages. It selects a `share` of all tokens, at least one.
 
     Args:
       share: of the batch's tokens.
       low, high: in the advantage's unit times nats.
-    Needs: old_logp [B, T]. Makes: selected. The state counts the draws.
+    Needs: old_logp [B, T]. Makes: selected. The state counts the calls.
 
     Warning: the paper and verl take the covariance with the current log-probabilities of a mini-batch and leave out
-    tokens beyond the clip; here it is with the old ones of the whole batch, which the first update cannot tell apart.
+    tokens beyond the clip. Here it is with the old log-probabilities of the whole batch; both are the same at the first
+    update.
     """
 
     def update(signal: Signal, draw: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
@@ -94,7 +95,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
 def select_highest_covariance(share: float = 0.0002) -> Advantage:
     """Select the `share` of tokens with the highest covariance of advantage and log-probability, at least one.
 
-    Put it last in the chain: `signal.x` are the advantages. The warning of `select_covariance_between` holds.
+    Put it last in the chain: it reads `signal.x` as advantages. The warning of `select_covariance_between` applies.
 
     Args:
       share: of the batch's tokens.
@@ -121,7 +122,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
     """Weight 0 on tokens below the (1 - share) quantile of the batch's entropy.
 
     The quantile interpolates linearly between the two tokens next to it. Use it with `weighted`; a KL term outside of
-    `weighted` still sees every token, and the denominator counts them all.
+    `weighted` still sees every token, and the denominator counts all tokens.
 
     Args:
       share: of the batch's tokens, in (0, 1].
@@ -130,7 +131,8 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
     Raises:
       ValueError: the share is not in (0, 1].
 
-    Warning: TRL takes the entropies of the current policy at each micro-batch; these are those before the first update.
+    Warning: TRL takes the entropies of the current policy at each micro-batch; here they are those before the first
+    update.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}: it must be above 0 and at most 1")
@@ -140,7 +142,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
         entropy_BT = where_masked(batch.old_entropy, signal.mask)
         known_BT = torch.where(mask_BT, entropy_BT, torch.full_like(entropy_BT, -torch.inf))
         count = total(mask_BT, mask_BT, batch)
-        place = (1 - share) * (count - 1).clamp_min(0)  # of the quantile in ascending order, from 0
+        place = (1 - share) * (count - 1).clamp_min(0)  # index of the quantile in ascending order, from 0
         below, above = (
             batch.across.kth_largest(known_BT, (count - number).long()) for number in (place.floor(), place.ceil())
         )
@@ -157,15 +159,15 @@ def adapt_entropy(
 ) -> Advantage:
     """Steer mean entropy to a target through the coefficient of `adaptive_entropy_bonus`.
 
-    The coefficient of a batch is c where the batch's mean entropy is at most the target and 0 where it is above; then
-    c grows by `step` in the first case and shrinks by it in the second, within [low, high]. c is the state.
+    If the batch's mean entropy is at most the target, the coefficient is c, and c then grows by `step`. Otherwise the
+    coefficient is 0, and c shrinks by `step`. c stays within [low, high]; it is the state.
 
     Args:
       target: nats per token.
       step, start, low, high: of the coefficient, in units of the advantage per nat.
     Needs: old_entropy [B, T]. Makes: entropy_coefficient. Metric "actor/entropy_coefficient".
 
-    Warning: TRL decides by the entropy of the step before; this is the entropy of this batch, before its first update.
+    Warning: TRL uses the entropy of the step before; here it is the entropy of this batch before its first update.
     """
 
     def update(signal: Signal, c: Tensor, batch: Batch) -> tuple[Signal, Tensor]:
@@ -186,7 +188,7 @@ def mark_positives(threshold: float = 0.0) -> Advantage:
 
     Args:
       threshold: in units of reward.
-    Needs: score [B], as it came. Makes: imitated [B, T]. The signal's x is left alone.
+    Needs: score [B], as it came. Makes: imitated [B, T]. The signal's x is unchanged.
     References: VAPO, Yue et al., 2025, https://arxiv.org/abs/2504.05118
     """
 

@@ -13,16 +13,16 @@ from funrl.batch import Batch
 def reference_point() -> Advantage:
     """KTO's z, a constant of the step: the mean over mismatched rows of sum_t log pi/pi_ref, at least 0.
 
-    The mismatched rows, completions behind other prompts than their own, are there for it alone: the step trains on the
-    others.
+    Mismatched rows, completions placed after another prompt than their own, serve only this purpose: the step trains on
+    the other rows.
 
-    Needs: mismatched [B], old_logp, ref_logp [B, T] (nats). Makes: kl_baseline [B, T], the same number everywhere; the
-      signal is 0 per token.
+    Needs: mismatched [B], old_logp, ref_logp [B, T] (nats). Makes: kl_baseline [B, T], the same number everywhere; sets
+      the signal to 0 on every token.
     Metrics: "preference/kl_baseline", in nats.
     References: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306
 
-    Warning: TRL takes z anew in every micro-batch, of the policy as it is then; here it is of the policy before the
-    step, over all of its rows.
+    Warning: TRL recomputes z in every micro-batch from the current policy; here z comes from the policy before the
+    step, over all rows of the step.
     """
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:

@@ -1,4 +1,4 @@
-"""Importance weights for the gap between the engine that sampled and the trainer.
+"""Importance weights that correct the gap between the sampling engine and the trainer.
 
 With d[t] = old_logp[t] - rollout_logp[t], the log of trainer over engine, clamped to +-20, over the sampled tokens:
 

@@ -1,9 +1,9 @@
-"""Rejection of tokens and rows where engine and trainer are too far apart, or that were cut off.
+"""Rejection of tokens and rows where engine and trainer differ too much, or which were truncated.
 
-The ratios are those of `funrl.algos.corrections.importance`. What is rejected leaves `signal.mask`: it is in no
-numerator, and in no denominator either; pieces later in the chain see only the tokens that are left. With
-`in_denominator` it gets a weight of 0 instead: terms under `weighted` learn nothing of it, the denominator counts it,
-and what is outside of `weighted`, such as a KL to the reference, still sees it.
+The ratios are those of `funrl.algos.corrections.importance`. Rejected tokens leave `signal.mask`: they are in no
+numerator and in no denominator, and later pieces of the chain do not see them. With `in_denominator` they get a weight
+of 0 instead: terms under `weighted` learn nothing from them, the denominator counts them, and terms outside of
+`weighted`, such as a KL to the reference, still see them.
 
 References: masked (IcePop), Ling Team, 2025, https://arxiv.org/abs/2510.18855
 """
@@ -27,14 +27,14 @@ from funrl.batch import Batch
 def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_denominator: bool = False) -> Advantage:
     """Drop tokens, or with "sequence" and "geometric" rows, with a ratio outside [low, high].
 
-    Rejection by k1 is this, with the bounds on the ratio trainer / engine. Over tokens and beside
+    This is rejection by k1, with bounds on the ratio trainer / engine. Over tokens and together with
     `importance_weights("token", 0, high)` it is masked importance sampling (IcePop).
 
     Args:
       over: "token", "sequence" or "geometric".
       low, high: bounds of the ratio trainer / engine.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
-    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of rejected tokens.
 
     Raises:
       ValueError: over is unknown, or the bounds are not 0 <= low <= high.
@@ -59,11 +59,11 @@ def reject_divergence(
     k2 = d^2 / 2, k3 = exp(d) - 1 - d, both of KL(engine || trainer) and never below 0.
 
     Args:
-      kind: "k2" or "k3"; for k1, a bound of the ratio, see `reject_ratio`.
-      over: "token"; or of a row the "sum", the "mean" or the "max" over its tokens, which rejects the whole row.
+      kind: "k2" or "k3"; for k1, which bounds the ratio, see `reject_ratio`.
+      over: "token"; or the "sum", "mean" or "max" over the tokens of a row, which rejects the whole row.
       high: bound, in nats, at least 0.
       in_denominator: leave rejected tokens in the mask, with a weight of 0.
-    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of rejected tokens.
 
     Raises:
       ValueError: kind or over is unknown, or the bound is below 0.
@@ -89,21 +89,22 @@ def reject_divergence(
 def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage:
     """Drop the tokens with the largest log-ratio d to the engine until mean d^2 is at most a bound.
 
-    d is `log_gap`: it is large where tokens are stale, that is where a version of the weights sampled them that is some
-    updates old. Tokens of equal d^2 stay or go together. If all tokens are beyond the bound, all go.
+    d is `log_gap`: it is large where tokens are stale, that is, sampled by weights that are some updates old. Tokens of
+    equal d^2 stay or go together. If all tokens are beyond the bound, all go.
 
     Args:
       high: bound of the mean of d^2, in squared nats, at least 0.
-      harmful: count and take out only the tokens that the update would move on in the same direction: ratio above 1
-        and x > 0, or below 1 and x < 0. Put the piece behind `to_tokens` then.
-    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of tokens taken out.
+      harmful: count and reject only the tokens that the update would move further in the same direction: ratio above 1
+        and x > 0, or below 1 and x < 0. Put the piece after `to_tokens` then.
+    Needs: old_logp, rollout_logp [B, T] (nats). Metric: "rollout_corr/rejected", the share of rejected tokens.
 
     Raises:
       ValueError: the bound is below 0.
     References: M2PO, Zheng et al., 2025, https://arxiv.org/abs/2510.01161
 
-    Warning: AReaL takes all tokens, as here by default; the authors' code takes the harmful ones, of the policy as it
-    is in each update, and clips them at a threshold that keeps the mean of the clipped d^2 within the bound.
+    Warning: AReaL takes all tokens, as here by default. The authors' code takes the tokens that are harmful under the
+    current policy of each update, and clips them at a threshold that keeps the mean of the clipped d^2 within the
+    bound.
     """
     if high < 0:
         raise ValueError(f"reject_second_moment(high={high}): the bound must be at least 0")
@@ -124,13 +125,13 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
 def _largest_kept(moment_BT: Tensor, counted_BT: Tensor, high: float, batch: Batch) -> Tensor:
     """The largest number v such that the counted moments up to v have a mean of at most `high`; -1 if there is none.
 
-    Floats from 0 on are in the order of their bits: v is found one bit after the other.
+    Non-negative floats are ordered as their bits, so v is searched bit by bit.
     """
 
     def fit(kept_BT: Tensor) -> Tensor:
         return total(moment_BT.double() - high, kept_BT, batch).to(moment_BT.device) <= 0
 
-    if not torch.compiler.is_compiling() and fit(counted_BT):  # as on fresh rows: nothing to look for
+    if not torch.compiler.is_compiling() and fit(counted_BT):  # fresh rows: nothing to reject
         return moment_BT.new_full((), torch.inf)
     whole, places = (torch.int64, 62) if moment_BT.dtype == torch.float64 else (torch.int32, 30)
     bits = torch.zeros((), dtype=whole, device=moment_BT.device)
@@ -144,11 +145,11 @@ def _largest_kept(moment_BT: Tensor, counted_BT: Tensor, high: float, batch: Bat
 def keep_best(threshold: float = 0.0) -> Advantage:
     """Drop rows that are not the best of their group or not above a threshold; the rest get x = 1.
 
-    Several rows that are equally best all stay, and so does a row that is alone: what is imitated need not be compared.
+    Rows that tie for the best all stay, and so does the only row of a group: imitation needs no comparison.
 
     Args:
-      threshold: in units of reward; a group whose best row is not above it has no row left.
-    Needs: group [B]. Metric: "rollout_corr/rejected", the share of tokens taken out.
+      threshold: in units of reward; a group whose best row is not above it is rejected as a whole.
+    Needs: group [B]. Metric: "rollout_corr/rejected", the share of rejected tokens.
     References: RAFT++, Xiong et al., 2025, https://arxiv.org/abs/2504.11343
     """
 
@@ -187,7 +188,7 @@ def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool)
 
 
 def _rejected(signal: Signal, kept_BT: Tensor, in_denominator: bool, batch: Batch) -> Signal:
-    """The signal on the tokens that are kept, and the share of the others as a metric."""
+    """The signal restricted to the kept tokens, with the share of rejected tokens as a metric."""
     after = signal.mask & kept_BT
     rejected = mean_over_tokens((~after).to(signal.x.dtype), signal.mask, batch)
     signal = signal._replace(metrics=signal.metrics | {"rollout_corr/rejected": rejected})
@@ -195,7 +196,7 @@ def _rejected(signal: Signal, kept_BT: Tensor, in_denominator: bool, batch: Batc
 
 
 def _without(signal: Signal, mask_BT: Tensor, in_denominator: bool) -> Signal:
-    """The signal on a smaller mask, where what is per token is 0 outside it; or with weights of 0 instead."""
+    """The signal on a smaller mask, with fields per token set to 0 outside it; or with weights of 0 instead."""
     if in_denominator:
         weight_BT = torch.ones_like(mask_BT, dtype=signal.x.dtype) if signal.weight is None else signal.weight
         return signal._replace(weight=where_masked(weight_BT, mask_BT))

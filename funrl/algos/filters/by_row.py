@@ -35,8 +35,8 @@ def rewarded() -> Filter:
 def every(*filters: Filter) -> Filter:
     """Keep the rows that all filters keep.
 
-    Filters that read no groups are of single rows and come first: those of groups then see what these have left
-    of them, so that a group that lost its only different row is not taken for an unequal one.
+    Filters that do not read groups run first. Group filters then see only the remaining rows, so a group that lost its
+    only different row no longer counts as unequal.
     """
     of_groups = [rule for rule in filters if "group" in reads(rule).required]
     of_rows = [rule for rule in filters if rule not in of_groups]
@@ -56,10 +56,10 @@ def every(*filters: Filter) -> Filter:
 
 
 def _rows_left(batch: Batch, kept_B: Tensor, left: Tensor) -> Batch:
-    """The batch of some rows, on ranks that hold the tokens of some of them.
+    """Select rows of a batch, on ranks that hold only a part of their tokens.
 
     Args:
-      kept_B: [B] bool, the rows; left: their numbers.
+      kept_B: [B] bool, the selected rows; left: their numbers.
     """
     across = batch.across
     own_b = batch.across.own(kept_B)

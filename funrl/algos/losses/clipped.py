@@ -17,8 +17,8 @@ class Clipped(NamedTuple):
 
     Attributes:
       loss: in the advantage's unit.
-      clipped: 1 where the clip decides the loss.
-      dual_clipped: 1 where the dual clip does.
+      clipped: 1 where the clip is active.
+      dual_clipped: 1 where the dual clip is active.
     """
 
     loss: Tensor
@@ -60,26 +60,26 @@ def clipped_surrogate(
 ) -> Term:
     """PPO's pessimistic bound, L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), per token.
 
-    With `dual_clip`, L is at most -dual_clip A where A < 0; with `delta`, the r outside the clip is min(r, delta).
+    With `dual_clip`, L is at most -dual_clip A where A < 0. With `delta`, the unclipped r is replaced by min(r, delta).
 
     Args:
       clip_low, clip_high: how far the ratio may fall below and rise above 1.
-      dual_clip: the ratio at which the loss of a negative advantage stops growing, > 1; None: it does not stop.
+      dual_clip: the ratio above which the loss of a negative advantage stops growing, > 1; None: no dual clip.
       ratio: how the ratio is taken, None is `token_ratio()`; `sequence_ratio()` makes this GSPO.
       delta: upper bound of the unclipped ratio, > 1 + clip_high; the two-sided clip of INTELLECT-2. None: none.
     Needs: old_logp, advantage [B, T].
-    Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the clip decides the loss),
-      "actor/pg_clipfrac_lower" (the dual clip does), "actor/ppo_kl" (nats, log pi_old - log pi).
+    Returns: a term; loss [B, T] in the advantage's unit; metrics "actor/pg_clipfrac" (the clip is active),
+      "actor/pg_clipfrac_lower" (the dual clip is active), "actor/ppo_kl" (nats, log pi_old - log pi).
 
     Raises:
       ValueError: clip_low or clip_high is below 0, dual_clip is not above 1, or delta not above 1 + clip_high.
     References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; dual clip, Ye et al., 2019,
       https://arxiv.org/abs/1912.09729; delta, Prime Intellect, 2025, https://arxiv.org/abs/2505.07291
 
-    Warning: verl always applies the dual clip (3.0); TRL never does, and its delta is this one.
+    Warning: verl always applies the dual clip (3.0); TRL never does; its delta is the same as here.
     """
     if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"clip_low is {clip_low} and clip_high is {clip_high}: how far a ratio may move is at least 0")
+        raise ValueError(f"clip_low is {clip_low} and clip_high is {clip_high}: both must be at least 0")
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be above 1, or None for no dual clip")
     if delta is not None and delta <= 1 + clip_high:

@@ -16,8 +16,8 @@ from funrl.batch import Batch
 def implicit_reward_loss(beta: float = 0.05) -> Loss:
     """Train an implicit process model on outcomes: the cross-entropy of sigmoid(sum_t q[t]) with the label.
 
-    The sum is over the tokens of the mask. The trainer gives it the mask before corrections: a completion's outcome is
-    that of all of its tokens.
+    The sum is over the tokens of the mask. The trainer passes the mask before corrections, since the outcome belongs to
+    all tokens of a completion.
 
     L_i = - s log sigmoid(Q) - (1 - s) log sigmoid(-Q),  Q = beta sum_t (log pi_implicit - log pi_ref), the mean over
     sequences; s is the mean label of the sequence's tokens.

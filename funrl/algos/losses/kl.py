@@ -1,4 +1,4 @@
-"""Estimates of KL(pi || other) from one sample, per token, and the term that holds a policy near its reference.
+"""Estimates of KL(pi || other) from one sample, per token, and the term that keeps a policy near its reference.
 
 With d = log other - log pi at the sampled token:
 
@@ -69,7 +69,7 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def kl_to(field: str, kind: str, metric: str) -> Term:
-    """An estimate of KL(pi || the policy of that field) per token, reported under that name."""
+    """An estimate per token of KL(pi || the policy whose log-probabilities `field` holds), reported as `metric`."""
     estimate = kl_estimate(kind)
 
     def term(logp_BT: Tensor, batch: Batch):
@@ -83,8 +83,8 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
     """Estimate of KL(pi || pi_ref) per token. Multiply it with `scale`.
 
     With `bias_corrected` it is r k with r = pi / pi_old unclipped, and the gradient goes through both factors. For
-    tokens of an older policy that is unbiased in value and gradient with k1 and with k3, and with these only: the mean
-    of k2 and of abs is no KL.
+    tokens of an older policy this is unbiased in value and gradient with k1 and k3 only: the means of k2 and abs are
+    not the KL.
 
     Args:
       kind: "k1", "k2", "k3" or "abs", or, without `bias_corrected`, one of these with "+" for the gradient of k2.
@@ -93,8 +93,8 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
     Returns: a term; loss [B, T] in nats; metric "actor/kl_loss" (nats).
 
     Raises:
-      ValueError: the kind is unknown, or has a "+" while the ratio corrects the bias: the gradient through the ratio
-        is a part of the right one already, and that of k2 would come on top of it.
+      ValueError: the kind is unknown, or has a "+" together with `bias_corrected`: the gradient through the ratio is
+        already part of the right one, and that of k2 would be added to it.
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556
     """
     plain = kl_to("ref_logp", kind, "actor/kl_loss")
@@ -103,7 +103,7 @@ def kl_to_reference(kind: str = "k3", bias_corrected: bool = False) -> Term:
     if kind.endswith("+"):
         raise ValueError(
             f"kl_to_reference({kind!r}, bias_corrected=True): the ratio and the '+' would both add the gradient that "
-            f"{kind[:-1]} lacks; give {kind[:-1]!r}"
+            f"{kind[:-1]} lacks; use {kind[:-1]!r}"
         )
     corrected = times_ratio(plain)
 

@@ -1,7 +1,6 @@
 """Likelihood terms of supervised training, and losses on a part of the tokens.
 
-`batch.mask` says which tokens are trained on: true on the assistant's turns only, it is supervised fine-tuning of the
-assistant.
+`batch.mask` marks the trained tokens; for supervised fine-tuning of an assistant it is true on the assistant's turns.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ def dynamic_likelihood() -> Term:
 def entropy_gated_likelihood(alpha: float = 1.0, scale: float = 3.0) -> Term:
     """-sg(min(H / scale, 1)^alpha) log pi(t): likelihood with less weight where entropy H is low.
 
-    A token that the model finds improbable is learned all the same where its entropy H is high: there the model does
-    not know. Where H is low the model contradicts the demonstration, and learning that would cost what it knows.
+    An improbable token is still learned if the entropy H is high, since the model is uncertain there. If H is low, the
+    model contradicts the demonstration, and learning the token would destroy what the model knows.
 
     Args:
-      alpha: 0 is plain likelihood, larger ones gate more sharply; at least 0.
-      scale: nats at which a token counts fully, above 0; ln 20 is nearly 3.
-    Needs: entropy [B, T], of the policy as it is trained.
+      alpha: exponent of the gate, at least 0; 0 is plain likelihood.
+      scale: entropy in nats at which a token counts fully, above 0; the default is close to ln 20.
+    Needs: entropy [B, T], of the current policy.
     Returns: a term; loss [B, T] in nats; metrics "actor/nll" (nats, not weighed), "actor/entropy" (nats).
 
     Raises:
       ValueError: alpha is below 0, or the scale not above 0.
     References: EAFT, Diao et al., 2026, https://arxiv.org/abs/2601.02151
 
-    Warning: H is of the whole vocabulary. The paper and LLaMA-Factory take that of the 20 most probable tokens, as if
-    there were no others, which is at most ln 20; the two are nearly the same on text.
+    Warning: H is over the whole vocabulary. The paper and LLaMA-Factory take it over the 20 most probable tokens,
+    renormalised, where it is at most ln 20; on text the two are nearly the same.
     """
     if alpha < 0 or scale <= 0:
         raise ValueError(f"entropy_gated_likelihood(alpha={alpha}, scale={scale}): alpha >= 0 and scale > 0 are needed")
@@ -79,8 +78,9 @@ def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
     """The loss over a part of the mask only. Other tokens are in neither numerator nor denominator.
 
     Args:
-      loss: what is restricted.
-      which: batch -> bool that broadcasts to [B, T]; of fields that the step does not write, such as `imitated_tokens`.
+      loss: the loss to restrict.
+      which: batch -> bool that broadcasts to [B, T], such as `imitated_tokens`; may not read fields that the step
+        writes.
     """
 
     def part(batch: Batch) -> Batch:
@@ -90,12 +90,12 @@ def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
 
 
 def demonstrated_tokens(batch: Batch) -> Tensor:
-    """The tokens of demonstrations beside the policy's own rows; for `restrict`."""
+    """The tokens of demonstrations; for `restrict`."""
     return batch.demonstration
 
 
 def sampled_tokens(batch: Batch) -> Tensor:
-    """The tokens that are of no demonstration; for `restrict`."""
+    """The tokens outside demonstrations; for `restrict`."""
     return ~batch.demonstration
 
 

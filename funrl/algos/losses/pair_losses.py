@@ -1,7 +1,7 @@
 """Losses of one preference, elementwise: (chosen, rejected) -> loss, each the implicit reward of a completion.
 
 Rewards are in nats before beta: log pi/pi_ref, or log pi, of a whole completion or per token; d = chosen - rejected,
-s the logistic function. beta is 1 / nats. Which reward goes with which loss is said in `funrl.algos.losses.preference`.
+s the logistic function. beta is 1 / nats. See `funrl.algos.losses.preference` for which reward goes with which loss.
 
 | loss | formula | reference |
 |---|---|---|
@@ -17,7 +17,7 @@ s the logistic function. beta is 1 / nats. Which reward goes with which loss is 
 | apo_down | s(beta c) + 1 - s(beta d) | APO https://arxiv.org/abs/2408.06266 |
 | discopop | (1 - g) (-log s(beta d)) + g exp(-beta d), g = s(beta d / tau) | https://arxiv.org/abs/2406.08414 |
 
-Warning: TRL ignores label smoothing silently in sigmoid, hinge and nca; here only what takes it has it.
+Warning: TRL ignores label smoothing silently in sigmoid, hinge and nca; here only the losses that use it take it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch.nn.functional import logsigmoid
 
 
 class PairLoss(NamedTuple):
-    """The loss of a preference: (chosen reward, rejected reward) -> loss, elementwise.
+    """The loss of a pair: (chosen reward, rejected reward) -> loss, elementwise.
 
     Attributes:
       beta: the scale of the rewards, in 1 / nats; rewards are reported times beta.
-      of: the function.
+      of: (chosen reward, rejected reward) -> loss.
     """
 
     beta: float
@@ -63,7 +63,7 @@ def sigmoid_pairs(beta: float = 0.1, smoothing: float = 0.0, margin: float = 0.0
 
     Args:
       smoothing: probability that a label is wrong, in [0, 1/2).
-      margin: by how much beta d should exceed 0.
+      margin: the target for beta d.
     """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: smoothed(beta * (chosen - rejected) - margin, smoothing))
@@ -76,7 +76,7 @@ def hinge_pairs(beta: float = 0.1) -> PairLoss:
 
 
 def ipo_pairs(beta: float = 0.1) -> PairLoss:
-    """IPO's square, for per-token rewards (its authors' and TRL's way)."""
+    """IPO's square, for per-token rewards, as in its authors' code and TRL."""
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: (chosen - rejected - 1 / (2 * beta)).square())
 
@@ -95,7 +95,7 @@ def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
 
 
 def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
-    """EXO's reverse divergence; `smoothing` in (0, 1) is the probability given to the rejected one."""
+    """EXO's reverse divergence; `smoothing` in (0, 1) is the target probability of the rejected completion."""
     check_beta(beta)
     if not 0 < smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}: it must be in (0, 1)")
@@ -109,7 +109,7 @@ def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
 
 
 def nca_pairs(beta: float = 0.1) -> PairLoss:
-    """NCA: the chosen one's likelihood may not fall."""
+    """NCA, which keeps the likelihood of the chosen completion from falling."""
     check_beta(beta)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -132,13 +132,13 @@ def sppo_pairs(beta: float = 0.1) -> PairLoss:
 
 
 def apo_zero_pairs(beta: float = 0.1) -> PairLoss:
-    """APO where the chosen ones are better than the policy: chosen up, rejected down."""
+    """APO for chosen completions better than the policy's: chosen up, rejected down."""
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected))
 
 
 def apo_down_pairs(beta: float = 0.1) -> PairLoss:
-    """APO where the chosen ones are worse than the policy: both down, the rejected one more."""
+    """APO for chosen completions worse than the policy's: both down, rejected further."""
     check_beta(beta)
     return PairLoss(
         beta, lambda chosen, rejected: torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
@@ -146,10 +146,10 @@ def apo_down_pairs(beta: float = 0.1) -> PairLoss:
 
 
 def discopop_pairs(beta: float = 0.1, tau: float = 0.05) -> PairLoss:
-    """DiscoPOP's log-ratio modulated blend; exp(-beta d) is held below exp(20).
+    """DiscoPOP's log-ratio modulated blend; exp(-beta d) is clamped to exp(20).
 
     Args:
-      tau: how sharply the blend turns, in units of beta d.
+      tau: width of the blend's transition, in units of beta d.
     """
     check_beta(beta)
 

@@ -1,10 +1,10 @@
 """Pairs of a chosen and a rejected completion: how they are laid out in a batch, and sums over each.
 
-Either of:
+There are two layouts:
 - side by side: a row holds segment 1, the chosen completion with its prompt, and segment 2, the rejected one (then 3
-  and 4, and so on). Rows may be split and ordered at will, so this is what the trainer takes; `side_by_side` makes it.
-- interleaved: rows 2i and 2i + 1 are the chosen and the rejected completion of pair i; `segments` is absent. Whoever
-  splits such a batch keeps pairs together.
+  and 4, and so on). Rows may be split and reordered freely, so the trainer uses this layout; `side_by_side` makes it.
+- interleaved: rows 2i and 2i + 1 are the chosen and the rejected completion of pair i; `segments` is absent. A split of
+  such a batch must keep pairs together.
 A triple has a third sequence, segment 3, which is imitated; the next one begins with 5.
 `mask` is true on the completions. Every sequence of a pair has at least one masked token.
 """
@@ -23,7 +23,7 @@ from funrl.batch import Batch, map_kinds
 def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The sums of x over the masked tokens of the chosen and of the rejected sequences.
 
-    Returns: two tensors [P]; in packed rows P counts every pair that would fit, those that are not there sum to 0.
+    Returns: two tensors [P]; in packed rows P counts every pair that would fit; missing pairs sum to 0.
 
     Raises:
       ValueError: an odd number of interleaved rows.
@@ -32,13 +32,13 @@ def pair_sums(x_BT: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if batch.get("segments") is not None:
         table = table[:, 1 : 1 + batch.mask.shape[1] // 2 * 2]
     elif table.shape[0] % 2:
-        raise ValueError(f"{table.shape[0]} rows are no pairs: chosen and rejected rows must alternate")
+        raise ValueError(f"{table.shape[0]} rows do not form pairs: chosen and rejected rows must alternate")
     pairs_P2 = table.reshape(-1, 2)
     return pairs_P2[:, 0], pairs_P2[:, 1]
 
 
 def to_pair_tokens(x_P: Tensor, batch: Batch) -> Tensor:
-    """Give every masked token the number of its own pair: from [P], as of `pair_sums`, to [B, T]."""
+    """Give every masked token the value of its own pair: from [P], as from `pair_sums`, to [B, T]."""
     both_P2 = x_P[:, None].expand(-1, 2)
     segments_BT = batch.get("segments")
     if segments_BT is None:
@@ -74,7 +74,7 @@ def gold(batch: Batch) -> Tensor:
 
 
 def _of_triples(batch: Batch) -> Tensor:
-    """[B, T] number of the text in its triple, 1 to 3."""
+    """[B, T], index of the text in its triple, 1 to 3."""
     segments_BT = batch.get("segments")
     if segments_BT is None:
         raise ValueError("the batch has no segments: triples lie side by side in a row, as segments 1, 2 and 3 of four")
@@ -85,9 +85,9 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
     """Put the two rows of each pair into one row of twice the width, as segments 1 and 2.
 
     Args:
-      batch: rows that are single sequences; `length` says where padding begins, None: nowhere.
+      batch: rows that are single sequences; padding begins at `length`; None: no padding.
       chosen_P, rejected_P: [P] int64, row numbers.
-    Returns: P rows; what is known of a row and not of its tokens is the chosen row's.
+    Returns: P rows; fields per row are those of the chosen row.
     """
     rows, width = batch.mask.shape
     place_T = torch.arange(width, device=batch.mask.device)
@@ -102,7 +102,7 @@ def side_by_side(batch: Batch, chosen_P: Tensor, rejected_P: Tensor) -> Batch:
 
 
 def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of the highest and the lowest score of each group; groups of equal scores are left out.
+    """The rows with the highest and the lowest score of each group; groups of equal scores are skipped.
 
     Of equal scores the first row is taken.
 
@@ -122,7 +122,7 @@ def best_and_worst(score_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def online_pairs(batch: Batch) -> Batch:
-    """Pairs of the policy's own samples, side by side: with the loss of DPO this is online DPO.
+    """Pair the policy's own samples, side by side: with the loss of DPO this is online DPO.
 
     Needs: score, group [B], and what the loss needs; rows are single sequences.
     References: Guo et al., 2024, https://arxiv.org/abs/2402.04792
@@ -135,12 +135,12 @@ def online_pairs(batch: Batch) -> Batch:
 def pair_metrics(
     chosen_P: Tensor, rejected_P: Tensor, batch: Batch, rounding_P: Tensor | float = 0.0
 ) -> dict[str, Mean]:
-    """Means over pairs of the rewards, their difference, and how often the chosen one's is higher.
+    """Means over pairs of the rewards, of their difference, and of how often the chosen reward is higher.
 
     A tie counts one half, so a policy that is its reference has an accuracy of 1/2.
 
     Args:
-      rounding_P: differences up to this are ties: without it a mesh whose sums have another order would break them.
+      rounding_P: differences up to this are ties; otherwise the order of summation on a mesh could break them.
     """
     present_P = pairs_present(batch)
     chosen_P = chosen_P.detach()

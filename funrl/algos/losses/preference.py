@@ -1,8 +1,8 @@
 """Terms that learn from preferences: DPO and its family, ORPO's odds ratio, AOT, KTO.
 
-`funrl.algos.losses.pairs` says how pairs are laid out. The loss of a pair is placed on every token of both its
-sequences, so `sequence_mean` gives the mean over pairs, exactly, under micro-batches, packing and data parallelism.
-Metrics are means over pairs; rewards and margins are times beta, the unit in which TRL reports them.
+See `funrl.algos.losses.pairs` for the layout of pairs. The loss of a pair is placed on every token of both its
+sequences, so `sequence_mean` gives exactly the mean over pairs, also under micro-batches, packing and data parallelism.
+Metrics are means over pairs; rewards and margins are multiplied by beta, as TRL reports them.
 
     DPO      preference(sigmoid_pairs(0.1), reference_log_ratio())
     f-DPO    preference(sigmoid_pairs(0.1), reference_log_ratio(divergence="forward_kl"))
@@ -48,7 +48,7 @@ def reference_log_ratio(
 ) -> PairReward:
     """f'(u) of a completion, u = pi / pi_ref: log u = sum_t log(pi / pi_ref) for the reverse KL, which is DPO's.
 
-    | divergence | f'(u), but for a constant |
+    | divergence | f'(u), up to a constant |
     |---|---|
     | reverse_kl | log u |
     | forward_kl | -1 / u |
@@ -57,8 +57,8 @@ def reference_log_ratio(
 
     Args:
       per_token: log u is the mean over the completion's tokens instead of the sum.
-      divergence: which divergence holds the policy near its reference.
-      divergence_alpha: of "alpha", in (0, 1).
+      divergence: the divergence that keeps the policy near its reference.
+      divergence_alpha: parameter of "alpha", in (0, 1).
       length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; below 1 is LD-DPO.
     Needs: ref_logp [B, T].
 
@@ -100,7 +100,7 @@ def log_likelihood(per_token: bool = False, alpha: float = 0.0) -> PairReward:
 
     Args:
       per_token: log u is the mean over the completion's tokens instead of the sum.
-      alpha: the reward's shape, AlphaPO's; 0 is log u.
+      alpha: AlphaPO's shape of the reward; 0 is log u.
     References: AlphaPO, Gupta et al., 2025, https://arxiv.org/abs/2501.03884
     """
 
@@ -132,7 +132,7 @@ def beyond_shorter(batch: Batch) -> Tensor:
     ones_BT = torch.ones_like(mask_BT, dtype=torch.float32)
     shorter_BT = to_pair_tokens(torch.minimum(*pair_sums(ones_BT, batch)), batch)
     lengths_BS = sequence_sums(ones_BT, mask_BT, segments_BT)
-    before_BT = to_own_tokens(lengths_BS.cumsum(1) - lengths_BS, mask_BT, segments_BT)  # tokens of sequences before
+    before_BT = to_own_tokens(lengths_BS.cumsum(1) - lengths_BS, mask_BT, segments_BT)  # tokens of earlier sequences
     return mask_BT & (mask_BT.cumsum(1) - before_BT > shorter_BT)
 
 
@@ -150,9 +150,10 @@ def on_policy_weight(bound: float | None = 1.0) -> PairWeight:
       ValueError: the bound is not above 0.
     References: WPO, Zhou et al., 2024, https://arxiv.org/abs/2406.11827
 
-    Warning: the paper's equation has no bound; its authors' code, and TRL's first version, stop at 1, which is the
-    default here; TRL 1.16 has none. sum_v pi(v)^2 is of the policy before the first update on the batch, log pi of the
-    current one; TRL's use_weighting takes both of the current one, which is the same with one update a batch.
+    Warning: the paper's equation has no bound; its authors' code and TRL's first version cap the weight at 1, which is
+    the default here; TRL 1.16 has no bound. sum_v pi(v)^2 comes from the policy before the first update on the batch,
+    log pi from the current one. TRL's use_weighting takes both from the current one, which is the same with one update
+    a batch.
     """
     if bound is not None and bound <= 0:
         raise ValueError(f"on_policy_weight(bound={bound}): the largest weight must be above 0, or None for no bound")
@@ -176,9 +177,9 @@ def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = N
       reward: `reference_log_ratio(...)` or `log_likelihood(...)`.
       weight: `on_policy_weight()`; None: every pair weighs the same.
     Needs: what reward and weight need.
-    Returns: a term; loss [B, T], the same on all tokens of a pair; metrics "preference/accuracy" (the chosen one's
-      reward is higher; a tie, which is a difference within rounding, counts one half), "preference/chosen",
-      "preference/rejected" and "preference/margin" (rewards times beta), "preference/weight" where there is one.
+    Returns: a term; loss [B, T], the same on all tokens of a pair; metrics "preference/accuracy" (share of pairs whose
+      chosen reward is higher; a tie, a difference within rounding, counts one half), "preference/chosen",
+      "preference/rejected" and "preference/margin" (rewards times beta), "preference/weight" if there is a weight.
     """
 
     def term(logp_BT: Tensor, batch: Batch):
@@ -203,7 +204,7 @@ def preference(loss: PairLoss, reward: PairReward, weight: PairWeight | None = N
 
 
 def reward_rounding(reward: PairReward, logp_BT: Tensor, batch: Batch) -> Tensor:
-    """Difference of a pair's rewards [P] that the rounding of the log-probabilities alone can make."""
+    """Difference of a pair's rewards [P] that rounding of the log-probabilities alone can cause."""
     with torch.no_grad():
         exact_2P = torch.stack(reward(logp_BT, batch))
         moved_2P = torch.stack(reward(logp_BT + rounding(logp_BT), batch))
@@ -213,20 +214,20 @@ def reward_rounding(reward: PairReward, logp_BT: Tensor, batch: Batch) -> Tensor
 def aot(beta: float = 0.1, smoothing: float = 0.0, paired: bool = True) -> Term:
     """Preferences between distributions: the i-th smallest of one side against the i-th smallest of the other.
 
-    paired: of log pi(chosen) / pi(rejected) against the same of pi_ref; otherwise of log pi/pi_ref of the chosen
-    against that of the rejected ones. Either difference goes through DPO's smoothed sigmoid.
+    paired: sorts log pi(chosen) / pi(rejected) against the same under pi_ref. Unpaired: sorts log pi/pi_ref of the
+    chosen against that of the rejected completions. Either difference goes through DPO's smoothed sigmoid.
 
     Args:
       beta: in 1 / nats.
       smoothing: probability that a label is wrong.
-      paired: which of the two.
+      paired: which of the two forms.
     Needs: ref_logp [B, T].
-    Returns: a term; loss [B, T]: on the tokens of the pair whose policy side (paired) or chosen one is meant; metrics
-      as those of `preference`.
+    Returns: a term; loss [B, T], on the tokens of the pair that gives the policy side (paired) or the chosen side;
+      metrics as those of `preference`.
     References: Melnyk et al., 2024, https://arxiv.org/abs/2406.05882
 
-    Warning: the order is that of the rows the term is given. The loss is a mini-batch's only where the mini-batch is
-    not split; with micro-batches or data ranks it is the mean of their own losses, as in TRL.
+    Warning: sorting is over the rows of one call. The loss is that of the mini-batch only if it is not split; with
+    micro-batches or data ranks it is the mean of their separate losses, as in TRL.
     """
     check_beta(beta)
 
@@ -257,7 +258,7 @@ def odds_ratio(beta: float = 0.1) -> Term:
     """-beta log s(log odds(chosen) - log odds(rejected)), odds(p) = p / (1 - p), p the mean-token probability of each.
 
     Args:
-      beta: weight of the loss, which ORPO adds to the chosen one's likelihood.
+      beta: weight of the loss, which ORPO adds to the likelihood of the chosen completion.
     Returns: a term; loss [B, T], the same on all tokens of a pair; metrics as those of `preference`, per token.
     References: ORPO, Hong et al., 2024, https://arxiv.org/abs/2403.07691
     """
@@ -297,7 +298,7 @@ def kto_loss(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0
 
     Args:
       beta: in 1 / nats.
-      desirable, undesirable: w of either kind of sequence.
+      desirable, undesirable: w of each kind of sequence.
       baseline: take z from the batch; without it z = 0, which is APO-zero for unpaired data.
     Needs: ref_logp, label [B, T] (above 1/2: desirable); kl_baseline [B, T] (z, of `reference_point`) if baseline.
     Returns: a term; loss [B, T], the same on all tokens of a sequence: reduce by `sequence_mean`;

@@ -1,4 +1,4 @@
-"""Importance ratios of policy terms, (logp, batch) -> [B, T], and what terms over whole sequences share.
+"""Importance ratios of policy terms, (logp, batch) -> [B, T], and helpers of terms over whole sequences.
 
 A log-ratio is clamped to +-20 before the exponential, and the gradient vanishes where the clamp acts.
 """
@@ -25,18 +25,18 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def either(condition_BT: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two numbers by a condition, in the dtype of `like`; torch.where of two floats would round to float32."""
+    """torch.where of two floats in the dtype of `like`; torch.where itself would round them to float32."""
     return torch.where(condition_BT, torch.full_like(like, yes), torch.full_like(like, no))
 
 
 def sum_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
-    """The sum over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
+    """The sum over the mask of each token's own sequence, broadcast to its masked tokens; 0 elsewhere."""
     segments_BT = batch.get("segments")
     return to_own_tokens(sequence_sums(x_BT, batch.mask, segments_BT), batch.mask, segments_BT)
 
 
 def mean_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
-    """The mean over the mask of each token's own sequence, given back to every masked token of it; 0 elsewhere."""
+    """The mean over the mask of each token's own sequence, broadcast to its masked tokens; 0 elsewhere."""
     length_BT = sum_of_sequence(torch.ones_like(x_BT), batch)
     return sum_of_sequence(x_BT, batch) / length_BT.clamp_min(1)
 
@@ -50,8 +50,8 @@ def token_ratio(sampled_by: str = "old_logp") -> Ratio:
     """r_t = pi(t) / pi_old(t), the importance ratio of every token.
 
     Args:
-      sampled_by: field of the log-probabilities below: "old_logp", or "rollout_logp" for the engine's, whose gap to the
-        trainer the ratio then holds too.
+      sampled_by: field of the denominator's log-probabilities: "old_logp", or "rollout_logp" for the engine's; the
+        ratio then includes the gap between engine and trainer.
     Needs: `sampled_by` [B, T].
     Returns: a ratio, (logp, batch) -> [B, T].
     """

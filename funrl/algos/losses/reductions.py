@@ -1,9 +1,9 @@
 """From per-token losses to a loss that is exact under micro-batches, packing and data parallelism.
 
-Each gives a numerator of losses and a denominator of masks alone; a sequence is a row, or a segment of a packed row. A
-token that a correction rejected is in neither, and a sequence without a masked token is not counted. verl counts
-sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean bypass the reduction that was asked for;
-here none does.
+Each gives a numerator from losses and a denominator from masks alone; a sequence is a row, or a segment of a packed
+row. A token that a correction rejected is in neither, and a sequence without a masked token is not counted. verl counts
+sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean ignore the configured reduction; here no
+term does.
 
 Example:
   >>> loss, mask = torch.tensor([[1.0, 2.0], [6.0, 7.0]]), torch.tensor([[True, True], [True, False]])
@@ -25,8 +25,8 @@ from funrl.algos.masks import sequence_sums, where_masked
 def token_mean() -> Reduction:
     """The mean over all masked tokens of the batch, sum L m / sum m. A long sequence weighs more than a short one.
 
-    References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476; TRL calls it dapo, and bnpo where the batch
-      that is normalised is one device's micro-batch. Here the batch is always the whole mini-batch.
+    References: DAPO, Yu et al., 2025, https://arxiv.org/abs/2503.14476; TRL calls it dapo, or bnpo if it normalises
+      each device's micro-batch. Here the batch is always the whole mini-batch.
     """
     return Reduction(lambda mask, segments: (_tokens(mask),), _summed)
 
@@ -68,7 +68,7 @@ def constant_mean(length: float) -> Reduction:
     Warning: verl divides by the padded width of the batch unless a constant is given, so its loss moves with padding.
     """
     if not length > 0:
-        raise ValueError(f"constant_mean({length}): the length that sums are divided by must be above 0")
+        raise ValueError(f"constant_mean({length}): length must be above 0")
     return Reduction(_sequences, lambda loss, mask, segments: (_summed(loss, mask, segments)[0] / length,))
 
 

@@ -1,8 +1,8 @@
-"""Training reward models: of whole completions from pairs, and of steps from labels.
+"""Losses of reward models: for whole completions from pairs, and for steps from labels.
 
-These are terms with a reward head's numbers x [B, T] instead of log-probabilities. A completion's reward is the
-number at its last masked token. A value head's number speaks of the state before a token: end each sequence with
-one more token in the mask, and the number there has seen all of it.
+These are terms on a reward head's outputs x [B, T] instead of log-probabilities. A completion's reward is the output at
+its last masked token. A value head's output describes the state before a token: put one more token at the end of each
+sequence into the mask, so that the output there has seen the whole sequence.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def pairwise_reward(center: float = 0.0, margin: bool = False) -> Term:
 
     Args:
       center: pulls the mean of a pair's rewards to 0; in 1 / reward^2.
-      margin: whether the batch says by how much each pair should differ.
-    Needs: margin [B, T] if margin, the same on all tokens of a pair. The batch is laid out as in
+      margin: use the batch's target difference of each pair.
+    Needs: margin [B, T] if margin, the same on all tokens of a pair. For the layout of the batch see
       `funrl.algos.losses.pairs`.
     Returns: a term; loss [B, T], the same on all tokens of a pair: reduce by `sequence_mean`; metrics as those of
       `preference`, in units of reward.

@@ -1,4 +1,4 @@
-"""Terms on some of the tokens only: those that a piece of the chain selected, or that the current policy singles out.
+"""Terms on some tokens only: selected by a piece of the chain, or by the current policy.
 
 The other tokens have a loss of 0 and still count in the denominator. `restrict` takes tokens out of both.
 """
@@ -19,12 +19,12 @@ Selection = Callable[[Tensor, Batch], Tensor]
 def on_tokens(term: Term, which: Selection) -> Term:
     """The term's loss on the tokens that `which(logp, batch)` gives, 0 on the others.
 
-    The log-probabilities, and `batch.entropy` where it is read, are those of the policy that is being trained, so the
-    choice can go by what the policy has become since it sampled.
+    The log-probabilities, and `batch.entropy` if it is read, are those of the policy that is being trained, so the
+    choice can depend on the updates since sampling.
 
     Args:
       term: what is minimised on these tokens.
-      which: (logp, batch) -> [B, T] bool; no gradient goes through it.
+      which: (logp, batch) -> [B, T] bool; no gradient flows through it.
     Needs: what the term and `which` need.
     Returns: a term; its metrics are the term's.
     """
@@ -52,5 +52,5 @@ def entropy_above(threshold: float) -> Selection:
 
 
 def probability_below(threshold: float) -> Selection:
-    """Tokens to which the current policy gives less than a probability."""
+    """Tokens whose probability under the current policy is below a threshold."""
     return lambda logp_BT, batch: logp_BT.exp() < threshold

@@ -43,7 +43,7 @@ def geometric_mean(clip_low: float = 0.4, clip_high: float = 0.4) -> Term:
     References: GMPO, Zhao et al., 2025, https://arxiv.org/abs/2507.20673
 
     Warning: verl takes the mean over the sequences of a micro-batch, so its loss grows with their number, and folds
-    importance weights in as a geometric mean; here the reduction is apart, and `weighted` multiplies token by token.
+    importance weights in as a geometric mean; here the reduction is separate, and `weighted` multiplies token by token.
     """
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"geometric_mean(clip_low={clip_low}, clip_high={clip_high}): both must be at least 0")
@@ -73,16 +73,16 @@ def gamma_weighted(
     Args:
       positive: (k, c) where A >= 0.
       negative: (k, c) where A < 0.
-      sampled_by: "rollout_logp", the engine, as published: w holds the gap between engine and trainer. Then
-        `importance_weights` in the chain and `weighted` around this would count that gap twice. Or "old_logp", for a
-        w of the updates alone.
+      sampled_by: "rollout_logp", the engine, as published: w includes the gap between engine and trainer, so
+        `importance_weights` in the chain and `weighted` around this would count that gap twice. Or "old_logp": w covers
+        the updates only.
     Needs: advantage and `sampled_by` [B, T].
-    Returns: a term; loss [B, T]; metrics "actor/vespo_weight", "actor/ppo_kl" (nats, to the sampler). w is held
-      between 1e-8 and exp(20).
+    Returns: a term; loss [B, T]; metrics "actor/vespo_weight", "actor/ppo_kl" (nats, to the sampler). w is clamped to
+      [1e-8, exp(20)].
     References: VESPO, Shen et al., 2026, https://arxiv.org/abs/2602.10693
 
-    Warning: TRL multiplies pi / pi_old by its importance weights, truncated or rejected as they are; here there is one
-    ratio, to the policy that sampled.
+    Warning: TRL multiplies pi / pi_old by its truncated or rejected importance weights; here there is one ratio, to the
+    policy that sampled.
     """
 
     def term(logp_BT: Tensor, batch: Batch):
@@ -107,7 +107,7 @@ def self_play_regression(eta: float = 1.0) -> Term:
     Returns: a term; loss [B, T] in squared nats, the same on all tokens of a sequence; metric "actor/ppo_kl".
     References: SPPO, Wu et al., 2024, https://arxiv.org/abs/2405.00675
 
-    Warning: the published loss regresses on eta (P - 1/2); verl's recipe puts the raw score instead of P - 1/2.
+    Warning: the published loss regresses on eta (P - 1/2); verl's recipe uses the raw score instead of P - 1/2.
     """
 
     def term(logp_BT: Tensor, batch: Batch):
@@ -121,7 +121,7 @@ def self_play_regression(eta: float = 1.0) -> Term:
 def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
     """(beta sum_t log(pi / pi') - A)^2: the implicit reward of a sequence is regressed on its advantage.
 
-    The policy with pi = pi' exp(A / beta), which is the best one at KL price beta where A = r - v*, has a loss of 0.
+    The loss is 0 for pi = pi' exp(A / beta), which is the optimal policy at KL price beta if A = r - v*.
 
     Args:
       beta: in units of the advantage per nat, above 0.
@@ -148,9 +148,9 @@ def log_ratio_regression(beta: float = 0.1, against: str = "old_logp") -> Term:
 def classification(tau: float = 0.5) -> Term:
     """log(n + exp(-s / tau)) for good rows, log(m + exp(s / tau)) for the others, with s = mean_t log(pi / pi_old).
 
-    n and m are the rows of each class, as `class_sizes` gives them with a sign. A row's weight in the gradient is
-    1 / (tau (1 + n exp(s / tau))): it is bounded, and a good row counts the more the less probable it has become. A row
-    of class 0 has a loss of 0.
+    n and m are the numbers of rows of each class, which `class_sizes` gives with a sign. The weight of a good row in
+    the gradient is 1 / (tau (1 + n exp(s / tau))): it is bounded, and grows as the row becomes less probable. A row of
+    class 0 has a loss of 0.
 
     Args:
       tau: nats per token over which a weight changes, above 0.
@@ -162,9 +162,9 @@ def classification(tau: float = 0.5) -> Term:
     References: REAL, Zhai et al., 2026, https://arxiv.org/abs/2602.05630
 
     Warning: the paper's loss of a group is log(1 + sum_i exp(-s_i / tau)) over its good rows, and likewise over the
-    others. Its gradient is that of this one where the other rows of the group are as before the update (s_i = 0), which
-    holds exactly at the first update on a batch: a row then needs no other in its micro-batch. ms-swift takes the mean
-    over groups, and a mean over rows is 1 / (rows of a group) of that.
+    others. The gradients agree if the other rows of the group are as before the update (s_i = 0), which holds exactly
+    at the first update on a batch. In return a row does not need the others in its micro-batch. ms-swift takes the mean
+    over groups; a mean over rows is smaller by a factor of the group's size.
     """
     if tau <= 0:
         raise ValueError(f"classification(tau={tau}): the temperature must be above 0")
@@ -193,10 +193,10 @@ def future_weighted(
 
     Args:
       term: what is weighted; a KL term stays outside.
-      half_life: tokens after which a log-ratio counts half, above 0.
+      half_life: distance in tokens at which a log-ratio counts half, above 0.
       low, high: how far f may fall below and rise above 1, at least 0.
-      most_ratio: tokens with a larger r are not in F; None: all are.
-      safe_ratio: where A < 0 and r is larger, f is at most 1; None: nowhere.
+      most_ratio: tokens with a larger r are left out of F; None: no bound.
+      safe_ratio: where A < 0 and r is larger than this, f is at most 1; None: no such bound.
     Needs: old_logp, and advantage [B, T] with a `safe_ratio`; what the term needs.
     Returns: a term; its metrics, and "actor/future_weight" (f).
 
@@ -204,8 +204,9 @@ def future_weighted(
       ValueError: half_life is not above 0, or low or high is below 0.
     References: FIPO, Ma et al., 2026, https://arxiv.org/abs/2603.19835
 
-    Warning: ms-swift has low=0 and safe_ratio=4 unless told otherwise, and its published script these. It counts the
-    distance of tokens in places; here it is in sampled tokens, so that a tool's output does not fade what follows it.
+    Warning: ms-swift defaults to low=0 and safe_ratio=4; the values here are those of its published script. It measures
+    the distance between tokens in positions; here it is in sampled tokens, so that a tool's output does not fade what
+    follows it.
     """
     if half_life <= 0 or low < 0 or high < 0:
         raise ValueError(
@@ -239,14 +240,14 @@ def _discounted_rest(x_BT: Tensor, gamma: float, batch: Batch) -> Tensor:
 
 
 def mask_off_policy(term: Term, threshold: float, sampled_by: str = "old_logp") -> Term:
-    """The term's loss, 0 on sequences with A < 0 whose policy has moved: mean_t(log pi_sampler - log pi) > threshold.
+    """The term's loss, but 0 on sequences with A < 0 and mean_t(log pi_sampler - log pi) > threshold.
 
     The tokens still count in the reduction's denominator.
 
     Args:
       term: what is masked; keep a KL term outside.
       threshold: nats per token.
-      sampled_by: "old_logp", or "rollout_logp" to see also the gap between engine and trainer.
+      sampled_by: "old_logp", or "rollout_logp" to include the gap between engine and trainer.
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; its metrics and "actor/off_policy_masked".
     References: DeepSeek-V3.2, 2025, https://arxiv.org/abs/2512.02556

@@ -24,8 +24,8 @@ def kl_to_teacher(kind: str = "k3") -> Term:
 def divergence_to_teacher() -> Term:
     """Divergence of policy and teacher over the whole vocabulary.
 
-    What it is of, `Algorithm.divergence` says: the forward or the reverse KL, or the Jensen-Shannon divergence between
-    them. The step computes it from the hidden states of both models, in chunks: no [T, V] is ever whole.
+    `Algorithm.divergence` selects it: the forward or the reverse KL, or a Jensen-Shannon divergence between them. The
+    step computes it from the hidden states of both models in chunks, so no [T, V] tensor is materialised.
 
     Needs: divergence [B, T], differentiable.
     Returns: a term; loss [B, T] in nats; metric "distillation/loss".
@@ -37,11 +37,11 @@ def divergence_to_teacher() -> Term:
 def forward_kl_topk(rest: bool = False) -> Term:
     """sum_k p_k (log p_k - log q_k) over the teacher's top K tokens, at least 0; p the teacher, q the student.
 
-    Both are probabilities over the whole vocabulary, so that with K of its size this is KL(p || q).
+    Both are probabilities over the whole vocabulary, so this is KL(p || q) if K is the size of the vocabulary.
 
     Args:
-      rest: count all other tokens as one more outcome, of probability 1 - sum_k p_k. Then it is the KL of two
-        distributions, a lower bound of KL(p || q), and its gradient also moves the other tokens' mass.
+      rest: count all other tokens as one more outcome, of probability 1 - sum_k p_k. The result is then the KL of two
+        distributions, a lower bound of KL(p || q), and its gradient also moves the mass of the other tokens.
     Needs: teacher_topk_logp, topk_logp [B, T, K]; the second differentiable.
     Returns: a term; loss [B, T] in nats; metrics "distillation/loss", "distillation/teacher_mass",
       "distillation/student_mass" (probability of the K tokens).
@@ -70,4 +70,4 @@ def forward_kl_topk(rest: bool = False) -> Term:
     return term
 
 
-REST = 1e-7  # the least probability of all other tokens together, so that a logarithm stays finite
+REST = 1e-7  # lower bound of the other tokens' total probability, which keeps the logarithm finite

@@ -1,6 +1,6 @@
-"""Policy terms with other gates on the ratio than the clipped surrogate.
+"""Policy terms that gate the ratio in other ways than the clipped surrogate.
 
-CISPO, SAPO, GPG, DPPO, TOPR and DRO minimise them.
+CISPO, SAPO, GPG, DPPO, TOPR and DRO use them.
 
 | term | loss per token, A the advantage, r = pi / pi_old, sg stops the gradient | of |
 |---|---|---|
@@ -25,7 +25,7 @@ from funrl.batch import Batch
 
 
 def policy_gradient() -> Term:
-    """-A log pi: the plain policy gradient, for data of the policy itself.
+    """-A log pi: the plain policy gradient, for on-policy data.
 
     Needs: advantage [B, T].
     Returns: a term; loss [B, T] in the advantage's unit times nats.
@@ -88,8 +88,8 @@ def clipped_importance(clip_low: float | None = None, clip_high: float = 0.2, ra
 def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by: str = "rollout_logp") -> Term:
     """-A sg(r [1 - clip_low < r < 1 + clip_high]) log pi: a token outside the range has no gradient at all.
 
-    r is taken to the policy that sampled. One test does then for two things: the gap between engine and trainer, and
-    how far the policy has moved.
+    r is the ratio to the policy that sampled. One test then bounds both the gap between engine and trainer and the
+    policy's own movement.
 
     Args:
       clip_low: how far the ratio may fall below 1, 0 to 1.
@@ -103,8 +103,8 @@ def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by:
       ValueError: a clip is outside its bounds.
     References: GLM-5, section 4.1.2, 2026, https://arxiv.org/abs/2602.15763; SkyRL's rollout_is.
 
-    Warning: the token stays in the denominator, as in SkyRL. `reject_ratio` beside `importance_weights` takes it out,
-    and goes by the policy before the update only.
+    Warning: the token stays in the denominator, as in SkyRL. `reject_ratio` with `importance_weights` removes it, and
+    tests only the policy before the update.
     """
     if clip_high < 0 or not 0 <= clip_low <= 1:
         raise ValueError(
@@ -128,7 +128,7 @@ def masked_importance(clip_low: float = 0.2, clip_high: float = 0.2, sampled_by:
 def tapered(ratio: Ratio | None = None) -> Term:
     """-A log pi where A >= 0, -A sg(min(r, 1)) log pi elsewhere.
 
-    What is good is imitated, whoever wrote it; what is bad counts the less the less the policy would still write it.
+    Good completions are imitated, even off-policy; bad ones count less as the policy becomes less likely to write them.
 
     Args:
       ratio: how the ratio is taken; None is `product_ratio()`, of the whole sequence, as published.
@@ -137,7 +137,7 @@ def tapered(ratio: Ratio | None = None) -> Term:
       its ratio), "actor/ppo_kl" (nats).
     References: TOPR, Le Roux et al., 2025, https://arxiv.org/abs/2503.14286
 
-    Warning: ROLL takes the ratio of each token, `ratio=token_ratio()`, and tells good from bad by the raw score.
+    Warning: ROLL takes the ratio of each token, `ratio=token_ratio()`, and separates good from bad by the raw score.
     """
     ratio = product_ratio() if ratio is None else or_token_ratio(ratio)
 
@@ -192,18 +192,17 @@ def divergence_mask(
 ) -> Term:
     """-A sg(min(r, cap) [near]) log pi: masks by the distance of probabilities, not by their ratio.
 
-    With p = pi(t), q = pi_sampler(t), r = p / q: a token whose p would be moved further away than the bound gets no
-    gradient.
-    tv: near = p - q <= high where A > 0, p - q >= -low elsewhere. kl: with the divergence of the two-way choice
-    "this token or another", D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)): near = D <= high or p <= q where
-    A > 0, D <= low or p >= q elsewhere.
+    With p = pi(t), q = pi_sampler(t), r = p / q: a token gets no gradient if the update would move p further beyond the
+    bound. tv: near = p - q <= high where A > 0, p - q >= -low elsewhere. kl: with the divergence of the two-way choice
+    "this token or another", D = q log(q / p) + (1 - q) log((1 - q) / (1 - p)): near = D <= high or p <= q where A > 0,
+    D <= low or p >= q elsewhere.
 
     Args:
       kind: "tv" (bounds in probability) or "kl" (bounds in nats).
       low, high: the bounds for falling and rising probabilities, at least 0; None: 0.15 for "tv" and 0.05 for "kl".
       cap: the largest importance weight, above 0.
-      sampled_by: the policy that is to stay near: "rollout_logp", the engine's, as published, so that the gap between
-        engine and trainer counts too (then without `importance_weights`, which would count it twice); or "old_logp".
+      sampled_by: the policy to stay near: "rollout_logp", the engine's, as published, which includes the gap between
+        engine and trainer (do not add `importance_weights`, which would count it twice); or "old_logp".
     Needs: advantage and `sampled_by` [B, T].
     Returns: a term; loss [B, T]; metrics "actor/pg_clipfrac" (not near), "actor/ppo_kl" (nats, to the sampler).
 
@@ -211,8 +210,8 @@ def divergence_mask(
       ValueError: the kind is unknown, a bound is below 0, or the cap is not above 0.
     References: DPPO, Qi et al., 2026, https://arxiv.org/abs/2602.04879
 
-    Warning: verl caps the weight by the dual clip's constant, 3.0 unless told otherwise, and takes the distance from
-    old_logp unless rollout_correction.bypass_mode is on, which its DPPO script sets.
+    Warning: verl caps the weight by the dual clip's constant, 3.0 by default, and takes the distance from old_logp
+    unless rollout_correction.bypass_mode is on, as in its DPPO script.
     """
     if kind not in TRUST_REGIONS:
         raise ValueError(f"kind is {kind!r}; there are 'tv' and 'kl'")
@@ -245,10 +244,10 @@ def divergence_mask(
 
 
 def direct_reward(beta: float = 0.1) -> Term:
-    """-(A log pi - beta/2 (log pi - log pi_old)^2): a policy gradient on a quadratic leash, also for old data.
+    """-(A log pi - beta/2 (log pi - log pi_old)^2): a policy gradient with a quadratic penalty; also off-policy.
 
     Args:
-      beta: strength of the leash, in the advantage's unit per nat, above 0.
+      beta: strength of the penalty, in the advantage's unit per nat, above 0.
     Needs: old_logp, advantage [B, T].
     Returns: a term; loss [B, T]; metric "actor/ppo_kl".
 

@@ -1,4 +1,4 @@
-"""Recipes: one algorithm a file, a function of the file's name that makes it. Every argument has a default."""
+"""Recipes: one algorithm per file, made by a function of the same name. Every argument has a default."""
 
 import importlib
 from typing import Any
@@ -63,5 +63,5 @@ def recipe(name: str) -> Any:
       ValueError: no recipe has this name.
     """
     if name not in NAMES:
-        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"there is no recipe {name!r}; the recipes are {', '.join(NAMES)}")
     return getattr(importlib.import_module(f"{__name__}.{name}"), name)

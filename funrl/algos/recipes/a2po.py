@@ -1,8 +1,8 @@
-"""A*-PO: the implicit reward of a completion is regressed on its reward less the optimal value of its prompt.
+"""A*-PO: the implicit reward of a completion is regressed on its reward minus the optimal value of its prompt.
 
 References: Brantley et al., 2025, https://arxiv.org/abs/2505.20686.
-verl: the authors' fork takes the optimal value over samples of the reference before training, which then needs one
-  sample a prompt; here it is taken over each batch's own group, so give several samples a prompt.
+verl: the authors' fork takes the optimal value over samples of the reference before training, and then needs one sample
+  a prompt; here it is taken over each batch's own group, so use several samples a prompt.
 TRL: A2POTrainer, likewise with 8 samples of the reference; drops prompts that the reference never solves.
 """
 

@@ -1,4 +1,4 @@
-"""AlphaPO: SimPO whose reward is bent by alpha, so that likelihoods need not fall so far.
+"""AlphaPO: SimPO with a reward shaped by alpha, so that likelihoods fall less.
 
 References: Gupta et al., 2025, https://arxiv.org/abs/2501.03884.
 verl: none. TRL: CPOTrainer with loss_type="alphapo" and alpha; its simpo_gamma is `margin`.
@@ -16,9 +16,9 @@ def alphapo(beta: float = 2.5, alpha: float = 0.25, margin: float = 0.1) -> Algo
     """Preference optimisation with the reward (1 - u^-alpha) / alpha, u the mean-token probability of a completion.
 
     Args:
-      beta: how much a unit of that reward counts.
+      beta: scale of that reward.
       alpha: the reward's shape; 0 is SimPO.
-      margin: by how much beta times the difference should exceed 0.
+      margin: target for beta times the difference.
     """
     contrast = preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token=True, alpha=alpha))
     return Algorithm(None, {"policy": reduce(contrast, sequence_mean())}, example="pair")

@@ -1,4 +1,4 @@
-"""ASFT: DFT, anchored to the model that it began with by a KL over the whole vocabulary.
+"""ASFT: DFT, anchored to the initial model by a KL over the whole vocabulary.
 
 References: Zhu et al., 2025, https://arxiv.org/abs/2509.23753.
 verl: none. LLaMA-Factory: use_asft_loss, asft_alpha 0.1; logits of both models in memory. TRL has none: its dft has no

@@ -1,10 +1,10 @@
-"""CHORD: GRPO on the policy's own rows beside fine-tuning on demonstrations of the same prompts, which fades.
+"""CHORD: GRPO on the policy's own rows, plus fine-tuning on demonstrations of the same prompts that fades out.
 
 References: Zhang et al., 2025, https://arxiv.org/abs/2508.11408.
-verl: none; Trinity-RFT has the authors' version. ms-swift: chord_sft_dataset, whose texts are of other prompts and a
-  batch of their own; phi is off unless asked for. TRL has none.
+verl: none; Trinity-RFT has the authors' version. ms-swift: chord_sft_dataset, with other prompts in separate batches;
+  phi is off by default. TRL has none.
 
-Prompts bring a demonstration each, as text in their field "demonstration" (`--fields=demonstration:COLUMN`).
+Each prompt brings a demonstration, as text in its field "demonstration" (`--fields=demonstration:COLUMN`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def chord(
     """Controllable harmonisation of on- and off-policy learning: (1 - mu) RL + mu imitation.
 
     Args:
-      phi: imitate mostly what the policy is undecided about, by p (1 - p); False: plain likelihood.
+      phi: weight imitated tokens by p (1 - p), largest where the policy is undecided; False: plain likelihood.
       peak: mu in the first step.
       valley: mu from the end of the decay on.
       decay_steps: steps over which mu falls.

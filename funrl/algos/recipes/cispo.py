@@ -2,7 +2,7 @@
 
 References: MiniMax, 2025, https://arxiv.org/abs/2506.13585; ScaleRL, Khatri et al., 2025,
   https://arxiv.org/abs/2510.13786, with high=4.
-verl: the lower clip is 10, which is none. TRL: epsilon_high is the bound itself, 1 + high here.
+verl: the lower clip is 10, which has no effect. TRL: epsilon_high is the bound itself, 1 + high here.
 """
 
 from __future__ import annotations

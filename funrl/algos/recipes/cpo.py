@@ -1,4 +1,4 @@
-"""CPO: DPO without a reference, beside the chosen completions' likelihood.
+"""CPO: DPO without a reference, plus the likelihood of the chosen completions.
 
 References: Xu et al., 2024, https://arxiv.org/abs/2401.08417.
 verl: none. TRL: CPOTrainer, whose cpo_alpha is `likelihood_coef`.
@@ -16,7 +16,7 @@ def cpo(beta: float = 0.1, likelihood_coef: float = 1.0) -> Algorithm:
     """Contrastive preference optimisation.
 
     Args:
-      beta: how much a nat of a completion counts.
+      beta: scale of a completion's log-likelihood, per nat.
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood.
     """
     contrast = reduce(preference(sigmoid_pairs(beta), log_likelihood()), sequence_mean())

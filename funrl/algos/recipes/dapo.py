@@ -31,7 +31,7 @@ def dapo(
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       dual_clip: the largest ratio that counts where the advantage is negative; None: no bound.
       max_new_tokens: the longest completion allowed, for the overlong penalty; None: no penalty.
-      overlong_buffer: over how many tokens before it the penalty grows; None: a fifth of it.
+      overlong_buffer: number of tokens before that limit over which the penalty grows; None: a fifth of the limit.
       overlong_coef: the penalty at the limit, in units of reward; 0: none.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """

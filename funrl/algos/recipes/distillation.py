@@ -2,8 +2,8 @@
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649; as a reward, Lu and Thinking Machines, 2025,
   https://thinkingmachines.ai/blog/on-policy-distillation
-verl: either form, the policy gradient with the clipped loss only. TRL: GKD and DistillationTrainer, over the
-  whole vocabulary; its MiniLLM is no longer in 1.16.
+verl: both forms, the policy gradient only with the clipped loss. TRL: GKD and DistillationTrainer, over the whole
+  vocabulary; its MiniLLM was removed by 1.16.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ def distillation(
     Args:
       direct: minimise the estimate itself.
       kind: the estimator of the KL, as in `funrl.algos.losses.kl`; None: k1 by policy gradient, k1+ directly. Or
-        forward, KL(teacher || student) over the teacher's top tokens instead of each sampled one, always minimised
-        directly.
-      rest: of forward: count all other tokens as one more outcome.
+        forward: KL(teacher || student) over the teacher's top tokens, always minimised directly.
+      rest: with forward, count all other tokens as one more outcome.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1, without `direct`.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
     Raises:
       ValueError: k1 directly, whose gradient has a mean of 0; rest without forward.
 
-    Warning: scores are not looked at, nor what pieces before have made of them, such as the penalties of `corrected`.
+    Warning: scores are ignored, including changes by earlier pieces such as the penalties of `corrected`.
     """
     if direct and kind == "k1":
         raise ValueError("distillation(direct=True, kind='k1'): its gradient has a mean of 0; 'k1+' has that of k2")
     if rest and kind != "forward":
-        raise ValueError(f"distillation(rest=True, kind={kind!r}): the other tokens are one outcome of 'forward' only")
+        raise ValueError(f"distillation(rest=True, kind={kind!r}): rest works with kind 'forward' only")
     kind = kind or ("k1+" if direct else "k1")
     if kind == "forward":
         term = forward_kl_topk(rest)

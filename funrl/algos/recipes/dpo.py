@@ -1,4 +1,4 @@
-"""DPO: the policy learns which of two completions is better, by how far it moves from where it began; and its family.
+"""DPO and its family: the policy learns which of two completions is better, relative to a reference.
 
     DPO      dpo()                                  f-DPO    dpo(divergence="forward_kl")
     cDPO     dpo(smoothing=0.1)                     LD-DPO   dpo(length_alpha=0.5)
@@ -38,7 +38,7 @@ PAIRS = {
     "apo_down": pair_losses.apo_down_pairs,
     "discopop": pair_losses.discopop_pairs,
 }
-AOT = {"aot": True, "aot_unpaired": False}  # whether both sides of a pair stay together
+AOT = {"aot": True, "aot_unpaired": False}  # value: whether pairs are sorted as a whole
 LOSSES = PAIRS | dict.fromkeys(AOT, aot)
 
 
@@ -59,21 +59,21 @@ def dpo(
 
     Args:
       loss: sigmoid (DPO), hinge, ipo, robust, exo, nca, bco, sppo, apo_zero, apo_down, discopop, aot or
-        aot_unpaired; or a sum of some, each with a factor, such as 0.8*sigmoid+0.2*bco. aot orders the pairs of a
-        micro-batch, aot_unpaired its chosen and its rejected completions.
-      beta: how much a nat of log-ratio counts.
+        aot_unpaired; or a weighted sum such as 0.8*sigmoid+0.2*bco. aot sorts the pairs of a micro-batch, aot_unpaired
+        sorts chosen and rejected completions separately.
+      beta: scale of the log-ratio, per nat.
       smoothing: probability that a label is wrong, for sigmoid, robust, exo and both aot; None: the loss's own.
-      margin: by how much the chosen completion should win, for sigmoid, in units of beta nats; None: 0.
-      per_token: take the mean over a completion's tokens and not the sum, as IPO does.
-      divergence: what holds the policy near its reference: reverse_kl (DPO), forward_kl, js or alpha.
-      divergence_alpha: of alpha, above 0 and below 1.
+      margin: target for beta times the difference of the rewards, for sigmoid; None: 0.
+      per_token: take the mean over a completion's tokens instead of the sum, as IPO does.
+      divergence: divergence that keeps the policy near its reference: reverse_kl (DPO), forward_kl, js or alpha.
+      divergence_alpha: parameter of divergence alpha, above 0 and below 1.
       length_alpha: factor of the tokens beyond the length of the pair's shorter completion, 0 to 1; LD-DPO.
-      on_policy: weigh pairs by how likely the policy is to write them itself; WPO.
+      on_policy: weight pairs by how likely the policy is to sample them itself; WPO.
       likelihood_coef: loss per nat of the chosen completions' negative log-likelihood; RPO.
       weight_bound: the largest weight of a pair with on_policy; None: no bound, as in TRL.
 
     Raises:
-      ValueError: a loss is unknown, or an argument is given that it does not have.
+      ValueError: a loss is unknown, or does not take an argument that is given.
     """
     reward = reference_log_ratio(per_token, divergence, divergence_alpha, length_alpha=length_alpha)
     weight = on_policy_weight(weight_bound) if on_policy else None
@@ -81,12 +81,12 @@ def dpo(
     parts = loss_factors(loss)
     for name, value in asked.items():
         if not any(name in inspect.signature(LOSSES[part]).parameters for part in parts):
-            raise ValueError(f"dpo({name}={value}): loss {loss!r} has none")
+            raise ValueError(f"dpo({name}={value}): loss {loss!r} does not take it")
     plain = (per_token, divergence, length_alpha, on_policy) == (False, "reverse_kl", 1.0, False)
     if (ordered := [part for part in parts if part in AOT]) and not plain:
         raise ValueError(
-            f"dpo({ordered[0]!r}) compares sums of log-ratios: per_token, divergence, length_alpha and on_policy are "
-            "not for it"
+            f"dpo({ordered[0]!r}) compares sums of log-ratios: it does not take per_token, divergence, length_alpha "
+            "or on_policy"
         )
     terms: list[Term] = []
     for part, factor in parts.items():
@@ -102,7 +102,7 @@ def dpo(
 
 
 def loss_factors(loss: str) -> dict[str, float]:
-    """{name: factor} of "name" or "factor*name+factor*name".
+    """Parse "name" or "factor*name+factor*name" into {name: factor}.
 
     Raises:
       ValueError: a name is unknown or given twice.

@@ -1,10 +1,10 @@
-"""DPPO: GRPO whose trust region is a distance of probabilities, not of ratios.
+"""DPPO: GRPO with a trust region on probabilities instead of ratios.
 
 References: Qi et al., 2026, https://arxiv.org/abs/2602.04879. Bounds and `sampled_by` are those of its script in verl,
-  which takes advantage and reduction of Dr. GRPO: no division by the group's deviation, sums over a constant. Here
-  they are GRPO's advantage and the token mean, so that DPPO and the others of that family differ in the term alone.
-verl: loss modes dppo_tv and dppo_kl; the cap is the dual clip's constant, 3.0 unless told otherwise; the distance is
-  from old_logp unless bypass_mode is on. TRL 1.16 has none.
+  which uses Dr. GRPO's advantage and reduction: no division by the group's deviation, sums over a constant. Here it
+  uses GRPO's advantage and the token mean, so that recipes of this family differ in the term alone.
+verl: loss modes dppo_tv and dppo_kl; the cap is the dual clip's constant, 3.0 by default; the distance is from old_logp
+  unless bypass_mode is on. TRL 1.16 has none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def dppo(
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
-    Warning: with rollout_logp the weight min(r, cap) holds the gap between engine and trainer already: do not put
-    `importance_weights` before.
+    Warning: with rollout_logp the weight min(r, cap) already includes the gap between engine and trainer: do not add
+    `importance_weights`.
     """
     near = divergence_mask(kind, low, high, cap=cap, sampled_by=sampled_by)
     return Algorithm(

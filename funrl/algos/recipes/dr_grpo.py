@@ -1,8 +1,8 @@
 """Dr. GRPO: GRPO without its two biases, the division by the deviation and the division by the length.
 
 References: Liu et al., 2025, https://arxiv.org/abs/2503.20783.
-verl: norm_adv_by_std_in_grpo=False with seq-mean-token-sum-norm, which divides by the padded width unless told a
-  constant. TRL: loss_type dr_grpo divides by max_completion_length and counts empty rows too.
+verl: norm_adv_by_std_in_grpo=False with seq-mean-token-sum-norm, which divides by the padded width unless a constant is
+  given. TRL: loss_type dr_grpo divides by max_completion_length and counts empty rows too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def dr_grpo(
     """GRPO done right.
 
     Args:
-      max_new_tokens: the longest completion allowed, by which every sequence's sum is divided.
+      max_new_tokens: the longest completion allowed; every sequence's sum is divided by it.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """

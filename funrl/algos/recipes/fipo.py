@@ -1,9 +1,9 @@
-"""FIPO: DAPO's loss with tokens weighed by what the update does to the tokens after them.
+"""FIPO: DAPO's loss with tokens weighted by how the update changes the tokens after them.
 
 References: Ma et al., 2026, https://arxiv.org/abs/2603.19835.
-verl: in the authors' fork. ms-swift: loss_type fipo, whose weight is from 1 to 1.2 unless told otherwise. TRL has none.
+verl: in the authors' fork. ms-swift: loss_type fipo, whose weight is from 1 to 1.2 by default. TRL has none.
 
-The weight is 1 at the first update on a batch: give --minibatches or --epochs of 2 or more.
+The weight is 1 at the first update on a batch: use --minibatches or --epochs of 2 or more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def fipo(
 
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
-      dual_clip: the largest ratio that counts where the advantage is negative, and in what follows a token; None: no
-        bound.
-      half_life: tokens after which what follows counts half.
+      dual_clip: the largest ratio that counts where the advantage is negative, and in the weights of earlier tokens;
+        None: no bound.
+      half_life: distance in tokens at which a later token counts half.
       future_low, future_high: how far the weight of a token may fall below and rise above 1.
-      safe_ratio: tokens of a negative advantage with a larger ratio weigh 1 at most; None: they may weigh more.
+      safe_ratio: tokens with a negative advantage and a larger ratio have a weight of at most 1; None: no bound.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     surrogate = clipped_surrogate(clip_low, clip_high, dual_clip)

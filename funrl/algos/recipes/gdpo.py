@@ -1,11 +1,11 @@
-"""GDPO: GRPO for several reward functions, each normalised in its group by itself.
+"""GDPO: GRPO for several reward functions, each normalised separately in its group.
 
-The sum is divided by its deviation over the batch's rows. Its mean over them is 0, since every group's is, so nothing
-is taken off, and a group of equal rewards keeps exactly 0.
+The sum is divided by its deviation over the batch's rows. Its mean is already 0 in every group, so no mean is
+subtracted, and a group of equal rewards keeps exactly 0.
 
 References: Liu et al., 2026, https://arxiv.org/abs/2601.05242.
 verl: mean and deviation of the last step are over tokens, which moves the zeros of equal groups; its default trainer
-  does not carry the single rewards.
+  does not pass on the separate rewards.
 TRL: multi_objective_aggregation="normalize_then_sum", over rows, eps 1e-4.
 """
 
@@ -33,14 +33,14 @@ def gdpo(
     """Group reward-decoupled normalisation policy optimisation.
 
     Args:
-      reward_weights: one number a reward function, or the text of them that the command line has; None: all 1.
+      reward_weights: one number per reward function, or their text on the command line; None: all 1.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       deviation: divide each reward function's scores by their deviation in the group; False: centre them only.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
     Raises:
-      ValueError: the text is not of numbers with commas between.
+      ValueError: the text is not numbers separated by commas.
     """
     weights = parse_weights(reward_weights) if isinstance(reward_weights, str) else reward_weights
     surrogate = clipped_surrogate(clip_low, clip_high)

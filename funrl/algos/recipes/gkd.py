@@ -1,12 +1,12 @@
-"""GKD: the student's own samples, and the divergence from the teacher over the whole vocabulary, minimised directly.
+"""GKD: directly minimise the divergence from the teacher over the whole vocabulary, on the student's own samples.
 
 References: Agarwal et al., 2023, https://arxiv.org/abs/2306.13649.
 verl: estimates from the sampled token, or the teacher's top tokens. TRL: GKDTrainer, over the whole vocabulary,
-  with logits of both models in memory; it mixes samples of the data set in by lmbda, divides by the tokens of the
-  data's completions, and beta is this one. Its DistillationTrainer computes the divergence in tiles of the logits.
+  with logits of both models in memory; it mixes in completions of the dataset by lmbda and divides by their tokens; its
+  beta is the same. Its DistillationTrainer computes the divergence in tiles of the logits.
 
-The step computes hidden states of the teacher in the same micro-batch and the divergence in chunks of the vocabulary:
-nothing of [tokens, vocabulary] is whole, and nothing of the teacher is stored.
+The step computes the teacher's hidden states in the same micro-batch and the divergence in chunks of the vocabulary: no
+[tokens, vocabulary] tensor is materialised, and no output of the teacher is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def gkd(beta: float = 0.5, temperature: float = 1.0, entropy_coef: float = 0.0) 
     """Generalised knowledge distillation.
 
     Args:
-      beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them the generalised Jensen-Shannon
+      beta: 0 is KL(teacher || student), 1 is KL(student || teacher), in between the generalised Jensen-Shannon
         divergence.
       temperature: of both distributions.
       entropy_coef: factor of the entropy bonus.

@@ -1,4 +1,4 @@
-"""GMPO: GRPO with the geometric mean of a sequence's token ratios, each clipped in the log.
+"""GMPO: GRPO with the geometric mean of a sequence's token ratios, with log-ratios clipped.
 
 References: Zhao et al., 2025, https://arxiv.org/abs/2507.20673.
 verl: a plain mean over the rows of each micro-batch, so the loss grows with the number of micro-batches.

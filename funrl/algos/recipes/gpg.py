@@ -4,7 +4,7 @@ References: Chu et al., 2025, https://arxiv.org/abs/2504.02546.
 verl: rescales by the rows whose reward is not 0, instead of the rows of groups with unequal rewards. TRL has none.
 
 Run it with --minibatches=1 and one epoch. There is no ratio in the loss: from the second update on a batch the samples
-are those of an older policy, and nothing corrects for that.
+come from an older policy, without a correction.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def grpo(
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       kl_kind: estimator of that KL: k1, k2, k3, abs, or one of them with + for the gradient of k2.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
-      per_sequence: take the mean over each completion's tokens, then over completions; else over all tokens.
+      per_sequence: take the mean over each completion's tokens, then over completions; otherwise over all tokens.
       kl_bias_corrected: weigh the KL of each token by its importance ratio, as TRL does by default.
       std_eps: added to the deviation that a group's rewards are divided by; 1e-4 in TRL.
     """

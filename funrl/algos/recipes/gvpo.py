@@ -1,10 +1,10 @@
-"""GVPO: in each group, implicit rewards less their mean are regressed on rewards less their mean.
+"""GVPO: in each group, centred implicit rewards are regressed on centred rewards.
 
 References: Zhang et al., 2025, https://arxiv.org/abs/2504.19599.
 verl: in a recipe, against the policy before the step, the sum of a group divided by n - 1. TRL has none.
 
-The group's mean of the implicit rewards is that of the policy before the step, which is exact at the first update on a
-batch: run it with --minibatches=1, or take it for a mean that lags by less than a step.
+The group's mean of the implicit rewards comes from the policy before the step, which is exact at the first update on a
+batch: run it with --minibatches=1, or accept a mean that lags by less than a step.
 """
 
 from __future__ import annotations

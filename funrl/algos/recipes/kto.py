@@ -1,8 +1,8 @@
-"""KTO: completions that are each known to be good or bad, without pairs, against how far the policy has moved.
+"""KTO: completions labelled good or bad, without pairs, relative to how far the policy has moved.
 
 References: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306.
 verl: none. TRL: KTOTrainer; desirable_weight and undesirable_weight are `desirable` and `undesirable`, loss_type
-  apo_zero_unpaired is `loss="apo_zero"`. It takes the reference point of every micro-batch anew.
+  apo_zero_unpaired is `loss="apo_zero"`. It recomputes the reference point in every micro-batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def kto(
 
     Args:
       loss: kto, with a reference point; or apo_zero, whose reference point is 0.
-      beta: how much a nat of log-ratio counts.
-      desirable, undesirable: weight of a good and of a bad completion; where there are more of one kind, the product of
-        number and weight should be about the same for both.
+      beta: scale of the log-ratio, per nat.
+      desirable, undesirable: weight of a good and of a bad completion; if the numbers differ, number times weight
+        should be about the same for both.
     """
     term = kto_loss(beta, desirable, undesirable, baseline=loss == "kto")
     advantage = reference_point() if loss == "kto" else None

@@ -1,4 +1,4 @@
-"""Lite PPO: rewards less their group's mean, over the deviation of the whole batch, and the mean over tokens.
+"""Lite PPO: centred rewards of a group over the deviation of the whole batch, and a token mean.
 
 References: Liu et al., 2025, https://arxiv.org/abs/2508.08221.
 verl: no estimator divides by the batch's deviation without whitening over tokens. ROLL: norm_mean_type group,
@@ -16,7 +16,7 @@ from funrl.algos.losses.reductions import token_mean
 
 
 def lite_ppo(clip_low: float = 0.2, clip_high: float = 0.2, entropy_coef: float = 0.0) -> Algorithm:
-    """PPO's loss without a critic and with two tricks only: one deviation for all prompts, one mean for all tokens.
+    """PPO's loss without a critic and with only two tricks: one deviation for all prompts, one mean over all tokens.
 
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.

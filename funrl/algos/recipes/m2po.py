@@ -1,10 +1,10 @@
-"""M2PO: GRPO on stale rows; instead of clips, the tokens that lie farthest off leave until the second moment is small.
+"""M2PO: GRPO on stale rows; instead of clipping, it drops the farthest tokens until the second moment is small.
 
 References: Zheng et al., 2025, https://arxiv.org/abs/2510.01161.
-verl: the authors' fork, which goes by the tokens that an update would move on, and clips instead of dropping them.
+verl: the authors' fork, which counts the tokens that an update would move further, and clips instead of dropping them.
   AReaL: m2_threshold, as here. TRL has none.
 
-It is for rows that an older policy wrote, as with --new_tokens_per_step; on fresh ones nothing is dropped.
+It is for rows that an older policy sampled, as with --new_tokens_per_step; on fresh rows nothing is dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def m2po(second_moment: float = 0.04, harmful: bool = False, entropy_coef: float
 
     Args:
       second_moment: the largest mean of squared log-ratios to the engine, in squared nats.
-      harmful: judge and drop only the tokens that the update would move farther off.
+      harmful: count and drop only the tokens that the update would move further away.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
-    Warning: the ratio is to the engine and holds its gap to the trainer: do not put `importance_weights` before.
+    Warning: the ratio to the engine already includes its gap to the trainer: do not add `importance_weights`.
     """
     near = reject_second_moment(second_moment, harmful)
     term = surrogate(token_ratio("rollout_logp"))

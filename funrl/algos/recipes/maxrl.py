@@ -1,6 +1,7 @@
 """MaxRL: GRPO with advantages relative to the group's mean, so that hard prompts count as in maximum likelihood.
 
-The gradient of log p, the likelihood of solving a prompt, is 1 / p times that of p: what is rarely solved counts more.
+The gradient of log p, where p is the probability of solving a prompt, is 1 / p times that of p: rarely solved prompts
+count more.
 
 References: Tajwar et al., 2026, https://arxiv.org/abs/2602.02710.
 verl: in the authors' fork, 1e-6 is added to the mean and a singleton group keeps its raw reward; SkyRL has the same

@@ -1,7 +1,7 @@
-"""Online DPO: the best and the worst of the policy's own samples are a pair, which DPO learns from.
+"""Online DPO: DPO on pairs of the best and the worst of the policy's own samples.
 
 References: Guo et al., 2024, https://arxiv.org/abs/2402.04792.
-verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, of which a judge or a reward model chooses; its ipo
+verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, between which a judge or a reward model chooses; its ipo
   takes the mean over tokens, which is `loss="ipo", per_token=True` here.
 """
 
@@ -13,12 +13,12 @@ from funrl.algos.recipes.dpo import dpo
 
 
 def online_dpo(loss: str = "sigmoid", beta: float = 0.1, per_token: bool = False) -> Algorithm:
-    """Direct preference optimisation of pairs that the policy writes and a reward tells apart.
+    """Direct preference optimisation on pairs that the policy samples and a reward ranks.
 
     Args:
-      loss: as in dpo: sigmoid, hinge, ipo and others, or a sum of some.
-      beta: how much a nat of log-ratio counts.
-      per_token: take the mean over a completion's tokens and not the sum, as IPO does.
+      loss: as in dpo: sigmoid, hinge, ipo and others, or a weighted sum.
+      beta: scale of the log-ratio, per nat.
+      per_token: take the mean over a completion's tokens instead of the sum, as IPO does.
     """
     pairs = dpo(loss, beta, per_token=per_token)
     return Algorithm(None, pairs.losses, filter=unequal_scores(), example="pair")

@@ -4,7 +4,7 @@ References: Hao et al., 2025, https://arxiv.org/abs/2505.23585.
 verl: its estimator under the clipped loss and a token mean; a singleton group keeps its raw reward. TRL has none.
 
 Run it with --minibatches=1 and one epoch. There is no ratio in the loss: from the second update on a batch the samples
-are those of an older policy, and nothing corrects for that.
+come from an older policy, without a correction.
 """
 
 from __future__ import annotations

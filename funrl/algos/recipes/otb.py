@@ -1,7 +1,7 @@
-"""OTB: the reward to go less the baseline of least variance at each token position of the group.
+"""OTB: the reward to go minus the baseline of least variance at each token position of the group.
 
 References: Li et al., 2026, https://arxiv.org/abs/2602.07078.
-verl: optimal_token_baseline and, with turns=True, tir_optimal_token_baseline; its default trainer does not carry
+verl: optimal_token_baseline and, with turns=True, tir_optimal_token_baseline; its default trainer does not pass on
   sum_pi_squared, and its tail keeps the raw return. TRL has none.
 """
 
@@ -29,10 +29,10 @@ def otb(
 
     Args:
       turns: compare the n-th sampled tokens of rows instead of those equally far from the first one.
-      raw_tail: a token whose position no other row of the group reaches keeps its reward to go instead of 0.
+      raw_tail: a token whose position no other row of the group reaches keeps its reward to go; otherwise it gets 0.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
-      kl_coef: reward taken off per nat of KL to the reference; 0: none, and no reference.
-      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      kl_coef: reward subtracted per nat of KL to the reference; 0: none, and no reference.
+      kl_target: target KL in nats per token, to which the coefficient adapts; None: the coefficient is constant.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     rewards = token_rewards(kl_controller(kl_coef, kl_target))

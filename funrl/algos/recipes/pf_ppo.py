@@ -1,8 +1,8 @@
-"""PF-PPO: PPO on rows that are drawn again by how far their reward can be trusted.
+"""PF-PPO: PPO on rows resampled by how far their reward can be trusted.
 
 References: Zhang et al., 2024, https://arxiv.org/abs/2409.06957.
-verl: use_pf_ppo draws by the global random state; its default trainer writes the advantages back to the rows as they
-  stood before. TRL has none.
+verl: use_pf_ppo samples with the global random state; its default trainer writes the advantages back to the rows in
+  their original order. TRL has none.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def pf_ppo(kind: str = "pow", power: float = 2.0, seed: int = 0, base: Algorithm
 
     Args:
       kind: how rows are weighed: pow, max_min or max_random, as in `resampling_weights`.
-      power: of the score, for pow.
-      seed: of the draws.
-      base: what is trained on the rows that are drawn; None: `ppo()`.
+      power: exponent of the score, for pow.
+      seed: of the resampling.
+      base: algorithm that is trained on the resampled rows; None: `ppo()`.
     """
     base = ppo() if base is None else base
     rows = resample_rows(kind, power, seed)

@@ -3,8 +3,8 @@
 References: Schulman et al., 2017, https://arxiv.org/abs/1707.06347; on language models, Ouyang et al., 2022,
   https://arxiv.org/abs/2203.02155.
 verl: gamma = lambda = 1, no KL, whitening that leaves advantages at tool tokens; its dual clip (3) is always on.
-TRL: its PPOTrainer, no longer in 1.16, had a KL of 0.05 in the reward, lambda 0.95, value clip 0.2,
-  no dual clip, an end-of-text penalty of its own.
+TRL: its PPOTrainer, no longer in 1.16, had a KL of 0.05 in the reward, lambda 0.95, value clip 0.2, no dual clip, and
+  its own end-of-text penalty.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def ppo(
       dual_clip: the largest ratio that counts where the advantage is negative; None: no bound.
       value_clip: how far a value may move in one step, in units of reward; None: any distance.
       gamma: discount of a reward, per token.
-      gae_lambda: trust in sampled rewards over the critic, per token; 1 is rewards alone.
-      kl_coef: reward taken off per nat of KL to the reference; 0: none, and no reference.
-      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      gae_lambda: trust in sampled rewards over the critic, per token; 1 uses rewards alone.
+      kl_coef: reward subtracted per nat of KL to the reference; 0: none, and no reference.
+      kl_target: target KL in nats per token, to which the coefficient adapts; None: the coefficient is constant.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     return Algorithm(

@@ -1,12 +1,12 @@
-"""PRIME: outcomes and the dense rewards of an implicit process model that is trained along, on outcomes alone.
+"""PRIME: outcomes plus dense rewards of an implicit process model that is trained alongside, on outcomes only.
 
 References: Cui et al., 2025, https://arxiv.org/abs/2502.01456.
 verl: in a recipe, both rewards times 5, whitened. Its baseline of the process rewards is not leave-one-out: a token
-  gets q n / (n - 1) less sum_j mean_t q[j, t] / (n - 1), its own row included. Bounds on a group's accuracy are
+  gets q n / (n - 1) minus sum_j mean_t q[j, t] / (n - 1), its own row included. Bounds on a group's accuracy are
   inclusive. TRL has none.
 
 Whitening is over tokens: where completions differ in length, a group of equal outcomes and process rewards, or a row
-that is alone, does not get 0 but minus the mean over the batch's tokens.
+that is alone in its group, gets minus the mean over the batch's tokens instead of 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prime(
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       beta: reward per nat between the implicit reward model and the reference.
       process_coef: weight of the process rewards; the outcome's is 1.
-      easiest, hardest: prompts are kept whose mean score, 0 to 1, is strictly between.
+      easiest, hardest: keep prompts whose mean score, 0 to 1, is strictly between these two.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
     Warning: advantages of a group of equal rewards, or of one row, are not 0: see the head of this file.

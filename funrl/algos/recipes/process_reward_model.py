@@ -1,7 +1,7 @@
-"""A process reward model: a number at the end of every step learns whether the solution is right so far.
+"""A process reward model: its output at the end of every step predicts whether the solution is right so far.
 
 References: Lightman et al., 2023, https://arxiv.org/abs/2305.20050.
-verl: trains none. TRL: its PRMTrainer, no longer in 1.16, took the cross-entropy of two labels, which is this loss of
+verl: trains none. TRL: its PRMTrainer, no longer in 1.16, took the cross-entropy of two outputs, which is this loss on
   their difference.
 """
 

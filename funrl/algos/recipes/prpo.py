@@ -1,7 +1,7 @@
-"""PRPO: rewards less the mean of the batch, over its deviation; one completion a prompt is enough.
+"""PRPO: rewards minus the mean of the batch, over its deviation; one completion a prompt is enough.
 
 References: rLLM, 2026, https://rllm-project.com/post.html?post=continual_learning.md.
-verl: reinforce_plus_plus whitens over tokens instead of rows. rLLM: n below in the variance, n - 1 here. TRL has none.
+verl: reinforce_plus_plus whitens over tokens instead of rows. rLLM: variance over n; here over n - 1. TRL has none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prpo(
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
-    Warning: a group of equal rewards has advantages, since it is compared with other prompts.
+    Warning: a group of equal rewards has nonzero advantages, since it is compared with other prompts.
     """
     surrogate = clipped_surrogate(clip_low, clip_high)
     return Algorithm(

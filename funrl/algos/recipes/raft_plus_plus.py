@@ -1,8 +1,8 @@
 """RAFT++: rejection sampling with PPO's clipped ratio; the best completions of each prompt are imitated.
 
 References: Xiong et al., 2025, https://arxiv.org/abs/2504.11343.
-verl: the authors' fork, beside a KL of factor 0.001. ROLL: GRPO's estimator without mean and deviation, so that a
-  reward of 0 is a loss of 0 and still in the denominator. TRL has none.
+verl: the authors' fork, plus a KL of factor 0.001. ROLL: GRPO's estimator without mean and deviation, so that a row
+  with reward 0 has a loss of 0 but still counts in the denominator. TRL has none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def raft_plus_plus(
     """Reward-ranked fine-tuning with an importance ratio.
 
     Args:
-      threshold: the best of a prompt are imitated where their reward is above it.
-      clip_high: how far the ratio of a token may rise above 1. A lower clip would act nowhere: no advantage is below 0.
+      threshold: the best completions of a prompt are imitated if their reward is above it.
+      clip_high: how far the ratio of a token may rise above 1. A lower clip would have no effect: no advantage is below
+        0.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """

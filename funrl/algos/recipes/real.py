@@ -1,4 +1,4 @@
-"""REAL: rewards as labels; the rows of a group are classified by how much more probable they have become.
+"""REAL: rewards as labels; the rows of a group are classified by how their probability has changed.
 
 References: Zhai et al., 2026, https://arxiv.org/abs/2602.05630.
 verl: none. ms-swift: loss_type real, the mean over groups, each of which must be in one micro-batch. TRL has none.
@@ -22,7 +22,7 @@ def real(tau: float = 0.5, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> A
       kl_coef: factor of the KL in the loss, in nats per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in nats per nat.
 
-    Warning: the other rows of a group count as they were before the batch's first update: see `classification`.
+    Warning: the other rows of a group enter with their values before the batch's first update: see `classification`.
     """
     term = with_regularizers(classification(tau), kl_coef, entropy_coef)
     return Algorithm(

@@ -27,8 +27,8 @@ def reinforce_plus_plus(
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       gamma: discount of a reward, per token.
-      kl_coef: reward taken off per nat of KL to the reference; 0: none, and no reference.
-      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      kl_coef: reward subtracted per nat of KL to the reference; 0: none, and no reference.
+      kl_target: target KL in nats per token, to which the coefficient adapts; None: the coefficient is constant.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     surrogate = clipped_surrogate(clip_low, clip_high)

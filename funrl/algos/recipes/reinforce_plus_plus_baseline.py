@@ -1,7 +1,7 @@
-"""REINFORCE++ with a group baseline: rewards less their group's mean, whitened over the tokens of the batch.
+"""REINFORCE++ with a group baseline: rewards minus their group's mean, whitened over the tokens of the batch.
 
-Whitening is over tokens: a group of equal rewards or a row that is alone therefore does not get 0 where completions
-differ in length, but minus the mean over the batch's tokens.
+Whitening is over tokens: where completions differ in length, a group of equal rewards, or a row that is alone in its
+group, gets minus the mean over the batch's tokens instead of 0.
 
 References: Hu et al., 2025, https://arxiv.org/abs/2501.03262.
 verl: the same estimator. OpenRLHF: divides by n, not n - 1, in the variance. TRL has none.
@@ -25,7 +25,7 @@ def reinforce_plus_plus_baseline(
     kl_kind: str = "k2",
     entropy_coef: float = 0.0,
 ) -> Algorithm:
-    """REINFORCE++ on rewards less their group's mean, with the KL in the loss.
+    """REINFORCE++ on rewards minus their group's mean, with the KL in the loss.
 
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.

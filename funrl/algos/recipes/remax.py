@@ -1,7 +1,7 @@
 """ReMax: REINFORCE with the reward of a greedy completion of the prompt as a baseline.
 
 References: Li et al., 2024, https://arxiv.org/abs/2310.10505.
-verl: token mean; keeps the return without baseline at tool tokens; its default trainer does not carry the greedy
+verl: token mean; keeps the return without baseline at tool tokens; its default trainer does not pass on the greedy
   reward. TRL has none.
 """
 
@@ -27,8 +27,8 @@ def remax(
 
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
-      kl_coef: reward taken off per nat of KL to the reference; 0: none, and no reference.
-      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      kl_coef: reward subtracted per nat of KL to the reference; 0: none, and no reference.
+      kl_target: target KL in nats per token, to which the coefficient adapts; None: the coefficient is constant.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     surrogate = clipped_surrogate(clip_low, clip_high)

@@ -1,8 +1,8 @@
 """RLOO: REINFORCE with the mean of the other completions of the prompt as a baseline.
 
 References: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
-verl: token mean; a singleton group keeps its raw reward. TRL: `per_sequence`, and `normalize` where its
-  normalize_advantages is set; takes the KL of the sequence off after clipping the reward, as `clip_reward` before this
+verl: token mean; a singleton group keeps its raw reward. TRL: `per_sequence`, and `normalize` if its
+  normalize_advantages is set; subtracts the KL of the sequence after clipping the reward, as `clip_reward` before this
   chain would.
 """
 
@@ -30,11 +30,11 @@ def rloo(
 
     Args:
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
-      kl_coef: reward taken off per nat of a completion's KL to the reference; 0: none, and no reference.
-      kl_target: nats a token; the coefficient then adapts to hold this KL; None: it stays.
+      kl_coef: reward subtracted per nat of a completion's KL to the reference; 0: none, and no reference.
+      kl_target: target KL in nats per token, to which the coefficient adapts; None: the coefficient is constant.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
-      per_sequence: clip one ratio for a whole completion, the product of its tokens' ratios, and not each token's.
-      normalize: divide by the deviation of all rows that are compared, plus 1e-4; a prompt's only row is not.
+      per_sequence: clip one ratio per completion, the product of its tokens' ratios, instead of one per token.
+      normalize: divide by the deviation of all rows plus 1e-4; a row that is alone in its group does not count.
     """
     controller = kl_controller(kl_coef, kl_target)
     penalty = () if controller is None else (kl_in_reward(controller),)

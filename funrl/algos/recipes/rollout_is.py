@@ -25,14 +25,14 @@ def rollout_is(
     """Policy gradient with importance weights to the engine, masked where they leave a range.
 
     Args:
-      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1; beyond it has no gradient.
+      clip_low, clip_high: how far the ratio of a token may fall below and rise above 1; tokens beyond have no gradient.
       sampled_by: the policy that the ratio is taken to: rollout_logp, the engine's, or old_logp, the trainer's before
         the update.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
 
-    Warning: with rollout_logp the weight holds the gap between engine and trainer already: do not put
-    `importance_weights` before.
+    Warning: with rollout_logp the weight already includes the gap between engine and trainer: do not add
+    `importance_weights`.
     """
     term = masked_importance(clip_low, clip_high, sampled_by)
     return Algorithm(

@@ -1,7 +1,7 @@
 """SAPO: GRPO with a soft gate instead of the clip, steeper for negative advantages.
 
 References: Gao et al., 2025, https://arxiv.org/abs/2511.20347.
-verl: ignores the aggregation that is asked for and takes this one. TRL: the same loss, empty rows counted.
+verl: ignores the configured aggregation and uses this one. TRL: the same loss, but empty rows count.
 """
 
 from __future__ import annotations

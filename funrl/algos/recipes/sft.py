@@ -1,4 +1,4 @@
-"""SFT: the mean negative log-likelihood of demonstrations, and DFT, which is less eager on improbable tokens.
+"""SFT: the mean negative log-likelihood of demonstrations; and DFT, which gives improbable tokens less weight.
 
 References: DFT, Wu et al., 2025, https://arxiv.org/abs/2508.05629.
 verl: the token mean. TRL: the token mean; loss_type="dft" is `dynamic`.
@@ -17,8 +17,8 @@ def sft(dynamic: bool = False, per_sequence: bool = False) -> Algorithm:
     The denominator counts tokens whatever their weights.
 
     Args:
-      dynamic: DFT: improbable tokens are learned less eagerly.
-      per_sequence: every demonstration weighs the same, whatever its length.
+      dynamic: DFT: give improbable tokens less weight.
+      per_sequence: give every demonstration the same weight, whatever its length.
     """
     term = weighted(dynamic_likelihood() if dynamic else negative_log_likelihood())
     return Algorithm(None, {"policy": reduce(term, sequence_mean() if per_sequence else token_mean())})

@@ -16,8 +16,8 @@ def simpo(beta: float = 2.0, margin: float = 1.0) -> Algorithm:
     """Simple preference optimisation.
 
     Args:
-      beta: how much a nat per token counts.
-      margin: by how much beta times the difference should exceed 0.
+      beta: scale of the mean log-likelihood, per nat.
+      margin: target for beta times the difference.
     """
     contrast = preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token=True))
     return Algorithm(None, {"policy": reduce(contrast, sequence_mean())}, example="pair")

@@ -1,4 +1,4 @@
-"""SPPO: the log-ratio of a completion is regressed on its rate of winning against the others of its prompt.
+"""SPPO: the log-ratio of a completion is regressed on its win rate against the others of its prompt.
 
 References: Wu et al., 2024, https://arxiv.org/abs/2405.00675.
 verl: in a recipe, regresses on the raw reward. TRL: sppo_hard, a DPO loss on pairs, where one of two always wins.

@@ -1,7 +1,7 @@
-"""TOPR: off-policy REINFORCE that imitates what is good as it is, and tapers what is bad by a truncated ratio.
+"""TOPR: off-policy REINFORCE that imitates good completions and tapers bad ones by a truncated ratio.
 
 References: Le Roux et al., 2025, https://arxiv.org/abs/2503.14286.
-verl: none. ROLL: pg_variant topr, with ratios of tokens, good and bad by the raw score, and any advantage.
+verl: none. ROLL: pg_variant topr, with ratios per token, good and bad separated by the raw score, and any advantage.
 TRL has none.
 """
 
@@ -20,8 +20,8 @@ def topr(baseline: float = 0.5, per_token: bool = False, entropy_coef: float = 0
     """Tapered off-policy REINFORCE.
 
     Args:
-      baseline: what is taken off the rewards: 0.5 for rewards of 0 and 1, 0 for the paper's -1 and 1. Higher, bad
-        completions count more beside good ones.
+      baseline: number subtracted from the rewards: 0.5 for rewards of 0 and 1, 0 for the paper's -1 and 1. With a
+        higher one, bad completions count more relative to good ones.
       per_token: truncate the ratio of each token instead of the whole completion's.
       entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """

@@ -1,4 +1,4 @@
-"""TPO: triple preferences; the best text is imitated, while a good one is told from a bad one without a reference.
+"""TPO: triple preferences; imitate the best text, and learn a preference between two others without a reference.
 
     TPO      tpo()                     TPO-L    tpo(beta=2.0, per_token=True, margin=0.5)
 
@@ -21,10 +21,10 @@ def tpo(beta: float = 0.01, likelihood_coef: float = 1.0, per_token: bool = Fals
     """Triple preference optimisation.
 
     Args:
-      beta: how much a nat of a completion counts.
+      beta: scale of a completion's log-likelihood, per nat.
       likelihood_coef: loss per nat of the negative log-likelihood of the text to imitate.
-      per_token: take the mean over a completion's tokens and not the sum; TPO-L.
-      margin: by how much the chosen completion should win, in units of beta nats; TPO-L.
+      per_token: take the mean over a completion's tokens instead of the sum; TPO-L.
+      margin: target for beta times the difference of the log-likelihoods; TPO-L.
     """
     contrast = reduce(preference(sigmoid_pairs(beta, margin=margin), log_likelihood(per_token)), sequence_mean())
     imitation = gold_likelihood(likelihood_coef)

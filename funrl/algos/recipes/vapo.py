@@ -1,8 +1,7 @@
 """VAPO: PPO for long reasoning; two lambdas, one of them growing with the response, and imitation of successes.
 
 References: Yue et al., 2025, https://arxiv.org/abs/2504.05118.
-verl and TRL: not there as such. The paper also pretrains the critic on Monte Carlo returns, with the policy held
-  still.
+verl and TRL: no such recipe. The paper also pretrains the critic on Monte Carlo returns, with the policy frozen.
 """
 
 from __future__ import annotations

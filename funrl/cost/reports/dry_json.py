@@ -55,7 +55,7 @@ def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[
 
 
 def peak_object(peak: Peak) -> dict[str, Any]:
-    """The most that a rank holds."""
+    """The peak memory of a rank."""
     return {"phase": peak.phase, "bytes": peak.nbytes}
 
 

@@ -32,10 +32,10 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     """Everything that --dry_run prints.
 
     Args:
-      line: the command line, the program's name first, which a search repeats with the flags that it found.
+      line: the command line, the program's name first; a search repeats it with the chosen flags.
 
     Raises:
-      ValueError: a flag that cannot work, as a run would say it.
+      ValueError: a flag cannot work, with the same message as in a run.
     """
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
     algorithm = compose()
@@ -46,7 +46,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
 
     if settings.devices.train.wanted is not None:
         return searched(settings, algorithm, costs, line)
-    node = ranks_of_node() or RANKS_PER_NODE  # of a run that is asked about from elsewhere
+    node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
     settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
     text = report(settings, costs)
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
@@ -55,7 +55,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
 def searched(
     settings: Settings, algorithm: Algorithm, costs: Callable[[Settings, Hardware], Estimate], line: Sequence[str]
 ) -> str:
-    """The answer and tables of the meshes of --mesh=auto:N, or with --json one object.
+    """The answer and tables of a search for --mesh=auto:N, or with --json one object.
 
     Args:
       line: as in `dry_run`.
@@ -76,11 +76,11 @@ def searched(
 
 
 def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
-    """Tables and verdict, or with --json the same as one object.
+    """Tables and verdict, or with --json one object.
 
     Args:
       settings: the flags.
-      costs: estimates such flags.
+      costs: estimates settings.
     """
     hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
     estimate = costs(settings, hardware)
@@ -107,7 +107,7 @@ def title(estimate: Estimate, settings: Settings) -> str:
     world = meshes.Mesh(job.sizes).world
     rank = settings.adapters.lora_rank
     learns = estimate.trained < estimate.parameters
-    trained = f", of which {estimate.trained / 1e6:,.1f} M learn (rank {rank})" if learns else ""
+    trained = f", of which {estimate.trained / 1e6:,.1f} M are trained (rank {rank})" if learns else ""
     return (
         f"{job.model.config.source.family}, {estimate.parameters / 1e6:,.1f} M parameters{trained}, "
         f"{compute_dtype(settings)}, {world} device{'s' * (world > 1)} ({settings.estimate.hardware}): "
@@ -117,7 +117,7 @@ def title(estimate: Estimate, settings: Settings) -> str:
 
 
 def memory(estimate: Estimate) -> str:
-    """The worst moment of each phase by kind, on the rank that holds most."""
+    """Peak memory of each phase by kind, on the rank that holds most."""
     kinds = [k for k in MEMORY_KINDS if any(c.peak.get(k, 0) >= 1 for c in estimate.phases.values())]
     rows = [
         (name, size(c.total), *(size(c.peak.get(k, 0)) if c.peak.get(k, 0) >= 1 else "-" for k in kinds))
@@ -179,7 +179,7 @@ def rate(estimate: Estimate, hardware: Hardware) -> str:
 
 
 def verdict(outcome: Verdict, hardware: Hardware) -> str:
-    """The verdict in words: the job fits, or what flags bring it to, and cost."""
+    """The verdict in words: the job fits, or which flags help, and what they cost."""
     ratio = f"{size(outcome.peak.nbytes)} of the {size(outcome.room)} that can be used of {size(hardware.memory)}"
     if outcome.fits:
         return f"fits: the most that a rank holds, in {outcome.peak.phase}, is {ratio}"

@@ -1,4 +1,4 @@
-"""Report of the needs of a run that fits no sensible mesh of a search: devices, dtype, offloading, another trainer."""
+"""Remedies if a search has no sensible mesh for a run: devices, dtype, offloading, another trainer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, with_flags
 
-MORE = (2, 4, 8)  # times the devices that are tried
+MORE = (2, 4, 8)  # multiples of the number of devices to try
 
 
 def needs_of(settings: Settings, algorithm: Algorithm, result: Search, verdict: Verdict) -> tuple[str, ...]:
-    """Lines on what would make a sensible mesh fit; none if one does.
+    """Lines on what would make a sensible mesh fit; empty if one fits already.
 
     Args:
       settings: the flags of the search.
@@ -31,7 +31,7 @@ def needs_of(settings: Settings, algorithm: Algorithm, result: Search, verdict: 
     lines = [_engine(ranked), _devices(settings, algorithm, result, ranked)]
     lines += [_dtype(settings, algorithm, result), _hardware(settings, algorithm, result)]
     lines += [*_other_flags(verdict), _pipeline(ranked)]
-    if result.best[0].fits:  # else the verdict has tried it
+    if result.best[0].fits:  # otherwise the verdict has tried it
         lines.insert(-1, _offload(settings, algorithm, result))
     return tuple(line for line in lines if line)
 
@@ -48,7 +48,7 @@ def sensible_fit(ranked: Ranked, room: float) -> Candidate | None:
 
 
 def leanest(ranked: Ranked) -> Candidate | None:
-    """The candidate of least memory by formula whose tensor parallel groups stay inside a node."""
+    """The candidate with the least memory by formula whose tensor parallel groups stay inside a node."""
     inside = [candidate for candidates in ranked.splits for candidate in candidates if candidate.nodes == 1]
     return min(inside, key=lambda candidate: candidate.rough.nbytes, default=None)
 
@@ -58,7 +58,7 @@ def _engine(ranked: Ranked) -> str:
     if not isinstance(space.base, RLJob) or engine_fits_node(space):
         return ""
     routers = space.base.models[space.base.main_role].abilities.routers
-    split = "experts too are split over tp alone there; " if routers else ""
+    split = "experts too are split over tp only there; " if routers else ""
     return (
         f"the engine's weights take {size(engine_bytes_of_node(space))} a device with tp{RANKS_PER_NODE}, more than "
         f"its {size(space.room)}: {split}more devices do not help"
@@ -75,7 +75,7 @@ def _devices(settings: Settings, algorithm: Algorithm, result: Search, ranked: R
         if fit is not None:
             return f"more devices: {world:,} with {_candidate(fit, settings)}"
     least = leanest(wider)
-    held = "" if least is None else f"; the least of their meshes needs {size(least.rough.nbytes)}"
+    held = "" if least is None else f"; the best mesh needs {size(least.rough.nbytes)}"
     return f"more devices alone do not help: {result.world * MORE[-1]:,} are not enough{held}"
 
 
@@ -99,7 +99,7 @@ def _hardware(settings: Settings, algorithm: Algorithm, result: Search) -> str:
 
 
 def _other_flags(verdict: Verdict) -> list[str]:
-    """Flags that the verdict has tried, each with those before it."""
+    """Flags that the verdict has tried, each on top of the earlier ones."""
     lines = []
     for flags, peak, _, fits in verdict.suggestions:
         kind = "offloading" if "offload" in flags else "other flags"

@@ -1,4 +1,4 @@
-"""Report of a search over meshes: the answer, tables of what was traced and of what falls out; or one object."""
+"""Report of a search over meshes: the answer, tables of traced and of dropped splits; or one JSON object."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.settings.settings import settings_flags
 
-SHOWN_WAYS = 10  # of the table
+SHOWN_WAYS = 10  # rows of the table
 
 
 def search_text(result: Search, line: Sequence[str], needed: Sequence[str], describe: Callable[[Traced], str]) -> str:
     """The answer of a search, then its tables.
 
     Args:
-      line: the command line, the program's name first; empty: it is not known.
-      needed: what would be needed if nothing sensible fits.
-      describe: tells of the best in words.
+      line: the command line, the program's name first; empty: unknown.
+      needed: lines of `needs_of`.
+      describe: describes the best split in words.
     """
     best = result.best[0]
     parts = [_answer(result, line)]
     if needed:
-        parts.append("\n".join(["what would be needed instead:", *(f"  {need}" for need in needed)]))
+        parts.append("\n".join(["what would make it fit:", *(f"  {need}" for need in needed)]))
     rough = [other for other in result.others if other.rough is not None]
     shown = rough[: max(0, SHOWN_WAYS - len(result.best))]
     head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "how it was found")
@@ -49,7 +49,7 @@ def _answer(result: Search, line: Sequence[str]) -> str:
     rates = result.best[0].rates
     count = len(result.ranked.splits) + len(result.ranked.others)
     if not best.fits:
-        verdict = f"nothing fits {result.world} devices; of {count} ways to split the run this needs least:"
+        verdict = f"nothing fits {result.world} devices; of {count} ways to split the run this needs the least memory:"
     elif not best.sensible:
         verdict = f"nothing sensible fits {result.world} devices; of {count} ways to split the run this is the fastest:"
     else:
@@ -139,7 +139,7 @@ def _rough_row(result: Search, other: Other) -> tuple[str, ...]:
 
 
 def _summary(rest: Sequence[Other]) -> list[str]:
-    """Lines that count the ways which are not in the table."""
+    """Lines that count the splits that are not in the table."""
     if not rest:
         return []
     reasons = collections.Counter(other.reason for other in rest if other.rough is not None)

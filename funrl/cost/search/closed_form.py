@@ -1,7 +1,7 @@
 """Memory and time of a step by formula, to rank many meshes before a few of them are traced.
 
-Here is the memory: states, the engine's copy of the weights, layers that are gathered, activations of a micro-batch.
-The time is in `closed_seconds`.
+This module has the memory: states, the engine's copy of the weights, gathered layers, activations of a micro-batch.
+`closed_seconds` has the time.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from funrl.models import Model
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 
-# Numbers of a token that a layer's backward pass needs, in sizes of the residual stream, of the mlp and of the heads;
-# by the dry runs of a Llama 8B and a 70B on tp8. Where tensor ranks share the stream, what enters the halves is whole.
+# Numbers saved per token for a layer's backward pass, in sizes of the residual stream, of the mlp and of the heads;
+# from dry runs of a Llama 8B and a 70B on tp8. With a split stream, the inputs of attention and mlp are whole.
 SAVED_SIZES = (8, 4, 4)
 ENTERING = 2
-SAVED_DISPATCHED = 3  # of a token for each of its experts, in sizes of the residual stream
-# Bytes of a weight that learns: its moments and its gradient in float32.
+SAVED_DISPATCHED = 3  # per token and expert, in sizes of the residual stream
+# Bytes per trained weight: its moments and its gradient in float32.
 MOMENT_BYTES = 8
 GRADIENT_BYTES = 4
 
@@ -38,8 +38,8 @@ class Rough(NamedTuple):
     """Cost of a step by formula.
 
     Attributes:
-      nbytes: the most that a rank holds.
-      seconds: of a step.
+      nbytes: peak memory of a rank.
+      seconds: seconds of a step.
     """
 
     nbytes: float
@@ -73,7 +73,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
 
 
 def _learning(job: Job, split: MeshSplit) -> float:
-    """Bytes of gradients, of the unembedding's in float32 while it is summed, and of layers that are gathered."""
+    """Bytes of gradients, of the unembedding's float32 gradient while it is summed, and of gathered layers."""
     nbytes = 0.0
     for name, model in job.models.items():
         if name in job.algorithm.losses and job.base_of(name) is None:
@@ -86,7 +86,7 @@ def _learning(job: Job, split: MeshSplit) -> float:
 
 
 def _activations(job: Job, split: MeshSplit) -> float:
-    """Bytes that the larger of a micro-batch that learns and one that is scored takes."""
+    """Bytes of activations of a training or a scoring micro-batch, whichever is larger."""
     config = job.model.config
     settings = job.settings
     layer = split.item * _saved(job.model, split)
@@ -98,7 +98,7 @@ def _activations(job: Job, split: MeshSplit) -> float:
 
 
 def _saved(model: Model, split: MeshSplit) -> float:
-    """Numbers of a token that the backward pass of the widest kind of layer needs."""
+    """Numbers saved per token for the backward pass of the widest kind of layer."""
     stream, mlp, heads = SAVED_SIZES
     stream = ENTERING + (stream - ENTERING) / split.stream
     embed = model.config.embed
@@ -106,6 +106,6 @@ def _saved(model: Model, split: MeshSplit) -> float:
     sizes = []
     for layer in model.abilities.cost.layers:
         if bool(layer.experts) == routed:
-            rows = SAVED_DISPATCHED * layer.chosen * embed  # of a token on its way, whole on every tensor rank
+            rows = SAVED_DISPATCHED * layer.chosen * embed  # dispatched tokens, whole on every tensor rank
             sizes.append(stream * embed + rows + (mlp * layer.inner + heads * layer.queries) / split.tensor)
     return max(sizes)

@@ -1,8 +1,8 @@
 """Time of a step by formula: the sum over layers that the dry run's trace counts kernel by kernel.
 
 A kernel takes the maximum of its arithmetic, its memory traffic and its launch. Matrix products of a forward pass take
-the maximum of the three sums. All other kernels are bound by memory traffic or, in a step of decoding, by launches.
-Kernels run one after the other, then the collectives that do not overlap with them.
+the maximum of the three sums. All other kernels are bound by memory traffic or, in decoding, by launches. Kernels run
+one after the other, then the collectives that do not overlap with them.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 
 # By the dry runs of Qwen2.5 0.5B and 7B, Llama 70B, Qwen3 30B and Mixtral 8x7B, kernel by kernel.
-# of a layer's forward pass: matrix products, and all others
+# Kernels of a layer's forward pass: matrix products, and all others.
 PRODUCTS = 7
 KERNELS = 34
-NORM_KERNELS = 14  # more in a layer that norms queries and keys
-# more in a layer with experts, and for each that a token goes to
+NORM_KERNELS = 14  # additional in a layer that norms queries and keys
+# Additional kernels in a layer with experts, and for each expert of a token.
 EXPERT_KERNELS = 37
 CHOICE_KERNELS = 3
-TOKEN_KERNELS = 84  # of a step of decoding beside its layers: embedding, norm, logits, drawing
-# Numbers that kernels other than products read and write of a token in a layer's forward pass, in sizes of the residual
-# stream, of the mlp and of the heads of queries and keys, once more where these are normed; and with experts in sizes
-# of the stream for each expert of a token: there, and back from each rank whose experts see all tokens.
+TOKEN_KERNELS = 84  # per decoding iteration outside layers: embedding, norm, logits, sampling
+# Numbers that other kernels read and write per token in a layer's forward pass, in sizes of the residual stream, of the
+# mlp, and of the heads of queries and keys (twice if these are normed). With experts, in sizes of the stream for each
+# expert of a token: dispatch, and combination from each rank whose experts see all tokens.
 MOVED = (46, 9, 9)
 DISPATCHED = 8
 COMBINED = 7
-LEARNED = 2.7  # of them, and of the kernels, in forward and backward pass together
-# Bytes of a weight in sizes of a number that is computed in: for each gather, each scattered sum, each micro-batch that
-# gives it a gradient, and more where it is of the tables, whose gradient is in float32.
+LEARNED = 2.7  # factor of numbers and kernels for forward and backward pass together
+# Memory traffic per weight, in sizes of a number of the forward pass: for each gather, each scattered sum, each
+# micro-batch that gives it a gradient, and in addition for the embedding tables, whose gradient is in float32.
 GATHERED = 5.5
 SCATTERED = 2.5
 GRADIENT = 6.5
 TABLE_GRADIENT = 12.0
-UPDATED = 31  # bytes of a weight in an optimizer's step
-# bytes of a logit
+UPDATED = 31  # bytes per weight in an optimizer step
+# Bytes of memory traffic per logit.
 SCORED_LOGIT = 28
 LEARNED_LOGIT = 90
 DRAWN_LOGIT = 28
@@ -63,13 +63,13 @@ class _Pass(NamedTuple):
     """Forward passes over some tokens of a rank.
 
     Attributes:
-      model: that is computed.
+      model: the model.
       tensor, stream: ranks that split a layer, and the tokens of the residual stream.
-      experts: ranks that have other experts.
-      item: bytes of a number.
-      tokens: of all passes together.
-      pieces: passes that they are computed in.
-      width: tokens that a token sees, twice their mean.
+      experts: ranks over which experts are split.
+      item: bytes per number.
+      tokens: tokens of all passes together.
+      pieces: number of passes.
+      width: twice the mean number of tokens that a token attends to.
     """
 
     model: Model
@@ -83,7 +83,7 @@ class _Pass(NamedTuple):
 
 
 def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
-    """Seconds of scoring and learning, of kernels and of collectives."""
+    """Seconds of scoring and training, of kernels and of collectives."""
     return sum(_role_seconds(job, split, hardware, name) for name in job.models)
 
 
@@ -125,7 +125,7 @@ def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> 
 
 
 def _kernels(work: _Pass, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of matrix products and attention, and of all other kernels, less what the tables do."""
+    """Seconds of matrix products and attention, and of all other kernels, without embedding and unembedding."""
     cost = work.model.abilities.cost
     embed = work.model.config.embed
     pairs = 2 * cost.queries * work.width
@@ -150,7 +150,7 @@ def _kernels(work: _Pass, hardware: Hardware) -> tuple[float, float]:
 
 
 def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored: int, updates: int) -> float:
-    """Seconds of logits, in float32, of the tokens that are scored and learned from."""
+    """Seconds of float32 logits of the scored and the trained tokens."""
     if not model.generates:
         return 0.0
     share = job.sampling.max_new_tokens / split.width if isinstance(job, RLJob) else 1.0
@@ -162,10 +162,10 @@ def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored
 
 
 def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]) -> float:
-    """Seconds of reading and writing weights and gradients beside products.
+    """Seconds of reading and writing weights and gradients outside matrix products.
 
     Args:
-      often: forward passes that score, forward passes that learn, optimizer steps.
+      often: numbers of scoring passes, training passes and optimizer steps.
     """
     scoring, learning, steps = often
     model = job.models[name]
@@ -181,7 +181,7 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
 def _sharding(
     job: Job, split: MeshSplit, hardware: Hardware, name: str, often: tuple[float, float, int]
 ) -> tuple[float, float]:
-    """Seconds of the collectives of sharded weights, and of the sums of gradients once a step.
+    """Seconds of the collectives of sharded weights, and of the sum of gradients once per step.
 
     Args:
       often: as in `_weights`.
@@ -210,8 +210,8 @@ def _sharding(
 def _summed(work: _Pass, sequence: int, hardware: Hardware) -> float:
     """Seconds of the collectives of layers.
 
-    They are two sums over tensor ranks, the gather of keys and values over sequence ranks, and the exchange of tokens
-    between ranks with experts.
+    These are two sums over tensor ranks, the gather of keys and values over sequence ranks, and the exchange of tokens
+    between expert ranks.
     """
     config = work.model.config
     cost = work.model.abilities.cost
@@ -247,7 +247,7 @@ def sync_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
 
 
 def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting: float) -> float:
-    """Seconds of prefill and decoding, with as many rows together as fit.
+    """Seconds of prefill and decoding, with as many rows at once as fit.
 
     Args:
       job: to estimate.
@@ -290,7 +290,7 @@ def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting
 
 
 def _drawing(step: _Pass, hardware: Hardware) -> float:
-    """Seconds of the embedding, of the logits in float32, and of sampling a token of each row."""
+    """Seconds of the embedding, of the float32 logits, and of sampling one token per row."""
     config = step.model.config
     speed = _speed(hardware)
     table = config.vocab * config.embed / step.tensor

@@ -1,4 +1,4 @@
-"""The split of a job over its mesh, as the formulas of memory and of time take it."""
+"""The split of a job over its mesh, for the formulas of memory and of time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class MeshSplit(NamedTuple):
 
     Attributes:
       tensor, rows, sequence: ranks that split a layer, the rows, and the tokens of a row.
-      experts: ranks that have other experts while a layer computes.
+      experts: ranks over which experts are split while a layer computes.
       shards: ranks that weights are sharded over; 1: none.
       alone: those of them that have the same experts.
-      reach: neighbours among which the ranks of a shard are.
+      reach: number of neighbouring ranks that a group of shards spans.
       generating: (tensor, rows) while generating, where each rank has all experts.
       stream: tensor ranks that share the tokens of the residual stream.
-      item: bytes of a number that a forward pass computes in.
+      item: bytes per number of a forward pass.
       width: tokens of a row.
       count: rows of a step.
     """
@@ -48,7 +48,7 @@ class MeshSplit(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the rank that has most rows."""
+        """Tokens of the rank with the most rows."""
         return math.ceil(math.ceil(self.count / self.rows) * self.width / self.sequence)
 
 
@@ -82,8 +82,8 @@ class RowPieces(NamedTuple):
     """Micro-batches of a rank's rows.
 
     Attributes:
-      count: how many there are; of the last its share, where there are more than are traced.
-      tokens: of the largest.
+      count: their number; the last counts as a fraction if there are more than are traced.
+      tokens: tokens of the largest.
     """
 
     count: float
@@ -94,7 +94,7 @@ def pieces_of(split: MeshSplit, parts: int, budget: int) -> RowPieces:
     """Micro-batches of whole rows.
 
     Args:
-      parts: mini-batches, of one of which they are.
+      parts: number of mini-batches that the rows are divided into.
       budget: tokens of a micro-batch; a longer row raises it.
     """
     rows = math.ceil(split.count / split.rows / parts)
@@ -139,6 +139,6 @@ def generated(job: Job, split: MeshSplit) -> float:
 
 
 def copies_weights(job: Job, split: MeshSplit) -> bool:
-    """True if the engine has a copy of its own, of the trainer's weights in another dtype or of other parts of them."""
+    """True if the engine has its own copy of the weights, in another dtype or with another sharding."""
     experts = split.experts > 1 and job.models[job.main_role].abilities.routers is not None
     return experts or (split.item, split.shards, job.generate_sizes) != (job.master.itemsize, 1, job.sizes)

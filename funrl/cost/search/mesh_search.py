@@ -1,4 +1,4 @@
-"""A search over meshes: all ways to split a run over N devices, ranked by formula, the best of them traced.
+"""A search over meshes: all ways to split a run over N devices, ranked by formula; the best are traced.
 
 `--mesh=auto:64` is such a search. --dry_run prints it; a run takes its first mesh. The result depends only on flags,
 the model's config.json and the table of hardware, so it is the same on all ranks.
@@ -38,19 +38,19 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 
 BEST = 5  # meshes that are traced
-SPANNING = 2  # of them that fit and whose tensor parallel groups span nodes
-RESCUES = 2  # more of them, if none of the best is sensible and fits
+SPANNING = 2  # of these, at most so many that fit and whose tensor parallel groups span nodes
+RESCUES = 2  # further meshes, if none of the best is sensible and fits
 
 
 class Traced(NamedTuple):
     """A way to split a run that was traced.
 
     Attributes:
-      settings: of the run with this split.
+      settings: settings of the run with this split.
       flags: those that differ from the given ones.
       estimate: cost of a step, traced.
       peak: the largest memory of a rank.
-      rates: of the run.
+      rates: times and throughput of the run.
       fits: whether a device has room for it.
     """
 
@@ -129,7 +129,7 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     """Rank all meshes of --mesh=auto:N by formula and trace the best of them.
 
     Raises:
-      ValueError: a flag cannot work on any mesh, or no mesh is possible; then with the first reason.
+      ValueError: a flag cannot work on any mesh, or no mesh is possible; the message has the first reason.
     """
     world = settings.devices.train.wanted or 1
     tokens = tokens_of(settings, algorithm)
@@ -146,7 +146,7 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     others = [_other(ranked, number, errors, settings) for number in _untraced(ranked, best)] + ranked.others
     if not best:
         reason = others[0].reason if others else "there is none"
-        raise SettingsError(f"--mesh={settings.devices.mesh}: no mesh of {world} devices can be: {reason}")
+        raise SettingsError(f"--mesh={settings.devices.mesh}: no mesh of {world} devices is possible: {reason}")
     best.sort(key=lambda traced: rank_key(traced.fits, traced.nodes, traced.rates.seconds, traced.peak.nbytes))
     return Search(world, hardware, tuple(best), tuple(others), ranked)
 
@@ -180,7 +180,7 @@ def _traced(ranked: Ranked, trace: Callable[[Candidate], Traced]) -> tuple[list[
     If a traced split does not fit, a candidate of it with less memory is traced too. If nothing sensible fits, so are
     candidates that exceed the memory by a little, by formula.
 
-    Returns: what was traced, and for the number of each split that could not be traced the reason.
+    Returns: the traced splits, and the reason for each split, by number, that could not be traced.
     """
     best: list[Traced] = []
     errors: dict[int, str] = {}
@@ -336,10 +336,9 @@ def chosen_mesh(settings: Settings, compose: Callable[[], Algorithm], hardware: 
     if not best.fits:
         raise SettingsError(
             f"--mesh={settings.devices.mesh}: no mesh of {result.world} devices fits: {flags} "
-            f"needs {held} of {room} a device, "
-            f"in {best.peak.phase}; with --dry_run this command says what helps"
+            f"needs {held} of {room} per device, in {best.peak.phase}; with --dry_run this command shows what helps"
         )
-    slow = "" if best.sensible else f", {spans_text(best.nodes)}, as nothing fits without"
+    slow = "" if best.sensible else f", {spans_text(best.nodes)}, as nothing else fits"
     text = (
         f"--mesh={settings.devices.mesh} is {flags}: {held} of a device's {room}, "
         f"{duration_text(best.rates.seconds)} a step"

@@ -1,9 +1,9 @@
-"""Groups that --fsdp shards inside of on several nodes: those of one node each, where a device has room for a shard.
+"""Sharding groups of --fsdp on several nodes: one group per node, if a device has room for its shard.
 
-Inside of a node gathers are an order of magnitude faster than between nodes, and what goes between nodes is then one
-sum of gradients a step. Shards are larger: a node holds all weights. No new axis is needed for it: `ep` of a model
-without experts splits rows as `dp` does, inside of it. What is found depends on flags, the model's config.json
-and the table of hardware alone, so that all ranks find the same.
+Inside a node gathers are an order of magnitude faster than between nodes, and the only traffic between nodes is then
+one sum of gradients per step. Shards are larger: each node holds all weights. This needs no new axis: `ep` of a model
+without experts splits rows as `dp` does, within it. The choice depends only on flags, the model's config.json and the
+table of hardware, so all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from funrl.trainer.settings.settings import Settings, with_flags
 def with_groups(
     settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware, node: int | None
 ) -> tuple[Settings, str | None]:
-    """Settings that shard inside of each node, if a shard of that size fits; and a line that tells what was chosen.
+    """Settings that shard inside each node if a shard of that size fits, and a line on the choice.
 
-    --fsdp_axes, where it is given, is left as it is, and so is what --mesh=auto:N has found.
+    A given --fsdp_axes, and a mesh chosen by --mesh=auto:N, are not changed.
 
     Args:
-      node: ranks of each node; None: they are all in one.
+      node: ranks of each node; None: all are on one node.
     """
     if (
         not settings.devices.fsdp
@@ -55,7 +55,7 @@ def with_groups(
         job = plain_job(changed, algorithm, hardware.memory)
         held = closed_form(job, check_width(job, tokens_of(changed, algorithm)), hardware).nbytes
     except ValueError:
-        return settings, None  # a flag that cannot work, which the run says
+        return settings, None  # a flag cannot work; the run reports it
     needs = f"about {held / 1e9:.3g} GB of a device's {hardware.memory * USABLE / 1e9:.3g} GB"
     if held > hardware.memory * USABLE:
         return settings, f"{everywhere}: inside of nodes of {node} they would need {needs}"
@@ -66,11 +66,11 @@ def with_groups(
 
 
 def node_mesh(sizes: dict[str, int], node: int, experts: bool) -> dict[str, int] | None:
-    """The mesh whose token axes but `data` are inside of a node, and `data` is across nodes; None: there is none.
+    """The mesh with `data` across nodes and all other token axes inside a node; None: there is none.
 
     Args:
       node: ranks of a node, which divide those of the mesh.
-      experts: whether the expert axis splits experts, so that it has to stay as it is.
+      experts: whether the expert axis splits experts and so must stay unchanged.
     """
     near = sizes["tensor"] * sizes["sequence"]
     group, rest = divmod(node, near)

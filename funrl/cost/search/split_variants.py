@@ -1,9 +1,9 @@
 """Variants of one split of training: the mesh to generate on, and flags that save memory.
 
-A split of training, such as dp64 --fsdp, does not decide where the engine generates: a model that does not fit one
-device can train without tensor parallelism and generate with it. Where memory is short by formula, --remat=full and
-smaller token budgets are variants too. The formula costs a tenth of a millisecond a variant; laying out a model costs
-much more, so it is done once for each split, with few layers.
+A split of training, such as dp64 --fsdp, does not fix the generate mesh: a model that does not fit one device can train
+without tensor parallelism and generate with it. If memory is short by formula, --remat=full and smaller token budgets
+are variants too. The formula takes a tenth of a millisecond per variant; laying out a model takes much longer, so it is
+done once for each split, with few layers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from funrl.trainer.settings.settings import Settings, with_flags
 
 TOLERANCE = 1.5  # the formula and the trace differ by less than this factor
 SMALLER_BUDGETS = (2, 4)  # the token budget is divided by these
-MOST_NODES = 8  # of a tensor parallel group of the engine
+MOST_NODES = 8  # limit of a tensor parallel group of the engine
 
 
 class Candidate(NamedTuple):
     """One way to split a run, with its cost by formula.
 
     Attributes:
-      settings: of a run that is split so.
+      settings: settings of the run with this split.
       rough: its cost by formula.
       nodes: nodes that its widest tensor parallel group spans.
     """
@@ -98,7 +98,7 @@ def tensor_nodes(job: Job) -> int:
 
 
 def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[str]:
-    """Meshes to generate on that are tried beside the default one; none if a flag gives one.
+    """Generate meshes to try in addition to the default one; none if a flag gives one.
 
     They are tensor parallel inside a node, and over nodes only if a node has no room for the weights.
     """
@@ -120,7 +120,7 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
 
 
 def engine_bytes_of_node(space: SearchSpace) -> float:
-    """Bytes of weights that a device of an engine holds whose tensor parallel group is a node."""
+    """Bytes of weights per device of an engine whose tensor parallel group is one node."""
     return space.base.dtype.itemsize * parameters(space.base.models[space.base.main_role]) / RANKS_PER_NODE
 
 
@@ -133,7 +133,7 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
     """All variants of a split of training, best first.
 
     Args:
-      engines: meshes to generate on, beside the default.
+      engines: generate meshes, in addition to the default.
 
     Raises:
       ValueError: the models cannot be laid out so.
@@ -158,7 +158,7 @@ def candidates_of(space: SearchSpace, split: Settings, engines: Sequence[str]) -
 
 
 def _with_savings(space: SearchSpace, job: Job) -> Iterator[Candidate]:
-    """A job as it is, and where memory may be short with flags that save some."""
+    """A job unchanged, and if memory may be short, with flags that save memory."""
     nodes = tensor_nodes(job)
     seen = set()
     for settings in _savings(job.settings, space.width):

@@ -1,4 +1,4 @@
-"""Costs of a phase on one rank, and arithmetic with them: lines through two, one phase after another, several times."""
+"""Costs of a phase on one rank, and arithmetic on them: extrapolation, sequences and repetition of phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 MEMORY_KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "cache", "staging", "batch")
-UPDATES = "update_"  # how the names of phases that learn begin
+UPDATES = "update_"  # prefix of the names of training phases
 
 
 class Traffic(NamedTuple):
@@ -25,11 +25,11 @@ class Costs:
     Attributes:
       peaks: for each part of the phase (forward, backward, optimizer, other) the bytes by kind at the moment when their
         sum was the largest.
-      flops: of matrix products and attention.
-      seconds: of all kernels, each bound by arithmetic, memory or its launch; without collectives.
-      traffic: by (collective, name of the process group).
-      early: of `traffic`, what is begun before it is needed, so that kernels run meanwhile.
-      cover: of `seconds`, those of kernels that run while some collective is under way.
+      flops: FLOPs of matrix products and attention.
+      seconds: seconds of all kernels, each bound by arithmetic, memory or its launch; without collectives.
+      traffic: traffic by (collective, name of the process group).
+      early: part of `traffic` that starts before it is needed, so that kernels run meanwhile.
+      cover: part of `seconds` of kernels that run while a collective is in flight.
     """
 
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -41,20 +41,20 @@ class Costs:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Bytes by kind at the worst moment of all."""
+        """Bytes by kind at the overall peak."""
         return max(self.peaks.values(), key=lambda held: sum(held.values()), default={})
 
     @property
     def total(self) -> float:
-        """Bytes at the worst moment."""
+        """Bytes at the peak."""
         return sum(self.peak.values())
 
 
 def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
-    """Costs extrapolated from `first`, along one line or several.
+    """Extrapolate costs from `first` along one or several directions.
 
     Args:
-      ways: costs one step from `first` in some direction, and how many such steps are taken.
+      ways: costs one step from `first` in a direction, and the number of such steps.
     """
     seconds = [second for second, _ in ways]
     steps = [n for _, n in ways]
@@ -84,7 +84,7 @@ def along(first: Costs, *ways: tuple[Costs, float]) -> Costs:
 
 
 def times(costs: Costs, n: float) -> Costs:
-    """The same phase `n` times one after the other: the peak stays."""
+    """The same phase `n` times in sequence; the peak stays the same."""
     traffic, early = (
         {k: Traffic(t.count * n, t.nbytes * n) for k, t in sent.items()} for sent in (costs.traffic, costs.early)
     )
@@ -92,7 +92,7 @@ def times(costs: Costs, n: float) -> Costs:
 
 
 def after(first: Costs, second: Costs) -> Costs:
-    """One phase after the other, as one: the higher peak and the sums."""
+    """Two phases in sequence, as one: the higher peak, and sums of the rest."""
     peaks = {**first.peaks, **second.peaks}
     for part in peaks:
         peaks[part] = max(first.peaks.get(part, {}), second.peaks.get(part, {}), key=lambda held: sum(held.values()))
@@ -113,6 +113,6 @@ def add_traffic(sent: dict[tuple[str, str], Traffic], key: tuple[str, str], coun
 
 
 def plus(costs: Costs, kept: Mapping[str, float]) -> Costs:
-    """The same phase with more bytes held all the time."""
+    """The same phase with additional bytes held throughout."""
     peaks = {part: {k: held.get(k, 0) + kept.get(k, 0) for k in {**held, **kept}} for part, held in costs.peaks.items()}
     return replace(costs, peaks=peaks)

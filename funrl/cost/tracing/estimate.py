@@ -1,4 +1,4 @@
-"""Parts of every dry run: ranks that do not exist, traces of a step, and the lines through two of them."""
+"""Parts of every dry run: pretended ranks, traces of a step, and extrapolation from two traces."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
-# Messages of layers that are traced; deeper models are on the line through the two. With fewer than three no layer
-# stands between one whose weights are on their way and one whose gradients are.
+# Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
+# between one whose weights are in flight and one whose gradients are.
 DEPTHS = (3, 4)
-# what sends messages from rank to rank, instead of a collective's rings
+# collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
 RESHARD = "reshard"
 MOVES = ("move_rows", "move_rows_again")  # phases: before the rows are scored, and before further passes over them
-TRACED = 2  # micro-batches that are traced at most: the second is the first that finds a gradient to add to
+TRACED = 2  # maximum number of traced micro-batches: the second is the first to add to an existing gradient
 
 
 class Estimate(NamedTuple):
     """Cost of one step for one rank.
 
     Attributes:
-      job: what was estimated.
-      roles: that it has.
-      step: what a step is, in words.
-      tokens: of a row.
-      phases: by name, in the order of a step.
-      axes: name of each process group -> the mesh axes it is over, such as "tp8", and the axes' sizes.
-      parameters: of the model that learns.
-      trained: those of them that learn.
-      useful: by phase that packs rows, the share of useful FLOPs in those that all ranks have time for: micro-batch i
-        begins when all ranks have done i - 1.
-      left_out: what the numbers do not have in them, in words.
+      job: the estimated job.
+      roles: its roles.
+      step: description of a step.
+      tokens: tokens of a row.
+      phases: costs by name of the phase, in the order of a step.
+      axes: name of each process group -> its mesh axes, such as "tp8", and their sizes.
+      parameters: parameters of the trained model.
+      trained: number of those that are trained.
+      useful: for each phase that packs rows, the useful share of the FLOPs that all ranks could do, where micro-batch i
+        begins when all ranks have finished i - 1.
+      left_out: descriptions of what is not counted.
     """
 
     job: Job
@@ -71,11 +71,11 @@ class Trace(NamedTuple):
     """A traced step without generation.
 
     Attributes:
-      phases: costs of each.
+      phases: costs of each phase.
       resting: bytes of models and optimizers, by kind.
-      row_bytes: of a row of the scored batch.
-      token_bytes: that a move sends of a token, before the rows are scored and after it.
-      written: of each field that roles write, what it has of a token, and its dtype.
+      row_bytes: bytes of a row of the scored batch.
+      token_bytes: bytes that a move sends per token, before and after scoring.
+      written: for each field that roles write, its shape per token and its dtype.
     """
 
     phases: dict[str, Costs]
@@ -86,7 +86,7 @@ class Trace(NamedTuple):
 
 
 def stage_of(phase: str) -> str:
-    """generate, score, update or reshard, of which the proof of the engine's weights is a part."""
+    """generate, score, update or reshard; verification of the engine's weights belongs to reshard."""
     if phase in ("generate", "reshard"):
         return phase
     if phase == "verify":
@@ -96,9 +96,9 @@ def stage_of(phase: str) -> str:
 
 @contextlib.contextmanager
 def pretended(sizes: dict[str, int]) -> Iterator[Mesh]:
-    """A rank of a mesh whose other ranks do not exist; what is sent to them goes nowhere.
+    """A rank of a mesh whose other ranks do not exist; messages to them are discarded.
 
-    Of those that share the tokens of rows it is the last: where keys go round a ring it has most to do.
+    Of the ranks that share the tokens of rows it is the last, which has the most work in ring attention.
     """
     world = Mesh(sizes).world
     rank = (sizes["sequence"] - 1) * sizes["tensor"]
@@ -124,7 +124,7 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, tuple[str, ...], dict[str, int]]
 
 
 def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool = False) -> Tracer:
-    """A tracer that recognizes the weights of the roles; a real one computes what it counts."""
+    """A tracer that recognizes the weights of the roles; if `real`, it also computes."""
     stored = [role.placed.stored for role in parts.roles.values()]
     shapes = {tuple(layout.local_shape(0)) for layout in trees.leaves(stored)}
     shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.devices.fsdp else set()
@@ -133,13 +133,13 @@ def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool = False) ->
 
 
 def unembedding(parts: Parts) -> trees.Tree:
-    """The layout of the unembedding that the run begins with."""
+    """The initial layout of the unembedding."""
     placed = parts.begin
     return () if placed.model.unembed is None else placed.model.unembed(placed.stored)
 
 
 def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:
-    """Weights of rank 0 in these layouts, held from now on."""
+    """Make rank 0's weights in these layouts and hold them."""
     params = trees.map(lambda layout: tracer.empty(layout.local_shape(0), dtype), stored)
     tracer.hold_tree(params, "weights")
     return params
@@ -158,10 +158,10 @@ class TracedClock(Clock):
 
 
 def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
-    """The layers that are traced of a model: `DEPTHS` with experts, where it has such, behind those without.
+    """The numbers of layers of a model to trace: `DEPTHS` layers with experts, if any, after those without.
 
     Args:
-      joined: layers of a message: as many are left of the last one as in the whole model.
+      joined: layers per message; the last message has as many layers as in the whole model.
     """
     routers = model.abilities.routers
     before = routers.layers[0] if routers is not None and routers.layers else 0
@@ -170,10 +170,10 @@ def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
 
 
 def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
-    """Costs by phase of a job, from those of shallower ones.
+    """Costs by phase of a job, extrapolated from shallower ones.
 
     Args:
-      costs: of a job.
+      costs: job -> costs by phase.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
     joined = {path: _together(job, path) for path in models}
@@ -181,7 +181,7 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
     layers = {path: model.config.layers for path, model in models.items()}
     deep = {path: count for path, count in layers.items() if count > few[path] + joined[path]}
     low = costs(_with_layers(job, {path: few[path] for path in deep}))
-    # A model of its own, such as a teacher, has a depth of its own, and a line of its own.
+    # A separate model, such as a teacher, has its own depth and is extrapolated separately.
     ways = [
         (
             costs(_with_layers(job, {other: few[other] + joined[other] * (other == path) for other in deep})),
@@ -193,7 +193,7 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
 
 
 def _together(job: Job, path: str | None) -> int:
-    """Layers of the models of a directory that are gathered in one message; None: of those that begin as the job's."""
+    """Layers of a directory's models that are gathered in one message; None: of models that start as the job's."""
     counts = [1]
     for name, model in job.models.items():
         if job.directories.get(name) == path and job.settings.devices.fsdp:
@@ -207,13 +207,13 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     """The job with models of other depths.
 
     Args:
-      layers: by the directory of a model; None: of those that begin as the job's.
+      layers: number by directory of the model; None: for models that start as the job's.
     """
 
     def shallow(model: Model, path: str | None) -> Model:
         return model.with_layers(layers[path]) if path in layers else model
 
-    models = {id(job.model): shallow(job.model, None)}  # roles with equal models go on having one
+    models = {id(job.model): shallow(job.model, None)}  # roles with equal models keep sharing one
     for name, model in job.models.items():
         models[id(model)] = models.get(id(model)) or shallow(model, job.directories.get(name))
     return dataclasses.replace(
@@ -227,7 +227,7 @@ def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
 
 
 def at_rows(trace_at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
-    """Costs of `rows` rows of this rank in micro-batches of `piece`: the third and later ones are like the second.
+    """Costs of `rows` rows of this rank in micro-batches of `piece`; later ones cost as much as the second.
 
     Args:
       at: the trace of a number of rows of this rank.
@@ -240,7 +240,7 @@ def at_rows(trace_at: Callable[[int], Trace], rows: int, piece: int) -> dict[str
     steps = rows / piece - (TRACED - 1)
     for name, costs in few.items():
         phases[name] = along(costs, (more[name], steps))
-        if name.startswith(UPDATES):  # a gradient is held from the second on, and not once more
+        if name.startswith(UPDATES):  # the gradient is held from the second on, but only once
             phases[name].peaks = {
                 part: held | {"batch": phases[name].peaks.get(part, held).get("batch", 0.0)}
                 for part, held in more[name].peaks.items()

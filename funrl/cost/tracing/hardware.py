@@ -1,4 +1,4 @@
-"""A small table of hardware, and how long it takes for what is counted."""
+"""A small table of hardware, and the seconds of counted work."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class Hardware(NamedTuple):
-    """One device, from its maker's data sheet, and what share of it a program gets.
+    """One device: numbers of its data sheet, and the share that a program reaches.
 
     Attributes:
-      memory: bytes.
-      half, single, double: dense matrix FLOPs a second in 16, 32 (TF32 where there is) and 64 bits.
-      bandwidth: bytes a second of memory.
-      link: bytes a second and direction between devices of a node.
-      network: bytes a second and direction of a device to other nodes.
-      launch: seconds that the smallest kernel takes.
-      latency: seconds that the smallest collective takes.
-      efficiency: share of the peak FLOPs, and of every bandwidth, that is counted on.
-      accelerator: multiplies 16-bit matrices into 32 bits without a copy of them.
+      memory: size of memory in bytes.
+      half, single, double: dense matrix FLOPs per second in 16, 32 (TF32 if available) and 64 bits.
+      bandwidth: memory bandwidth in bytes per second.
+      link: bytes per second and direction between devices of a node.
+      network: bytes per second and direction from a device to other nodes.
+      launch: seconds of the smallest kernel.
+      latency: seconds of the smallest collective.
+      efficiency: assumed share of the peak FLOPs, and of every bandwidth.
+      accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
     """
 
     memory: float
@@ -87,7 +87,7 @@ HARDWARE = {
         accelerator=False,
     ),
 }
-USABLE = 0.92  # of the memory: the rest is the driver's, the libraries' and lost between blocks
+USABLE = 0.92  # of the memory: the rest goes to the driver, libraries and fragmentation
 
 
 def hardware_of(device: str) -> Hardware:
@@ -104,29 +104,29 @@ def hardware_of(device: str) -> Hardware:
 
 
 def op_seconds(hardware: Hardware, flops: float, nbytes: float, dtype: torch.dtype) -> float:
-    """Of one kernel: the longest of its arithmetic, its reads and writes, and its launch."""
+    """Seconds of a kernel: the longest of its arithmetic, its reads and writes, and its launch."""
     rate = {2: hardware.half, 4: hardware.single, 8: hardware.double}.get(dtype.itemsize, hardware.single)
     of_peak, of_bandwidth = hardware.efficiency
     return max(flops / (rate * of_peak), nbytes / (hardware.bandwidth * of_bandwidth), hardware.launch)
 
 
 def message_seconds(hardware: Hardware, count: float, nbytes: float, near: bool) -> float:
-    """Of messages from device to device, one after the other.
+    """Seconds of messages from device to device, one after the other.
 
     Args:
-      nbytes: of all of them together.
-      near: all ranks are in one node.
+      nbytes: total bytes.
+      near: whether all ranks are in one node.
     """
     speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]
     return count * hardware.latency + nbytes / speed
 
 
 def collective_seconds(hardware: Hardware, op: str, count: float, nbytes: float, ranks: int, near: bool) -> float:
-    """Of `count` collectives over `ranks` devices, in rings: an all-reduce passes everything twice, the others once.
+    """Seconds of `count` ring collectives over `ranks` devices: an all-reduce sends everything twice, others once.
 
     Args:
-      nbytes: of the larger side of all of them together.
-      near: all ranks are in one node.
+      nbytes: total bytes of the larger side, input or result.
+      near: whether all ranks are in one node.
     """
     passes = (2 if op.startswith("all_reduce") else 1) * (ranks - 1) / ranks
     speed = (hardware.link if near else hardware.network) * hardware.efficiency[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-# These register their operators.
+# These imports register their operators.
 import funrl.compiled_kernels.gated_delta  # noqa: F401
 import funrl.compiled_kernels.grouped_linear  # noqa: F401
 import funrl.compiled_kernels.varlen_attention  # noqa: F401
@@ -27,11 +27,11 @@ class Operator(NamedTuple):
     """Facts of an operator.
 
     Attributes:
-      namespace, name: of it.
-      mutable: it writes to an argument.
-      by_shapes: results have shapes that no numbers of a tensor change.
-      idle: what it gives are views of what it is given.
-      flops: of its arguments and `out_val`; None: it has no matrix product.
+      namespace, name: its namespace and name.
+      mutable: whether it writes to an argument.
+      by_shapes: whether the shapes of results do not depend on values of tensors.
+      idle: whether its results are views of its arguments.
+      flops: (arguments, `out_val`) -> FLOPs; None: it has no matrix product.
     """
 
     namespace: str
@@ -52,7 +52,7 @@ class OperatorWork(NamedTuple):
 
 @functools.cache
 def operator_facts(func: Any) -> Operator:
-    """Facts of an operator, found once."""
+    """Facts of an operator, cached."""
     namespace, _, name = func._schema.name.partition("::")
     own = _FORMULAS.get(func.overloadpacket)
     packet = func.overloadpacket
@@ -65,7 +65,7 @@ def operator_facts(func: Any) -> Operator:
 def work_of(
     func: Any, operator: Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
 ) -> OperatorWork | None:
-    """Work of one call; None: there is none."""
+    """Work of one call; None: no work."""
     flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
     if not flops and operator.idle:
         return None
@@ -88,23 +88,23 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
-    """FLOPs of the two matrix products of `varlen_attention`: of the pairs of a token and one that it sees."""
+    """FLOPs of the two matrix products of `varlen_attention`: over pairs of a token and one it attends to."""
     pairs = int(RowCost(1.0, window or None).work(offsets.diff().numpy()).sum()) / UNIT - int(offsets[-1])
     return 4 * q.shape[1] * q.shape[2] * pairs
 
 
 def _ringed(q: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
-    """FLOPs of the two matrix products of a part of ring attention: of the pairs of a token and one that it sees."""
+    """FLOPs of the two matrix products of a part of ring attention: over pairs of a token and one it attends to."""
     return 4.0 * q.shape[1] * q.shape[2] * seen_pairs(offsets, first, source, q.shape[0], window)
 
 
 def _grouped_flops(x: Tensor, columns: int, ends: Tensor) -> float:
-    """FLOPs of the rows that belong to a group; of all where it is not known which do."""
+    """FLOPs of the rows that belong to a group; of all rows if that is unknown."""
     rows = x.shape[0] if isinstance(ends, FakeTensor) else int(ends[-1])
     return 2.0 * rows * x.shape[1] * columns
 
 
-_FORMULAS = {  # of operators that torch has none of, or a wrong one
+_FORMULAS = {  # of operators for which torch has no formula, or a wrong one
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
     ),
@@ -127,7 +127,7 @@ _FORMULAS = {  # of operators that torch has none of, or a wrong one
         up, cache, rest[5], rest[6]
     ),
 }
-_BYTES = {  # of operators that read less than all that they are given
+_BYTES = {  # of operators that do not read all of their arguments
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
     torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_bytes(
         q, latent, up, cache, rest[5]

@@ -1,7 +1,7 @@
-"""Results of operators on fake tensors, remembered by the shapes of what they are given.
+"""Results of operators on fake tensors, cached by the shapes of their arguments.
 
 The layers and micro-batches of a trace repeat the same few hundred operators tens of thousands of times. A fake
-tensor's own dispatch takes a fifth of a millisecond each time; what is remembered is made again in half of that.
+tensor's own dispatch takes a fifth of a millisecond each time; a cached result takes half of that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 HOST = torch.device("cpu")
-IN_PLACE = "in place"  # remembered of an operator that writes to its first argument and changes no shape
-RESHAPES = ("resize", "set_", "squeeze_", "transpose_", "swap", "t_")  # how the names of those begin that do
+IN_PLACE = "in place"  # entry of an operator that writes to its first argument and changes no shape
+RESHAPES = ("resize", "set_", "squeeze_", "transpose_", "swap", "t_")  # prefixes of those that change shapes
 
 
 class _Known(NamedTuple):
@@ -33,7 +33,7 @@ class _Known(NamedTuple):
 
 
 class _Several(NamedTuple):
-    """Results of an operator that gives some, in a list or a tuple."""
+    """Results of an operator that returns a list or a tuple."""
 
     kind: type
     results: tuple[_Known, ...]
@@ -43,24 +43,24 @@ _Result = _Known | _Several | torch.dtype | str | None
 
 
 class ShapeMemo:
-    """Runs operators in a fake mode, each once for arguments of equal shapes.
+    """Runner of operators in a fake mode, once for each combination of argument shapes.
 
     Args:
-      fake: the mode.
-      known: what is remembered, which modes may share: it is of shapes and of no tensor.
+      fake: the fake mode.
+      known: the cache, which modes may share, since it holds shapes and no tensors.
     """
 
     def __init__(self, fake: FakeTensorMode, known: dict[Any, _Result] | None = None) -> None:
         self.fake = fake
         self.known = {} if known is None else known
         with fake:
-            self._of_every = dict(torch.empty(0).__dict__)  # what each fake tensor of the mode has beside its shape
+            self._of_every = dict(torch.empty(0).__dict__)  # attributes of every fake tensor of the mode
 
     def run(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
-        """The result of an operator whose arguments have a fake tensor among them.
+        """The result of an operator with at least one fake tensor among its arguments.
 
         Args:
-          key: of `scan`; None: it is not to be remembered.
+          key: key from `scan`; None: do not cache.
         """
         known = None if key is None else self.known.get(key)
         if isinstance(known, _Known):
@@ -91,7 +91,7 @@ class ShapeMemo:
 
 
 def _described(func: Any, args: tuple, out: Any) -> _Result:
-    """Description of a result; None: it is not of a kind that can be made again."""
+    """Description of a result; None: it cannot be recreated from one."""
     if isinstance(out, torch.dtype):
         return out
     if func._schema.is_mutable:
@@ -108,7 +108,7 @@ def _described(func: Any, args: tuple, out: Any) -> _Result:
         return None
     offset = out.storage_offset()
     storage = out.untyped_storage()
-    # An operator that copies only where it must does so by the shapes, strides and types that it is given.
+    # An operator that copies only if needed decides so by shapes, strides and dtypes.
     view = isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
     if not view and (
         func.is_view or offset or _may_alias(out, args) or storage.nbytes() != out.numel() * out.element_size()
@@ -118,7 +118,7 @@ def _described(func: Any, args: tuple, out: Any) -> _Result:
 
 
 def _may_alias(out: Tensor, args: tuple) -> bool:
-    """True if a result is the storage of an argument, as of an operator that copies only where it must."""
+    """True if a result shares the storage of an argument, as with an operator that copies only if needed."""
     storage = out.untyped_storage()._cdata
     return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == storage for x in args)
 
@@ -127,8 +127,8 @@ class Scan(NamedTuple):
     """Arguments of an operator.
 
     Attributes:
-      key: shapes, strides and types of tensors, and other values; None: one cannot be compared.
-      fake, real: whether there are tensors that are fake, and others.
+      key: shapes, strides and types of tensors, and other values; None: a value cannot be compared.
+      fake, real: whether there are fake tensors, and real ones.
     """
 
     key: Any
@@ -143,7 +143,7 @@ def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
       func: the operator.
       args: of the call.
       kwargs: of the call.
-      by_shapes: whether the shapes of its results depend on no tensor's values.
+      by_shapes: whether the shapes of its results do not depend on values of tensors.
     """
     parts: list[Any] = [func]
     kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
@@ -158,7 +158,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def _scan(values: Any, parts: list[Any]) -> int:
-    """Append what values are compared by; return the flags of the values, as a sum."""
+    """Append the parts of the key; return the flags of the values, as a sum."""
     kinds = _COMPARABLE
     for value in values:
         kind = type(value)

@@ -1,10 +1,10 @@
-"""Counts of bytes, FLOPs and messages of a program while it runs on tensors without memory.
+"""Count bytes, FLOPs and messages of a program while it runs on tensors without memory.
 
-`Tracer` stands between the program and its kernels. Weights are fake tensors: they have a shape and no numbers, and so
-has whatever is computed of them. Token ids, masks and row numbers are real, because the program looks at them. The
-tracer counts live bytes (every storage from its first tensor to its last), FLOPs, and what collectives send.
+`Tracer` intercepts every operator of the program. Weights, and everything computed from them, are fake tensors, which
+have a shape but no values. Token ids, masks and row numbers are real, because the program reads them. The tracer counts
+live bytes (every storage from its first tensor to its last), FLOPs, and traffic of collectives.
 
-With `real=True` nothing is faked: the same count of a run that really computes.
+With `real=True` nothing is faked: it counts a program that really computes.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, 
 from funrl.optim.base import Transformation
 
 _aten = torch.ops.aten
-_ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # to pack and unpack what is sent
+_ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # used to pack and unpack messages
 
 
 @functools.cache
 def _results() -> dict:
-    """Results of operators that all traces of this process remember: meshes and depths repeat most of them."""
+    """Cache of operator results shared by all traces of this process: meshes and depths repeat most of them."""
     return {}
 
 
 @functools.cache
 def _works() -> dict:
-    """Work of operators by what they are given, likewise."""
+    """Cache of the work of operators by their arguments, shared in the same way."""
     return {}
 
 
 class _Message(NamedTuple):
-    """A collective that is under way; `begun`: after so many seconds of kernels of the phase."""
+    """A collective in flight; `begun`: seconds of the phase's kernels before it started."""
 
     key: tuple[str, str]
     nbytes: float
@@ -56,7 +56,7 @@ class Tracer(TorchDispatchMode):
     """Dispatch mode that counts memory, FLOPs and traffic. Phases are marked through `phase`, as by `Clock.phase`.
 
     Args:
-      hardware: the device whose seconds are counted.
+      hardware: the device for which seconds are counted.
       weights: shapes of parameters, which identify gradients and weights in another dtype.
       logits: sizes of the vocabulary, of a rank and of all ranks; [tokens, vocabulary] are logits.
       cache: the shape of a layer's keys.
@@ -74,7 +74,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.fake = None if real else FakeTensorMode(allow_non_fake_inputs=True)
         if self.fake is not None:
-            self.fake.cache_enabled = False  # what repeats is remembered by shapes
+            self.fake.cache_enabled = False  # repeated results are cached by shapes
         self.memo = None if self.fake is None else ShapeMemo(self.fake, _results())
         self.hardware = hardware
         self.logits = frozenset(logits)
@@ -87,13 +87,13 @@ class Tracer(TorchDispatchMode):
         self.now = Costs()
         self.highest = {}
         self.part = "other"
-        self.under_way: dict[int, _Message] = {}  # by the storage of what will arrive
+        self.under_way: dict[int, _Message] = {}  # by the storage of the result
         self.learns = False
         self.optimizes = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled under it, and the guard costs more than what it guards
+        return False  # nothing is compiled under it, and the guard costs more than the call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -119,7 +119,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _is_free(self, func: Any, args: tuple, outs: Sequence[Tensor]) -> bool:
-        """True for a copy that an accelerator does not make: a CPU multiplies 16-bit weights through one in float32."""
+        """True for a copy that an accelerator does not make: a CPU multiplies 16-bit weights through a float32 copy."""
         if func is not _aten._to_copy.default or self.fake is None or not self.hardware.accelerator:
             return False
         source = self.live.get(args[0].untyped_storage()._cdata)
@@ -201,7 +201,7 @@ class Tracer(TorchDispatchMode):
         if not x.is_floating_point():
             return "batch"
         if func.namespace == "_c10d_functional":
-            if x.dim() > 2:  # hidden states of a row, that tensor ranks gather or sum
+            if x.dim() > 2:  # hidden states of a row, which tensor ranks gather or sum
                 return "activations"
             summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
             return "gradients" if summed else "staging"
@@ -221,7 +221,7 @@ class Tracer(TorchDispatchMode):
         return "logits" if x.dim() == 2 and shape[1] in self.logits else "activations"
 
     def _run(self, func: Any, operator: Operator, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """The result, and a key that calls with the same work share; None: the work is not known."""
+        """The result, and a key shared by calls with the same work; None: the work is unknown."""
         if self.memo is None:
             return func(*args, **kwargs), None
         key, faked, real = scan(func, args, kwargs, operator.by_shapes)
@@ -236,10 +236,10 @@ class Tracer(TorchDispatchMode):
             args = positions
             key = scan(func, positions, kwargs, operator.by_shapes).key
         out = self.memo.run(func, args, kwargs, key)
-        # A real tensor that was written to stays the tensor that the program goes on with.
+        # A real tensor that was written to must stay the program's own tensor.
         if operator.mutable and args and not isinstance(args[0], (FakeTensor, list)):
             return args[0], None
-        return out, None if real and operator.flops is not None else key  # whose numbers may decide how much there is
+        return out, None if real and operator.flops is not None else key  # the amount of work may depend on its values
 
     def _count_message(self, func: Any, operator: Operator, args: tuple, outs: Sequence[Tensor]) -> None:
         if func is torch.ops._c10d_functional.wait_tensor.default:
@@ -257,8 +257,8 @@ class Tracer(TorchDispatchMode):
         """Add the work of a call to the phase.
 
         Args:
-          key: the same for calls with the same work; None: the work of this call has to be counted.
-          count_work: counts it.
+          key: shared by calls with the same work; None: count the work of this call.
+          count_work: () -> work.
         """
         works = _works()
         if key is None:

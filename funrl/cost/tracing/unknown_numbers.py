@@ -69,9 +69,9 @@ _SPECIAL: dict[Any, Callable] = {  # stand-in results for values that do not exi
     _aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
     _aten.masked_select.default: lambda x, mask: x[mask],
     torch.ops.funrl.choose_experts.default: lambda probs, k: (
-        torch.arange(probs.shape[0] * k).view(-1, k) % probs.shape[1]  # all alike
+        torch.arange(probs.shape[0] * k).view(-1, k) % probs.shape[1]  # the same for all tokens
     ),
-    _aten.searchsorted.Tensor: lambda ordered, x, **_: torch.arange(x.numel()).view(x.shape),  # each its own place
+    _aten.searchsorted.Tensor: lambda ordered, x, **_: torch.arange(x.numel()).view(x.shape),  # each at its own index
 }
 
 

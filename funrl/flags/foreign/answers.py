@@ -1,6 +1,6 @@
-"""Names of TRL and verl where a flag of this library is expected: an error that gives ours, with the value that it has.
+"""Names of TRL and verl given instead of this library's flags: the error gives our flag with its value.
 
-All names of a command line, or of a call of `funrl.train`, are answered at once.
+One error answers all names of a command line, or of a call of `funrl.train`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import Flag, SettingsError
 
 DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
-TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that say too little alone
-MOST_RECIPES = 4  # that a message names
+TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that are ambiguous alone
+MOST_RECIPES = 4  # limit of recipes named in a message
 
 
 class NameAnswer(NamedTuple):
-    """Answer to a name of another library.
+    """The answer to a name of another library.
 
     Attributes:
-      name: of theirs.
-      value: its text.
-      library: whose name it is; "" if it is nobody's.
-      meaning: what it means here.
+      name: their name.
+      value: text of its value.
+      library: library that has the name; "" if none has.
+      meaning: its meaning here.
     """
 
     name: str
@@ -39,7 +39,7 @@ class NameAnswer(NamedTuple):
 
     @property
     def works(self) -> bool:
-        """True if something here has its meaning."""
+        """True if this library has an equivalent."""
         return self.meaning.effect is Effect.SAME
 
     @property
@@ -59,7 +59,7 @@ def flag_in(text: str) -> str:
 
 
 def names_given(words: Sequence[str]) -> dict[str, str]:
-    """Names with their values in words of a command line; names with dots need no dashes.
+    """Names and values in the words of a command line; names with dots need no dashes.
 
     >>> names_given(["--beta=0.1", "--bf16", "--epsilon", "0.2", "data.seed=3"])
     {'beta': '0.1', 'bf16': 'true', 'epsilon': '0.2', 'data.seed': '3'}
@@ -83,13 +83,13 @@ def names_given(words: Sequence[str]) -> dict[str, str]:
 def check_names(
     given: Mapping[str, str], known: Mapping[str, Flag | None], context: NameContext, python: bool = False
 ) -> None:
-    """Refuse names of other libraries with ours instead, and names that are nearly one.
+    """Refuse names of other libraries, suggesting ours, and misspelt names.
 
     Args:
-      given: names and the texts of their values; flags may be among them.
+      given: names and texts of their values, which may include flags.
       known: all flags.
-      context: what a meaning may depend on; `theirs` plays no part.
-      python: the names are keywords of a function, which refuses every other name too.
+      context: what a meaning may depend on; `theirs` is ignored.
+      python: whether the names are keywords of a function; then every unknown name is refused.
 
     Raises:
       SettingsError: there is such a name.
@@ -114,7 +114,7 @@ def check_names(
 
 
 def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[NameAnswer]:
-    """Answers to the names that are another library's."""
+    """Answers to the names of other libraries."""
     of_trl = context._replace(theirs=unknown)
     given = {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
     of_verl = context._replace(theirs={"data.train_batch_size": str(context.ours["batch_prompts"])} | given)
@@ -129,7 +129,7 @@ def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[Nam
 
 
 def _name_of_verl(name: str) -> str:
-    """The full name of verl's that this is, or whose last part it is; "" where there is none, or a recipe has it."""
+    """verl's full name for a name or its last part; "" if there is none, or a recipe has an argument of this name."""
     if name in VERL or "." in name:
         return name if name in VERL else ""
     full = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
@@ -137,7 +137,7 @@ def _name_of_verl(name: str) -> str:
 
 
 def _is_of_use(answer: NameAnswer, known: Mapping[str, Any]) -> bool:
-    """True if an answer names known flags. Commands that make no run answer only with flags of their own."""
+    """True if an answer names known flags. Commands other than runs answer only with their own flags."""
     return set(answer.flags) <= set(known) and ("steps" in known or bool(answer.flags) or not answer.library)
 
 
@@ -157,14 +157,14 @@ def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) ->
 
 
 def _written(flags: Mapping[str, str], known: Mapping[str, Flag | None], python: bool) -> str:
-    """Flags as a command line or a call in Python has them."""
+    """Flags as written on a command line or in a Python call."""
     if not python:
         return " ".join(f"--{name}={shlex.quote(text)}" for name, text in flags.items())
     return ", ".join(f"{name}={_literal(known[name], text)}" for name, text in flags.items())
 
 
 def _literal(flag: Flag | None, text: str) -> str:
-    """The value of a flag as Python writes it; one that the flag refuses stays as it is."""
+    """The value of a flag as a Python literal; a value that the flag refuses is returned unchanged."""
     try:
         return repr(flag.parse(text)) if flag is not None else text
     except ValueError:
@@ -172,7 +172,7 @@ def _literal(flag: Flag | None, text: str) -> str:
 
 
 def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameContext, python: bool) -> str:
-    """The flag that is meant by a name that nobody has, after "; "; "" where none is near."""
+    """A hint at the flag meant by an unknown name, after "; "; "" if none is near."""
     dashes = "" if python else "--"
     if name.lower() in known:
         return f"; did you mean {dashes}{name.lower()}?"

@@ -28,27 +28,27 @@ from funrl.flags.foreign.values import DifferentError, is_none, is_same
 VERL_ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
-ESTIMATORS = {  # of adv_estimator
+ESTIMATORS = {  # by adv_estimator
     **{name: name for name in ("grpo", "remax", "opo", "reinforce_plus_plus", "gpg", "gdpo")},
     **dict.fromkeys(("rloo", "rloo_vectorized"), "rloo"),
     "gae": "ppo",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
     "optimal_token_baseline": "otb",
 }
-LOSS_RECIPES = {  # of policy_loss.loss_mode
+LOSS_RECIPES = {  # by policy_loss.loss_mode
     **{name: name for name in ("gspo", "sapo", "cispo")},
     **dict.fromkeys(("dppo_tv", "dppo_kl"), "dppo"),
     "geo_mean": "gmpo",
 }
-RAW_ALONE = {"grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}  # give the only row of a prompt its reward
-OTHER = {  # recipes that compute something else than verl
+RAW_ALONE = {"grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}  # give a prompt's only row its raw reward
+OTHER = {  # recipes that differ from verl's computation
     "gdpo": "verl takes the last deviation over tokens, here it is over rows",
     "gpg": "verl counts the rows whose reward is not 0, here those of groups with unequal rewards; its default loss is "
     "the clipped one",
     "gmpo": "verl's loss grows with the number of micro-batches",
     "opo": "verl takes the clipped loss, here it is the plain policy gradient",
 }
-REDUCTIONS = {  # of a recipe's loss, by verl's names
+REDUCTIONS = {  # verl's name -> reduction of a recipe's loss
     **dict.fromkeys(("rloo", "remax", "opo"), "seq-mean-token-sum"),
     **dict.fromkeys(("gspo", "sapo", "gmpo", "gdpo"), "seq-mean-token-mean"),
     "dr_grpo": "seq-mean-token-sum-norm",
@@ -69,7 +69,7 @@ def recipe_of(theirs: Mapping[str, str]) -> str:
     recipes |= {("grpo", name): recipe for name, recipe in LOSS_RECIPES.items()}
     recipes |= {("grpo", "vanilla"): "dr_grpo" if undivided else "grpo", ("gpg", "gpg"): "gpg"}
     if (estimator, loss) not in recipes:
-        raise DifferentError(f"adv_estimator={estimator} with loss_mode={loss}: `funrl --help` lists what there is")
+        raise DifferentError(f"adv_estimator={estimator} with loss_mode={loss}: `funrl --help` lists all recipes")
     return recipes[estimator, loss]
 
 
@@ -78,7 +78,7 @@ def _recipe(text: str, context: NameContext) -> str:
 
 
 def _is_only_completion(text: str, context: NameContext) -> bool:
-    """verl's estimator makes something else of a prompt's only completion, and prompts have one."""
+    """True if prompts have one completion and verl's estimator treats it differently."""
     estimator = context.theirs.get("algorithm.adv_estimator", "grpo").lower()
     return estimator in RAW_ALONE and is_same(context.theirs.get(f"{VERL_ROLLOUT}.n", "2"), "1")
 
@@ -103,7 +103,7 @@ estimator_recipe = first_of(
 
 
 def sampler(text: str, context: NameContext) -> str:
-    """The field with log-probabilities of the policy that has sampled."""
+    """The field with log-probabilities of the sampling policy."""
     return "rollout_logp" if context.is_on(f"{CORRECTION}.bypass_mode") else "old_logp"
 
 
@@ -157,7 +157,7 @@ _given_kind = text_given(f"{ACTOR}.kl_loss_type", "low_var_kl")
 
 
 def _kl_kind(text: str, context: NameContext) -> str:
-    """The estimator of the KL, "" where verl's has no equal."""
+    """The estimator of the KL; "" if verl's has no equivalent."""
     kind = _given_kind(text, context)
     name = KL_ESTIMATORS.get(kind.rstrip("+"), "")
     return name + "+" * (kind.endswith("+") and bool(name))
@@ -222,7 +222,7 @@ def _is_own_reduction(text: str, context: NameContext) -> bool:
 
 
 def _adds_terms(text: str, context: NameContext) -> bool:
-    """The loss has a KL or an entropy bonus."""
+    """True if the loss has a KL or an entropy bonus."""
     entropy = context.theirs.get(f"{ACTOR}.entropy_coeff", "0")
     return _uses_kl_loss(text, context) or not is_same(entropy, "0")
 
@@ -273,7 +273,7 @@ aggregation = first_of(
 
 
 def _uses_correction(text: str, context: NameContext) -> bool:
-    """verl corrects the loss for the gap between engine and trainer."""
+    """True if verl corrects the loss for the gap between engine and trainer."""
     weighs = any(context.given(f"{CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs"))
     return weighs or (context.recipe != "dppo" and context.is_on(f"{CORRECTION}.bypass_mode"))
 
@@ -305,14 +305,14 @@ def _actor_value(name: str, default: str, context: NameContext) -> str:
 
 
 def as_actor(name: str, default: str) -> NameRule:
-    """A value of the critic that is the actor's here."""
+    """A value of the critic that is shared with the actor here."""
 
     def is_other(text: str, context: NameContext) -> bool:
         actor = _actor_value(name, default, context)
         return context.recipe in ("ppo", "vapo") and not (is_same(text, actor) or is_none(text))
 
     def reason(text: str, context: NameContext) -> str:
-        return f"critic and policy have one value here, {_actor_value(name, default, context)} of the actor"
+        return f"critic and policy share one value here, the actor's {_actor_value(name, default, context)}"
 
     return first_of((is_other, different(reason)))
 

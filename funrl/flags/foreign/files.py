@@ -1,8 +1,8 @@
-"""Files of other libraries read as names and texts: YAML with Hydra's references, JSON, and shell scripts.
+"""Read files of other libraries as names and texts: YAML with Hydra's references, JSON, and shell scripts.
 
-What a script assigns is filled in as a shell would: `$NAME`, `${NAME}`, `${NAME:-default}` and `$((1024 * 2))`. A
-value that depends on anything else, such as an argument, a command or an assignment inside an `if`, stays as it is
-written; `is_unresolved` finds such values.
+Variables of a script are expanded as in a shell: `$NAME`, `${NAME}`, `${NAME:-default}` and `$((1024 * 2))`. A value
+that depends on anything else, such as an argument, a command or an assignment inside an `if`, stays as written;
+`is_unresolved` detects such values.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def flattened(path: str) -> dict[str, str]:
         raise SettingsError(f"{path}: {' '.join(str(error).split())}") from error
     content = {name: x for name, x in values.items() if x is not None}
     if not content:
-        raise SettingsError(f"{path}: there is no argument of TRL or verl in it")
+        raise SettingsError(f"{path}: it has no argument of TRL or verl")
     return content
 
 
 def is_unresolved(text: str) -> bool:
-    """True for a value that depends on what the file does not say."""
+    """True for a value that depends on something outside the file."""
     return "$" in text or "`" in text
 
 
@@ -83,7 +83,7 @@ def _text(value: Any) -> str:
 
 
 def _resolved(text: str, nested: Mapping[str, Any], place: Sequence[str], depth: int = 0) -> str | None:
-    """A value with Hydra's references looked up; None where it is not given, or names what no part of the file has."""
+    """A value with Hydra's references resolved; None if it is not given, or refers to a missing part of the file."""
     reference = re.fullmatch(r"\$\{(oc\.select:)?(\.*)([\w.]+)(?:,(.*))?\}", text)
     if depth > 8:
         return text
@@ -115,7 +115,7 @@ def read_script(text: str) -> dict[str, str]:
         elif assigned:
             variables[assigned[1]] = _unclear(shell_expanded(assigned[2], variables), depth)
         elif word.endswith(".py") or (number and words[number - 1] == "trl"):
-            flags = _trainer_of(word)  # what came before is for the launcher
+            flags = _trainer_of(word)  # earlier words are for the launcher
         elif name := flag_in(word):
             after = words[number + 1] if number + 1 < len(words) else "--"
             value = word.split("=", 1)[1] if "=" in word else "true" if after.startswith("--") else after
@@ -133,13 +133,13 @@ def is_plain_config(name: str) -> bool:
 
 
 def _trainer_of(word: str) -> dict[str, str]:
-    """The trainer that TRL's command or script of this name runs."""
+    """The trainer that a command or script of TRL runs."""
     trainer = re.search(r"(?:^|/)(grpo|rloo|dpo|kto|cpo|orpo|gkd|sft|reward)(?:\.py)?$", word)
     return {"recipe": "reward_model" if trainer[1] == "reward" else trainer[1]} if trainer else {}
 
 
 def _words(text: str) -> list[str]:
-    """The words of a script; arithmetic and commands that it substitutes are one word each."""
+    """The words of a script; an arithmetic or command substitution is one word."""
     text = re.sub(r"\$\(\((.*?)\)\)", lambda match: "$((" + re.sub(r"\s", "", match[1]) + "))", text)
     text = re.sub(r"\$\((?!\()([^()]*)\)", lambda match: "$(" + re.sub(r"\s", "_", match[1]) + ")", text)
     try:
@@ -151,12 +151,12 @@ def _words(text: str) -> list[str]:
 
 
 def _unclear(value: str, depth: int) -> str:
-    """The value, marked where only some runs of the script have it."""
+    """The value, marked if only some runs of the script have it."""
     return f"$(if ...: {value})" if depth > 0 else value
 
 
 def shell_expanded(text: str, variables: Mapping[str, str]) -> str:
-    """A shell's text with what is known filled in.
+    """Expand known variables in a shell's text.
 
     >>> shell_expanded("${SIZE:-8}/$((2 * N))", {"N": "3"})
     '8/6'
@@ -176,7 +176,7 @@ def shell_expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _computed(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """The number of an arithmetic expansion, or its text where it is of something else than known whole numbers."""
+    """The number of an arithmetic expansion, or its text if its operands are not known whole numbers."""
 
     def number(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):

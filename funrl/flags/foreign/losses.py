@@ -1,6 +1,6 @@
-"""Arguments of TRL 1.16 that decide a loss, by what its trainers compute: which recipe, and which of its arguments.
+"""Arguments of TRL 1.16 that determine a loss: which recipe it is, and which of its arguments.
 
-Those of preferences alone are in `preferences`.
+`preferences` has those of preference losses.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from funrl.flags.foreign.sizes import accumulates, micro_batch_count, trl_batch,
 from funrl.flags.foreign.values import DifferentError, is_none, is_same, is_true, number_text
 from funrl.trainer.settings.declaration import NONE
 
-GROUPED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo")  # the recipes that GRPOTrainer's losses are
-OWN_BETA = ("dpo", "kto", *CONTRASTS, "gkd", "online_dpo")  # whose beta is TRL's beta
+GROUPED = ("grpo", "dr_grpo", "gspo", "cispo", "sapo")  # recipes for GRPOTrainer's losses
+OWN_BETA = ("dpo", "kto", *CONTRASTS, "gkd", "online_dpo")  # recipes whose beta is TRL's beta
 
 
 def recipe_of_trainer(trainer: str, theirs: Mapping[str, str]) -> str:
@@ -57,7 +57,7 @@ _LOSS_IS_RECIPE = different(
 
 
 def _makes_updates(text: str, context: NameContext) -> bool:
-    """A pass makes several optimizer steps."""
+    """True if a pass makes several optimizer steps."""
     return updates_of_a_pass(context) > 1
 
 
@@ -87,11 +87,11 @@ _SEQUENCE_LOSS = first_of(
 
 
 def _is_in_loss(text: str, context: NameContext) -> bool:
-    """The KL is in the loss and no ratio weighs it."""
+    """True if the KL is in the loss, without a ratio as weight."""
     return is_same(text, "0") or not context.is_on("use_bias_correction_kl", "true")
 
 
-# Of a preference loss its own, else the factor of a KL to the reference.
+# The beta of a preference loss, else the factor of a KL to the reference.
 beta = first_of(
     (
         recipe_is("orpo"),
@@ -102,9 +102,9 @@ beta = first_of(
     (negated(takes("kl_coef")), different("{recipe} has no KL to a reference, so no --kl_coef")),
     (
         recipe_is("rloo", "ppo"),
-        same("kl_coef", difference="the KL is taken off the reward, with k1 as estimator, as TRL's"),
+        same("kl_coef", difference="the KL is subtracted from the reward, with estimator k1, as in TRL"),
     ),
-    (_is_in_loss, same("kl_coef", difference="the KL is in the loss, with k3 as estimator, as TRL's")),
+    (_is_in_loss, same("kl_coef", difference="the KL is in the loss, with estimator k3, as in TRL")),
     (
         takes("kl_bias_corrected"),
         becomes("k3 in the loss, times the ratio, as TRL's", kl_coef="{text}", kl_bias_corrected="true"),
@@ -115,7 +115,7 @@ beta = first_of(
 )
 
 
-# The weight of TRL's KL by the ratio, on or off.
+# TRL's switch that weights the KL by the ratio.
 kl_correction = first_of(
     (
         lambda text, context: is_same(context.theirs.get("beta", "0"), "0"),
@@ -126,7 +126,7 @@ kl_correction = first_of(
 
 
 def _cispo_clip(text: str, context: NameContext) -> Meaning:
-    """The upper bound alone, which is the ratio itself."""
+    """TRL's cispo has only the upper bound, given as a ratio."""
     name = "epsilon_high" if context.given("epsilon_high") else "epsilon"
     bound = context.number(name, text)
     if bound < 1:
@@ -153,7 +153,7 @@ def _highest_ratio(context: NameContext) -> Fraction:
     return 1 + context.number("epsilon_high" if context.given("epsilon_high") else "epsilon", "0.2")
 
 
-# The bound of an unclipped ratio, which acts on negative advantages alone if it is above 1 + epsilon_high.
+# The bound of an unclipped ratio; above 1 + epsilon_high it affects only negative advantages.
 delta = first_of(
     (is_unset, takes("dual_clip"), becomes(dual_clip=NONE)),
     (is_unset, becomes()),
@@ -191,7 +191,7 @@ ratio_level = first_of(
 
 
 def _is_mean_of_means(text: str, context: NameContext) -> bool:
-    """TRL's bonus is another mean than the loss."""
+    """True if TRL reduces the bonus by another mean than the loss."""
     over_tokens = context.theirs.get("loss_type", "dapo") in ("dapo", "bnpo", "cispo")
     return not over_tokens or micro_batch_count(context) > 1
 
@@ -257,7 +257,7 @@ _OWN_SAMPLES = {
     "samples_per_prompt": "1",
     "minibatches": "1",
 }
-# The share of a student's own samples in GKD.
+# The share of the student's own samples in GKD.
 lmbda = first_of(
     (
         negated(equal("1")),

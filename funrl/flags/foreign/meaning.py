@@ -1,10 +1,10 @@
-"""Rules that say what a name of another library means here; its tables are made of them.
+"""Rules for the meaning of another library's names; the tables of names consist of them.
 
-A rule is a function of a value's text and of what is given beside it. `first_of` joins rules to a decision table:
+A rule is a function of a value's text and its context. `first_of` joins rules into a decision table:
 
     first_of((recipe_is("sapo"), no_effect("sapo has a gate and no clip")), same("clip_low"))
 
-A text of a rule may name `{text}`, the value, and `{recipe}`; a function of the value and the context computes others.
+A rule's text may contain `{text}`, the value, and `{recipe}`; a function of value and context may compute it instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from funrl.flags.foreign.values import DifferentError, is_none, is_same, is_true
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
 
-# Recipes that sample nothing.
+# Recipes that do not sample.
 TEXT_RECIPES = frozenset(
     {
         *("sft", "eaft", "asft", "dpo", "simpo", "cpo", "orpo", "alphapo", "tpo", "kto"),
@@ -27,10 +27,10 @@ TEXT_RECIPES = frozenset(
 
 
 class Effect(Enum):
-    """Effect of leaving a value of theirs to the flags of its meaning.
+    """Effect of replacing their value by the flags of its meaning.
 
-    SAME: the run is the same; NO_EFFECT: so it is, since the value decides no number that a run learns from;
-    DIFFERENT: no flags make the same run.
+    SAME: the run is the same; NO_EFFECT: the same, since the value does not affect training; DIFFERENT: no flags give
+      the same run.
     """
 
     SAME = "same"
@@ -42,9 +42,9 @@ class Meaning(NamedTuple):
     """Meaning of a name of another library.
 
     Attributes:
-      flags: names and texts of flags; none where it is what a run does anyway; the nearest ones if it is different.
-      difference: what is not quite the same, or how a number was computed; "" where nothing is.
-      effect: whether a run with these flags is theirs.
+      flags: names and texts of flags; empty if a run behaves so anyway; the nearest ones if it is different.
+      difference: small differences, or how a number was computed; "" if there is nothing to say.
+      effect: whether a run with these flags equals theirs.
     """
 
     flags: Mapping[str, str]
@@ -56,12 +56,12 @@ class NameContext(NamedTuple):
     """Everything that a meaning may depend on.
 
     Attributes:
-      theirs: all names that are given, with their texts.
+      theirs: all given names, with their texts.
       ours: values of this library's flags.
       arguments: names of the recipe's arguments.
-      recipe: its name.
+      recipe: name of the recipe.
       records: prompts, pairs or demonstrations of the training data; None: not known.
-      complete: `theirs` is a complete configuration, with the defaults of the other library.
+      complete: whether `theirs` is a complete configuration, with the other library's defaults.
     """
 
     theirs: Mapping[str, str]
@@ -72,11 +72,11 @@ class NameContext(NamedTuple):
     complete: bool = False
 
     def given(self, name: str) -> bool:
-        """True if a name of theirs has a value that is not none."""
+        """True if their name has a value other than none."""
         return not is_none(self.theirs.get(name, "none"))
 
     def is_on(self, name: str, default: str = "false") -> bool:
-        """Truth of a name of theirs. Raises: DifferentError."""
+        """The value of their name as a bool. Raises: DifferentError."""
         return is_true(self.theirs[name] if self.given(name) else default)
 
     @property
@@ -86,14 +86,14 @@ class NameContext(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks with rows of their own, on the mesh of the flags."""
+        """Number of ranks with separate rows, on the mesh of the flags."""
         try:
             return devices(parse(str(self.ours["mesh"])), [SHORT[s] for s, axis in SHORT.items() if axis in ROW_AXES])
         except MeshError as error:
             raise DifferentError(str(error)) from error
 
     def number(self, name: str, default: str) -> Fraction:
-        """The number that a name of theirs has. Raises: DifferentError."""
+        """The value of their name as a number. Raises: DifferentError."""
         text = self.theirs.get(name, default)
         try:
             return Fraction(text)
@@ -107,7 +107,7 @@ Template = str | Callable[[str, NameContext], str]
 
 
 def meaning_of(rule: NameRule, text: str, context: NameContext) -> Meaning:
-    """The meaning of a value; one that cannot be read is different."""
+    """The meaning of a value; a value that cannot be parsed is DIFFERENT."""
     try:
         return rule(text, context)
     except DifferentError as error:
@@ -128,20 +128,20 @@ def _rule(effect: Effect, difference: Template, flags: Mapping[str, Template]) -
 
 
 def becomes(difference: Template = "", /, **texts: Template) -> NameRule:
-    """The same meaning by these flags; by what a run does anyway if there are none."""
+    """The same meaning by these flags; without flags, a run behaves so anyway."""
     return _rule(Effect.SAME, difference, texts)
 
 
 def same(*ours: str, difference: str = "") -> NameRule:
-    """The same value by other names."""
+    """The same value under other names."""
     return becomes(difference, **dict.fromkeys(ours, "{text}"))
 
 
 def no_effect(reason: Template) -> NameRule:
-    """No number of a run depends on the name.
+    """The name has no effect on results.
 
     Args:
-      reason: why, or what decides the same here.
+      reason: why, or what controls the same here.
     """
     return _rule(Effect.NO_EFFECT, reason, {})
 
@@ -160,8 +160,8 @@ def first_of(*rules: Any) -> NameRule:
     """A decision table.
 
     Args:
-      rules: tuples of tests and a rule, which applies where all of them hold, or a rule alone. The first that applies
-        counts; where none does, the value is what a run does anyway.
+      rules: tuples of tests and a rule, which applies if all tests hold, or a rule alone. The first that applies
+        counts; if none does, a run behaves so anyway.
     """
 
     def rule(text: str, context: NameContext) -> Meaning:
@@ -175,42 +175,42 @@ def first_of(*rules: Any) -> NameRule:
 
 
 def equal(*values: str) -> Test:
-    """The value is one of these numbers or words."""
+    """Test: the value is one of these numbers or words."""
     return lambda text, context: any(is_same(text, value) for value in values)
 
 
 def among(*values: str) -> Test:
-    """The text is exactly one of these."""
+    """Test: the text is exactly one of these."""
     return lambda text, context: text in values
 
 
 def negated(test: Test) -> Test:
-    """The test does not hold."""
+    """Test: another test does not hold."""
     return lambda text, context: not test(text, context)
 
 
 def is_unset(text: str, context: NameContext) -> bool:
-    """The value stands for none."""
+    """Test: the value means none."""
     return is_none(text)
 
 
 def is_on(text: str, context: NameContext) -> bool:
-    """The value is true. Raises: DifferentError."""
+    """Test: the value is true. Raises: DifferentError."""
     return is_true(text)
 
 
 def recipe_is(*recipes: str) -> Test:
-    """The run has one of these recipes."""
+    """Test: the run has one of these recipes."""
     return lambda text, context: context.recipe in recipes
 
 
 def takes(argument: str) -> Test:
-    """The recipe has this argument."""
+    """Test: the recipe has this argument."""
     return lambda text, context: argument in context.arguments
 
 
 def turned_on(name: str, default: str = "false") -> Test:
-    """Another name of theirs is on. Raises: DifferentError."""
+    """Test: another name of theirs is on. Raises: DifferentError."""
     return lambda text, context: context.is_on(name, default)
 
 
@@ -223,18 +223,18 @@ def argument(ours: str, reason: str) -> NameRule:
     """An argument of the recipe.
 
     Args:
-      reason: why a recipe may not have it.
+      reason: why a recipe may lack it.
     """
     return first_of((takes(ours), same(ours)), different(f"{{recipe}} has no --{ours}: {reason}"))
 
 
 def optional(rule: NameRule | str) -> NameRule:
-    """A rule, or the name of a flag, of values that are not none."""
+    """A rule, or the name of a flag, for values other than none."""
     return first_of((negated(is_unset), same(rule) if isinstance(rule, str) else rule))
 
 
 def switch(ours: str, yes: str, no: str) -> NameRule:
-    """A flag with one text where theirs is on and another where it is off."""
+    """A flag with one text if theirs is on and another if it is off."""
     return first_of((is_on, becomes(**{ours: yes})), becomes(**{ours: no}))
 
 
@@ -255,15 +255,15 @@ def choice(ours: str, values: Mapping[str, str], reason: str, difference: str = 
 
 
 def default_only(value: str, reason: str) -> NameRule:
-    """One value is what a run does anyway; nothing has the meaning of others."""
+    """One value is a run's normal behaviour; others have no equivalent."""
     return first_of((is_unset, becomes(reason)), (equal(value), becomes(reason)), different(reason))
 
 
 def default_shown(value: str, reason: str) -> NameRule:
-    """One value is what a run does anyway; others would only write or show something else."""
+    """One value is a run's normal behaviour; others would only write or show something else."""
     return first_of((is_unset, becomes(reason)), (equal(value), becomes(reason)), no_effect(reason))
 
 
 def in_file(rule: NameRule, beside_flags: NameRule) -> NameRule:
-    """A name with one rule in a configuration, which has all of its neighbours, and another beside flags."""
+    """A name with one rule in a complete configuration and another one next to flags."""
     return first_of((lambda text, context: context.complete, rule), beside_flags)

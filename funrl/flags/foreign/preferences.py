@@ -1,4 +1,4 @@
-"""Arguments of TRL 1.16 that decide a loss of preferences: DPO, KTO, CPO."""
+"""Arguments of TRL 1.16 that determine a preference loss: DPO, KTO, CPO."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from funrl.flags.foreign.sizes import accumulates, micro_batch_count
 from funrl.flags.foreign.values import DifferentError, is_same, items, number_text
 from funrl.trainer.settings.declaration import NONE
 
-CONTRASTS = ("cpo", "simpo", "alphapo")  # those of CPOTrainer
+CONTRASTS = ("cpo", "simpo", "alphapo")  # recipes of CPOTrainer
 PAIR_LOSSES = {
     "sigmoid": "sigmoid",
     "hinge": "hinge",
@@ -48,7 +48,7 @@ PAIR_LOSSES = {
     "sigmoid_norm": "sigmoid",
 }
 LENGTH_NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
-ORDERED = {"aot", "aot_unpaired"}  # compare the pairs of a micro-batch in their order
+ORDERED = {"aot", "aot_unpaired"}  # sort the pairs of a micro-batch
 SMOOTHED = {"exo_pair", "robust", *ORDERED}  # read label_smoothing
 PLAIN_RATIOS = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *ORDERED, "sft"}  # read no f-divergence
 
@@ -63,7 +63,7 @@ def _loss_types(context: NameContext) -> set[str]:
 
 
 def _has(name: str) -> Test:
-    """The value of another name is not 0."""
+    """Test: the value of another name is not 0."""
     return lambda text, context: not is_same(context.theirs.get(name, "0"), "0")
 
 
@@ -81,7 +81,7 @@ def _pair_weights(text: str, context: NameContext) -> dict[str, Fraction]:
         raise DifferentError(f"loss_weights={','.join(weights)}: numbers are needed") from None
 
 
-# Reasons why a sum of TRL's losses is none of `dpo`'s, each with its test.
+# Reasons why a sum of TRL's losses cannot be one of `dpo`, each with its test.
 _PAIR_PROBLEMS: tuple[tuple[Test, Template], ...] = (
     (
         lambda text, context: bool(_pair_losses(text) & LENGTH_NORMALISED and _pair_losses(text) - LENGTH_NORMALISED),
@@ -98,8 +98,8 @@ _PAIR_PROBLEMS: tuple[tuple[Test, Template], ...] = (
     (
         lambda text, context: bool(_pair_losses(text) & ORDERED) and accumulates(text, context),
         lambda text, context: (
-            f"TRL orders the pairs of each of {micro_batch_count(context)} micro-batches, here those "
-            "of one of --token_budget"
+            f"TRL sorts the pairs of each of {micro_batch_count(context)} micro-batches; here those of one "
+            "micro-batch of --token_budget are sorted"
         ),
     ),
     (

@@ -1,4 +1,4 @@
-"""verl's sizes of a batch and lengths of a run, which count prompts, steps and epochs."""
+"""verl's batch sizes and run lengths, which count prompts, steps and epochs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def minibatch_count(text: str, context: NameContext) -> str:
-    """Mini-batches of a pass. Raises: DifferentError."""
+    """Number of mini-batches per pass. Raises: DifferentError."""
     prompts = context.number("data.train_batch_size", "1024")
     size = context.number(f"{ACTOR}.ppo_mini_batch_size", "256")
     return whole(prompts / size, f"--minibatches ({prompts} prompts / {size})")
@@ -36,7 +36,7 @@ def updates_of_batch(context: NameContext) -> Fraction:
 
 
 def makes_several_updates(text: str, context: NameContext) -> bool:
-    """A step makes several optimizer steps."""
+    """True if a step makes several optimizer steps."""
     return updates_of_batch(context) > 1
 
 
@@ -54,7 +54,7 @@ lr_schedule = optional(
 
 
 def lr_warmup(text: str, context: NameContext) -> Meaning:
-    """Meaning of a warm-up in steps, or as a share of all steps where the steps are not given."""
+    """Meaning of a warm-up in steps, or as a share of all steps if steps are not given."""
     names = ("lr_warmup_steps", "lr_warmup_steps_ratio")
     steps, ratio = (context.number(f"{ACTOR}.optim.{name}", "-1") for name in names)
     note = ""

@@ -1,7 +1,7 @@
-"""TRL's sizes of a batch and lengths of a run, which count completions, micro-batches and optimizer steps.
+"""TRL's batch sizes and run lengths, which count completions, micro-batches and optimizer steps.
 
-A step here has --batch_prompts prompts of --samples_per_prompt completions over all devices, and makes --minibatches
-optimizer steps a pass.
+A step here has --batch_prompts prompts with --samples_per_prompt completions each over all devices, and makes
+--minibatches optimizer steps per pass.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def has_sizes(context: NameContext) -> bool:
 
 
 def micro_batch_count(context: NameContext) -> Fraction:
-    """Micro-batches of an optimizer step over all devices; 1 where none of TRL's sizes is given."""
+    """Micro-batches of an optimizer step over all devices; 1 if none of TRL's sizes is given."""
     return _accumulation(context) * context.ranks if has_sizes(context) else Fraction(1)
 
 
 def accumulates(text: str, context: NameContext) -> bool:
-    """An optimizer step has several micro-batches."""
+    """True if an optimizer step has several micro-batches."""
     return micro_batch_count(context) > 1
 
 
@@ -69,7 +69,7 @@ def trl_batch(context: NameContext) -> dict[str, str]:
 
 
 def batch_size(text: str, context: NameContext) -> Meaning:
-    """Batch size per device, accumulation, and batches per generation, which only together give the size of a step."""
+    """Meaning of batch size per device, accumulation and batches per generation, which together size a step."""
     accumulated = f"{_rows_per_device(context)} a device x {_accumulation(context)} accumulated"
     counts = f"{accumulated} x {context.ranks} devices with rows of their own"
     if context.texts or context.recipe == "gkd":
@@ -79,7 +79,7 @@ def batch_size(text: str, context: NameContext) -> Meaning:
 
 
 def updates_of_a_pass(context: NameContext) -> Fraction:
-    """Optimizer steps of a pass over a batch; 1 where TRL's sizes are not given."""
+    """Optimizer steps of a pass over a batch; 1 if TRL's sizes are not given."""
     return (
         Fraction(1) if context.texts or not has_sizes(context) else Fraction(trl_batch(context).get("minibatches", "1"))
     )
@@ -118,7 +118,7 @@ def max_steps(text: str, context: NameContext) -> Meaning:
 
 
 def optimizer_events(ours: str) -> NameRule:
-    """Optimizer steps between two events that change no number of a run."""
+    """An interval in optimizer steps between events that do not affect training."""
 
     def rule(text: str, context: NameContext) -> Meaning:
         if not _is_positive(text):

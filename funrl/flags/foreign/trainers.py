@@ -1,4 +1,4 @@
-"""Defaults of TRL's trainers (1.16), the names that tell them apart, and the names that decide nothing."""
+"""Defaults of TRL's trainers (1.16), the names that identify each, and the names without an effect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from funrl.flags.foreign.values import items
 
-COMMON = {  # defaults of all trainers, where they differ from those here or decide what others mean
+COMMON = {  # defaults of all trainers that differ from ours or affect the meaning of other names
     "per_device_train_batch_size": "8",
     "gradient_accumulation_steps": "1",
     "num_train_epochs": "3.0",
@@ -74,7 +74,7 @@ CLASSES = {
     "sft": "SFTConfig",
     "reward_model": "RewardConfig",
 }
-OWN_NAMES = {  # names that one trainer alone has, or the first of several
+OWN_NAMES = {  # names that only one trainer has, or the first of several
     "gkd": {"lmbda", "seq_kd", "teacher_model_name_or_path"},
     "kto": {"desirable_weight", "undesirable_weight"},
     "cpo": {"cpo_alpha", "simpo_gamma"},
@@ -106,7 +106,7 @@ OWN_LOSSES = {
 
 
 def guessed_trainer(content: Mapping[str, str]) -> str | None:
-    """The trainer whose configuration this is, by names or a loss that it alone has; None where several may be."""
+    """The trainer of a configuration, by a name or loss that only it has; None if several are possible."""
     by_names = (trainer for trainer, names in OWN_NAMES.items() if names & set(content))
     loss = content.get("loss_type", "")
     several = len(items(loss)) > 1 or loss.startswith("[")
@@ -114,7 +114,7 @@ def guessed_trainer(content: Mapping[str, str]) -> str | None:
     return next(by_names, "dpo" if several else next(by_loss, None))
 
 
-# Names that change memory, speed, files or what is shown alone.
+# Names that change only memory, speed, files or output.
 IDLE = frozenset(
     [
         "bnb_4bit_quant_type",

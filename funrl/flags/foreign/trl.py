@@ -1,8 +1,8 @@
-"""TRL's names of arguments, and what they mean here: its GRPO, RLOO, DPO, KTO, CPO, ORPO, GKD, SFT and reward trainers.
+"""Meanings of TRL's arguments: those of its GRPO, RLOO, DPO, KTO, CPO, ORPO, GKD, SFT and reward trainers.
 
-`TRL` has a rule for each name. Meanings are those of TRL 1.16. TRL counts completions a device and accumulation step,
-and optimizer steps; here a step has --batch_prompts prompts of --samples_per_prompt completions each over all devices,
-and makes --minibatches optimizer steps a pass.
+`TRL` has a rule for each name. Meanings are those of TRL 1.16. TRL counts completions per device and accumulation step,
+and optimizer steps; here a step has --batch_prompts prompts with --samples_per_prompt completions each over all
+devices, and makes --minibatches optimizer steps per pass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _dataset(text: str, context: NameContext) -> Meaning:
 
 
 def _split(ours: str = "") -> NameRule:
-    """A split of a dataset, which is part of its name here.
+    """A split of a dataset, which is part of the dataset's name here.
 
     Args:
       ours: the flag of the dataset; "": that of the training data.
@@ -106,7 +106,7 @@ def _engine(text: str, context: NameContext) -> str:
 
 
 def _corrects(text: str, context: NameContext) -> bool:
-    """TRL corrects its losses; by default where a whole configuration is read."""
+    """True if TRL corrects its losses, the default in a complete configuration."""
     default = str(context.complete).lower()
     return context.recipe in losses.GROUPED and context.is_on("vllm_importance_sampling_correction", default)
 
@@ -126,7 +126,7 @@ def _events(ours: str, **never: str) -> NameRule:
     """An interval of steps.
 
     Args:
-      never: the flags of no such event.
+      never: flags for no such event.
     """
     return first_of(
         (among("steps"), becomes()), (among("no"), becomes(**never)), no_effect(f"give --{ours}=N, in steps")
@@ -164,7 +164,7 @@ _TEXT_LENGTH = first_of(
 
 
 def _adapters(text: str, context: NameContext) -> Meaning:
-    """All of PEFT's names together."""
+    """Meaning of all of PEFT's names together."""
     if not context.is_on("use_peft"):
         reason = "TRL reads it with use_peft alone; here it is --lora_rank, --lora_alpha, --lora_targets"
         return Meaning({}, reason, Effect.NO_EFFECT)
@@ -182,7 +182,7 @@ def _adapters(text: str, context: NameContext) -> Meaning:
 
 
 def _rank(text: str, context: NameContext) -> Meaning:
-    """The rank of adapters, with TRL's scale where none is given."""
+    """The rank of adapters, with TRL's scale if none is given."""
     rank = PEFT_DEFAULTS["lora_r"]
     alpha = PEFT_DEFAULTS["lora_alpha"]
     flags = {"lora_rank": context.theirs.get("lora_r", rank)}

@@ -6,16 +6,16 @@ from fractions import Fraction
 
 
 class DifferentError(ValueError):
-    """No flag has the same meaning. The message says what differs."""
+    """No flag has the same meaning; the message gives the difference."""
 
 
 def is_none(text: str) -> bool:
-    """True for a text that stands for no value."""
+    """True for a text that means no value."""
     return text.strip().lower() in ("none", "null", "", "{}", "[]")
 
 
 def is_same(text: str, value: str) -> bool:
-    """True for two texts of one number, one truth value or one word."""
+    """True if two texts mean the same number, bool or word."""
     try:
         return Fraction(text) == Fraction(value)
     except (ValueError, ZeroDivisionError):
@@ -23,7 +23,7 @@ def is_same(text: str, value: str) -> bool:
 
 
 def is_true(text: str) -> bool:
-    """Truth of a text. Raises: DifferentError."""
+    """A text as a bool. Raises: DifferentError."""
     truth = {"true": True, "1": True, "": True, "false": False, "0": False}.get(text.lower())
     if truth is None:
         raise DifferentError(f"{text} is neither true nor false")
@@ -31,7 +31,7 @@ def is_true(text: str) -> bool:
 
 
 def items(text: str) -> list[str]:
-    """The items of a list as it is written in YAML, Python or a shell."""
+    """The items of a list written in YAML, Python or a shell."""
     return [item for part in text.split(",") if (item := part.strip(" '\"[]"))]
 
 

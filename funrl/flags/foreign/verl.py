@@ -1,7 +1,7 @@
-"""verl's dotted names, and what they mean here (its ppo_trainer.yaml, 0.9.1).
+"""Meanings of verl's dotted names (its ppo_trainer.yaml, 0.9.1).
 
-`VERL` has a rule for each name; a name that `decides_nothing` changes nothing that a run learns from. verl's
-train_batch_size counts prompts, as --batch_prompts does; its mini-batches too.
+`VERL` has a rule for each name; a name that `decides_nothing` does not affect training. verl's train_batch_size counts
+prompts, as --batch_prompts does; its mini-batches too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from funrl.flags.foreign.schedules import ACTOR, lr_schedule, lr_warmup, minibat
 from funrl.flags.foreign.values import is_none, is_same, items, whole
 from funrl.trainer.settings.outputs import TRACKERS
 
-DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or decide what others mean
+DEFAULTS = {  # of its ppo_trainer.yaml that differ from ours or affect the meaning of other names
     "data.train_batch_size": "1024",
     "data.max_response_length": "512",
     "data.max_prompt_length": "512",
@@ -82,7 +82,7 @@ DEFAULTS = {  # of its ppo_trainer.yaml, where they differ from those here or de
 }
 _BUDGET = "micro-batches are packed to --token_budget tokens, whatever their rows; this decides memory alone"
 _SHARDED = "what is sharded and kept on the host is --fsdp_axes, --fsdp_models and --offload"
-FIXED = {  # names that have one value in every run, with it and the reason
+FIXED = {  # names with the only value that a run can have, and the reason
     "data.shuffle": ("true", "prompts come in a shuffled order, by --seed"),
     "data.train_max_samples": ("-1", "all records are used; give a file of some"),
     "data.tool_config_path": ("null", "episodes have one turn"),
@@ -140,12 +140,12 @@ NO_EFFECT = re.compile(
 
 
 def decides_nothing(name: str) -> bool:
-    """True for a name of verl's that changes memory, speed, files or what is shown alone."""
+    """True for a name of verl that changes only memory, speed, files or output."""
     return name not in VERL and NO_EFFECT.fullmatch(name) is not None
 
 
 def is_of_verl(name: str) -> bool:
-    """True for a name in one of the parts of verl's configuration."""
+    """True for a name in a section of verl's configuration."""
     return (
         re.match(
             r"(actor_rollout_ref|data|algorithm|trainer|critic|reward|reward_model|custom_reward_function)\.", name
@@ -155,7 +155,7 @@ def is_of_verl(name: str) -> bool:
 
 
 def _mesh(text: str, context: NameContext) -> Meaning:
-    """The devices, divided into rows, splits of rows, and tensors."""
+    """The mesh: devices divided among rows, sequence and tensor parallelism."""
     devices = context.number("trainer.nnodes", "1") * context.number("trainer.n_gpus_per_node", "8")
     tensor = context.number(f"{VERL_ROLLOUT}.tensor_model_parallel_size", "2")
     split = context.number(f"{ACTOR}.ulysses_sequence_parallel_size", "1")
@@ -177,7 +177,7 @@ _samples_to_evaluate = turned_on(f"{VERL_ROLLOUT}.val_kwargs.do_sample")
 
 
 def _evaluation(ours: str, greedy: str) -> NameRule:
-    """A flag of evaluation, which verl reads where it samples there."""
+    """A sampling flag of evaluation, which verl reads only if evaluation samples."""
     return first_of(
         (_samples_to_evaluate, _top_k(ours) if ours == "eval_top_k" else same(ours)),
         (equal(greedy), becomes(**{ours: greedy})),
@@ -202,7 +202,7 @@ def _logger(text: str, context: NameContext) -> Meaning:
 
 
 def _reward_function(text: str, context: NameContext) -> Meaning:
-    places = ("reward.custom_reward_function", "custom_reward_function")  # of newer and of older versions
+    places = ("reward.custom_reward_function", "custom_reward_function")  # in newer and in older versions
     place = next((place for place in places if context.given(f"{place}.path")), None)
     if place is None:
         return Meaning({})
@@ -219,7 +219,7 @@ _REWARD = dict.fromkeys(
     ),
     _reward_function,
 )
-OFFLOADS = {  # name: what leaves the GPU
+OFFLOADS = {  # name: what is offloaded
     f"{ACTOR}.fsdp_config.param_offload": "params",
     f"{ACTOR}.fsdp_config.optimizer_offload": "optimizer",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "reference",

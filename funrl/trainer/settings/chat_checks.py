@@ -1,4 +1,4 @@
-"""Check, before anything is loaded, that prompts that are chats have a chat template. Nothing here imports torch."""
+"""Check for a chat template before anything is loaded, if prompts are chats. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAKE_CHATS = ("system_prompt", "tools", "template_arguments")  # flags
 
 
 def check_chats(settings: Settings) -> None:
-    """Check that the tokenizer of --model has a chat template where prompts are chats, or flags make chats of them.
+    """Check that the tokenizer of --model has a chat template if prompts are chats, or if flags turn them into chats.
 
-    Only directories are looked at, and the first lines of files of JSON lines; the rest is for who reads them.
+    Looks only at directories and at the first lines of JSON-lines files; other errors come up when the files are read.
 
     Raises:
       SettingsError: it has none.
@@ -44,7 +44,7 @@ def check_chats(settings: Settings) -> None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """False if the tokenizer of a directory has no chat template; True where that is not known, too."""
+    """False if the tokenizer of a directory has no chat template; True also if that is unknown."""
     if any((folder / name).exists() for name in TEMPLATE_FILES) or not (folder / TOKENIZER_CONFIG).is_file():
         return True
     try:
@@ -55,7 +55,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _first_chats(settings: Settings, flag: str) -> list[str]:
-    """Files with their first lines, where these have chat messages."""
+    """Files whose first lines have chat messages, with those lines."""
     chats = []
     for path, _ in data_files(settings, flag):
         if path.endswith(".jsonl") and Path(path).is_file():
@@ -63,7 +63,7 @@ def _first_chats(settings: Settings, flag: str) -> list[str]:
                 where, record = next(iter(read_records(path)))
                 record = prompt_columns(rename_columns(record, names_of_fields(settings)))
             except (DataError, StopIteration, TypeError, ValueError):
-                continue  # who reads all of the file says it
+                continue  # reported when the whole file is read
             chats += [where] * _is_chat(record)
     return chats
 

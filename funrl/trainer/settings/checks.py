@@ -35,9 +35,9 @@ from funrl.trainer.settings.settings import (
     settings_flags,
 )
 
-LARGEST = 3.4028234663852886e38  # of float32, which the trainer computes in
+LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
-REST_WEIGHT = 0.1  # weight of prompts beyond --difficulty, where it names none
+REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by default
 OF_OWN_DATA = (
     "fields",
     "eval_data",
@@ -55,11 +55,11 @@ def check_settings(settings: Settings, kind: str | None = None, rewarded: bool =
 
     Args:
       settings: the flags.
-      kind: of the run, one of `declaration.RUN_KINDS`; None: not known yet, so what depends on it is not checked.
-      rewarded: whether the algorithm goes by rewards.
+      kind: kind of the run, one of `declaration.RUN_KINDS`; None: not known yet, skip the checks that depend on it.
+      rewarded: whether the algorithm uses rewards.
 
     Raises:
-      SettingsError: the first thing that cannot work, named, with its value and the way out.
+      SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
     check_together(settings)
@@ -70,7 +70,7 @@ def check_settings(settings: Settings, kind: str | None = None, rewarded: bool =
 
 
 def check_together(settings: Settings) -> None:
-    """Check what depends on several flags and holds for every kind of run.
+    """Check combinations of flags that matter for every kind of run.
 
     Raises:
       SettingsError: as `check_settings`.
@@ -147,9 +147,9 @@ def check_data(settings: Settings) -> None:
 
 
 def check_files(settings: Settings) -> None:
-    """Check that the files and directories that flags name are there, and --fields; they are not read.
+    """Check that files and directories named by flags exist, without reading them; check --fields too.
 
-    A model whose name has an owner, such as Qwen/Qwen3-0.6B, is left to who loads it.
+    A model name with an owner, such as Qwen/Qwen3-0.6B, is checked when it is loaded.
 
     Raises:
       SettingsError, LoadError: one is missing.
@@ -184,7 +184,7 @@ def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
 
 
 def refuse_idle_data(settings: Settings) -> None:
-    """Refuse flags of prompts and texts of one's own where the embedded task is taken. Raises: SettingsError."""
+    """Refuse flags for the user's prompts and texts if the run uses the embedded task. Raises: SettingsError."""
     for name in OF_OWN_DATA:
         value = flag_value(settings, name)
         if value != settings_flags()[name].default:
@@ -227,16 +227,16 @@ def difficulty_of(text: str) -> Difficulty:
 
 
 def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
-    """The number by which each reward counts in a completion's score: of functions, then of models that score.
+    """The weight of each reward in a completion's score: reward functions first, then models that score.
 
-    They are those of --reward_weights, or those in --reward and DIR@0.5, or 1.
+    Weights come from --reward_weights, or from --reward and DIR@0.5, or are 1.
 
     Args:
       settings: the flags.
-      functions: how many there are.
+      functions: number of reward functions.
 
     Raises:
-      SettingsError: there are more or fewer numbers than rewards, all are 0, or two flags give them.
+      SettingsError: the number of weights is wrong, all are 0, or two flags give weights.
     """
     named = weights_by_name(settings, functions)
     rewards = functions + len(scorers_of(settings))
@@ -253,8 +253,8 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     except ValueError:
         weights = ()
     if len(weights) != rewards or not all(abs(weight) <= LARGEST for weight in weights):
-        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), with commas between")
-    if not any(weights):  # a negative one alone is a penalty, from which a policy can learn
+        raise SettingsError(f"{flag}={given}: give one number for each of the rewards ({rewards}), separated by commas")
+    if not any(weights):  # one negative weight is a penalty, which a policy can learn from
         raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
     return weights
 
@@ -268,23 +268,23 @@ def _check_requirements(settings: Settings) -> None:
         if value not in (flag.default, 0):
             refuse_beside(name, value, settings)
     if settings.run.resume and settings.run.overwrite:
-        raise SettingsError("--overwrite begins anew and --resume goes on; leave one of them out")
+        raise SettingsError("--overwrite starts over and --resume continues; leave one of them out")
 
 
 def _check_checkpoints(settings: Settings) -> None:
     keep = settings.run.keep_checkpoints
     if keep != settings_flags()["keep_checkpoints"].default and not any(save_interval(settings.run.save_every)):
         raise SettingsError(
-            f"--keep_checkpoints={keep} does nothing with --save_every={settings.run.save_every}, which makes none"
+            f"--keep_checkpoints={keep} does nothing with --save_every={settings.run.save_every}, which writes no "
+            "checkpoints"
         )
 
 
 def _check_task(settings: Settings) -> None:
     if settings.examples.task != settings_flags()["task"].default and settings.models.model is not None:
         raise SettingsError(
-            f"--task={settings.examples.task} with --model={settings.models.model}: it is "
-            "arithmetic by another decoder, and the model "
-            "is given; leave one of them out"
+            f"--task={settings.examples.task} with --model={settings.models.model}: the task trains its own decoder, "
+            "but --model gives another; leave one of them out"
         )
 
 
@@ -308,8 +308,8 @@ def _check_engine(settings: Settings) -> None:
 
 
 def _check_sampling(settings: Settings) -> None:
-    # The trainer compares with the tempered model. Of a truncated or penalised one the engine reports the model's own
-    # log-probability, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
+    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
+    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
     given = [name for name in names if flag_value(settings, name) != settings_flags()[name].default]
     if given and settings.sampling.temperature != 1:
@@ -323,7 +323,7 @@ def _check_sampling(settings: Settings) -> None:
 
 
 def _check_schedule(settings: Settings) -> None:
-    # The policy's schedule, the shorter one, decays over the updates that the critic's warm-up leaves it.
+    # The policy's schedule is the shorter one: it decays over the updates after the critic's warm-up.
     updates = (
         (settings.run.steps - settings.optimization.critic_warmup_steps)
         * settings.updates.epochs
@@ -361,20 +361,19 @@ def _check_lora(settings: Settings) -> None:
         return
     if settings.optimization.optimizer == "muon":
         raise SettingsError(
-            f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon makes "
-            "updates of whole matrices orthogonal, "
-            "not those of thin factors; use --optimizer=adamw"
+            f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon orthogonalises updates of whole "
+            "matrices, not of low-rank factors; use --optimizer=adamw"
         )
     if settings.routers.router_bias_rate:
         raise SettingsError(
             f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
-            "the biases are weights of the base, which stays as it is; leave one out"
+            "the biases belong to the base, which is frozen; leave one out"
         )
     if settings.devices.fsdp_models is not None:
         raise SettingsError(
             f"--fsdp_models={settings.devices.fsdp_models} with "
-            f"--lora_rank={settings.adapters.lora_rank}: all models share one base, "
-            "which is sharded or is not; leave it out"
+            f"--lora_rank={settings.adapters.lora_rank}: all models share one base, which is sharded as a whole; "
+            "leave it out"
         )
 
 
@@ -384,19 +383,19 @@ def _check_difficulty(settings: Settings) -> None:
 
 
 class ProfileWindow(NamedTuple):
-    """Steps of which --profile writes a trace: `count` from `first` on."""
+    """Steps that --profile traces: `count` steps from `first` on."""
 
     first: int
     count: int
 
     @property
     def last(self) -> int:
-        """The last of them."""
+        """The last step."""
         return self.first + self.count - 1
 
 
 def profile_window(settings: Settings) -> ProfileWindow | None:
-    """The steps of --profile; None: there are none."""
+    """The steps of --profile; None: no profile."""
     match = re.fullmatch(PROFILE, settings.outputs.profile) if settings.outputs.profile else None
     return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
 
@@ -405,17 +404,15 @@ def _check_profile(settings: Settings) -> None:
     window = profile_window(settings)
     if window is not None and window.last > settings.run.steps:
         raise SettingsError(
-            f"--profile={settings.outputs.profile}: the trace would end with step {window.last}, "
-            f"and --steps={settings.run.steps}; "
-            "name steps of the run"
+            f"--profile={settings.outputs.profile}: the trace would end with step {window.last}, but "
+            f"--steps={settings.run.steps}; give steps of the run"
         )
     ranks = () if settings.outputs.profile_ranks == "all" else parts(settings.outputs.profile_ranks)
     world = devices(mesh_sizes(settings))
     if beyond := [rank for rank in ranks if int(rank) >= world]:
         raise SettingsError(
             f"--profile_ranks={settings.outputs.profile_ranks}: the mesh {settings.devices.mesh} "
-            f"has the ranks 0 to {world - 1}, and "
-            f"no {beyond[0]}"
+            f"has the ranks 0 to {world - 1}, not {beyond[0]}"
         )
 
 
@@ -423,9 +420,8 @@ def _check_reward_timeout(settings: Settings) -> None:
     seconds = settings.rewards.reward_timeout
     if seconds is not None and seconds >= 60 * settings.waiting.timeout and devices(mesh_sizes(settings)) > 1:
         raise SettingsError(
-            f"--reward_timeout={seconds:g}: the other ranks wait {settings.waiting.timeout} "
-            "minutes for a rank's rewards; give "
-            "a --timeout, in minutes, of more than that"
+            f"--reward_timeout={seconds:g}: the other ranks wait only {settings.waiting.timeout} minutes for a "
+            "rank's rewards; give a longer --timeout, in minutes"
         )
 
 

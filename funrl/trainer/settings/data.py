@@ -1,4 +1,4 @@
-"""Flags of data: prompts and texts, and what stands around them."""
+"""Flags of data: prompts and texts, and their templates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExampleSettings:
 
     task: str = flag(
         "arithmetic",
-        "the embedded task, unless --prompts or --data is given; arithmetic_moe: by a decoder with experts",
+        "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
@@ -34,30 +34,30 @@ class ExampleSettings:
     )
     data: str | None = flag(
         None,
-        'file to learn from, or several, as --prompts takes them, each record {"prompt": ..., '
-        '"completion": ...}, for kto with a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or '
-        'of steps {"prompt": ..., "completions": [...], "labels": [...]}',
-        chosen="made of the embedded task",
+        'files to learn from, in the forms of --prompts; each record is {"prompt": ..., "completion": ...}, for kto '
+        'with a "label", {"prompt": ..., "chosen": ..., "rejected": ...}, or for labelled steps {"prompt": ..., '
+        '"completions": [...], "labels": [...]}',
+        chosen="generated from the embedded task",
         kinds=SUPERVISED,
     )
     fields: str | None = flag(
         None,
-        "columns of --prompts or --data that have other names: prompt:question,answer:extra_info.answer",
+        "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer",
     )
     eval_data: str | None = flag(
         None,
         "held-out data, as --prompts or --data",
-        chosen="a tenth of these, which --seed chooses",
+        chosen="a tenth of these, chosen by --seed",
     )
     long_prompts: str = flag(
         "error",
-        "what is done with prompts and texts that are too long: error, drop, or truncate, prompts to their last tokens",
+        "action for prompts and texts that are too long: error, drop, or truncate (prompts keep their last tokens)",
         one_of("error", "drop", "truncate"),
         effect="event",
     )
     max_prompt_tokens: int | None = flag(
         None,
-        "tokens of a prompt at most",
+        "maximum tokens of a prompt",
         at_least(1),
         kinds=RL,
         chosen="what --max_new_tokens leaves of the model's positions",
@@ -65,7 +65,7 @@ class ExampleSettings:
     )
     max_text_tokens: int | None = flag(
         None,
-        "tokens of a prompt and its completion at most",
+        "maximum tokens of a prompt and its completion",
         at_least(2),
         kinds=SUPERVISED,
         chosen="the model's positions",
@@ -73,13 +73,13 @@ class ExampleSettings:
     )
     curriculum: str | None = flag(
         None,
-        "FILE.py:function that weights the prompts before each step, by the metrics so far",
+        "FILE.py:function that gives the prompts' sampling weights before each step, from the metrics so far",
         kinds=RL,
     )
     difficulty: str | None = flag(
         None,
-        "LOW,HIGH or LOW,HIGH,WEIGHT: prompts whose measured pass rate is outside are drawn with this "
-        "weight, by default 0.1, and 0 is never again",
+        "LOW,HIGH or LOW,HIGH,WEIGHT: prompts with a measured pass rate outside LOW..HIGH get this sampling weight, "
+        "by default 0.1; 0: never again",
         kinds=RL,
         example="0.1,0.9",
     )
@@ -91,25 +91,25 @@ class FormatSettings:
 
     prompt_template: str | None = flag(
         None,
-        "text, or a .txt file of it, with {prompt} where a prompt that is text goes",
+        "template of text prompts, with {prompt} where the prompt goes: the text itself, or a .txt file",
         Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
         example="1{prompt}",
     )
     system_prompt: str | None = flag(
         None,
-        "text, or a .txt file of it, of a system message before prompts that begin with none",
+        "system message before prompts that have none: the text itself, or a .txt file",
         example="3",
     )
     few_shot: str | None = flag(
         None,
-        "solved examples before every prompt: FILE:n, the first n records, each with a prompt and a "
-        "completion, answer or solution",
+        "solved examples put before every prompt: FILE:n, the first n records, each with a prompt and a completion, "
+        "answer or solution",
         kinds=RL,
     )
     chat_template: str | None = flag(
         None,
-        "FILE.jinja instead of the tokenizer's chat template, or own, the tokenizer's: with this flag, "
-        "--system_prompt, --tools or --template_arguments a prompt that is text is a user's message",
+        "FILE.jinja replaces the tokenizer's chat template; own: use the tokenizer's. With this flag, "
+        "--system_prompt, --tools or --template_arguments, a text prompt becomes a user message",
         Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
     )
     tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")

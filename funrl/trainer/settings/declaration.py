@@ -1,4 +1,4 @@
-"""Declarations of flags: type, default, text and bounds, from which validation, help and tables derive."""
+"""Declarations of flags: type, default, text and bounds; validation, help and tables derive from them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 RL = ("rl",)
 SUPERVISED = ("supervised",)
 RUN_KINDS = RL + SUPERVISED
-START_FLAGS = ("run_dir", "resume", "overwrite")  # of where and how a run is started, not of what it computes
-HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples among those of a run's files
-GIVEN_EXAMPLES = ("labelled", "steps")  # of algorithms that no policy can sample
-NONE = "none"  # text of no value, for a flag that may have none
-EFFECTS = {  # of a flag: what it changes
+START_FLAGS = ("run_dir", "resume", "overwrite")  # flags of where and how a run starts, not of what it computes
+HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples, next to those of a run's files
+GIVEN_EXAMPLES = ("labelled", "steps")  # examples that no policy can sample
+NONE = "none"  # text that means None, for optional flags
+EFFECTS = {  # effect of a flag: what it changes
     "numbers": "metrics, completions or weights",
     "files": "files that a run writes",
     "output": "what is printed",
-    "work": "time or memory, and no number",
+    "work": "time or memory, but no result",
     "ranks": "the devices and processes that compute",
-    "event": "what happens at a failure or a limit",
+    "event": "what happens on a failure or at a limit",
 }
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -32,8 +32,8 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def kinds_of(algorithm: Any) -> tuple[str, ...]:
     """The kinds of runs that an algorithm can make, the default first.
 
-    With an advantage or a filter the policy samples; without them, or where texts have labels, texts are given. A
-    comparison with a teacher over the whole vocabulary works with both.
+    With an advantage or a filter the policy samples rows; without them, or with labelled texts, rows are given texts. A
+    divergence from a teacher over the whole vocabulary works with both.
     """
     if getattr(algorithm, "example", "row") in GIVEN_EXAMPLES:
         return SUPERVISED
@@ -52,12 +52,12 @@ def run_kind(algorithm: Any, data: str | None) -> str:
 
 
 class SettingsError(ValueError):
-    """A flag whose value cannot work; the message names it, its value and what would be right."""
+    """A flag has a value that cannot work; the message names the flag, its value and a valid choice."""
 
 
 @contextlib.contextmanager
 def blaming(flag: str) -> Iterator[None]:
-    """Put the flag that led to an error before its message."""
+    """Prefix an error message with the flag that caused it."""
     try:
         yield
     except ValueError as error:
@@ -77,32 +77,32 @@ class Bound(NamedTuple):
 
 
 def at_least(low: float) -> Bound:
-    """Bound of a number that must not be less than `low`."""
+    """Bound: a number must be at least `low`."""
     return Bound(f"at least {low}", lambda x: x >= low)
 
 
 def at_most(high: float) -> Bound:
-    """Bound of a number that must not be more than `high`."""
+    """Bound: a number must be at most `high`."""
     return Bound(f"at most {high}", lambda x: x <= high)
 
 
 def above(low: float) -> Bound:
-    """Bound of a number that must be more than `low`."""
+    """Bound: a number must be above `low`."""
     return Bound(f"above {low}", lambda x: x > low)
 
 
 def below(high: float, text: str = "") -> Bound:
-    """Bound of a number that must be less than `high`, which `text` may name."""
+    """Bound: a number must be below `high`, shown as `text` if given."""
     return Bound(f"below {text or high}", lambda x: x < high)
 
 
 def one_of(*choices: str) -> Bound:
-    """Bound of a text that must be one of some choices."""
+    """Bound: a text must be one of some choices."""
     return Bound(f"one of {', '.join(choices)}", lambda x: x in choices)
 
 
 def some_of(*choices: str) -> Bound:
-    """A list with commas between, of one or more different choices."""
+    """Bound: a comma-separated list of one or more distinct choices."""
 
     def holds(value: str) -> bool:
         named = parts(value)
@@ -112,7 +112,7 @@ def some_of(*choices: str) -> Bound:
 
 
 def names_like(*examples: str) -> Bound:
-    """A list with commas between, of different names, such as these."""
+    """Bound: a comma-separated list of distinct names such as the examples."""
 
     def holds(value: str) -> bool:
         named = parts(value)
@@ -125,20 +125,20 @@ class Flag(NamedTuple):
     """One flag.
 
     Attributes:
-      name, default: of the flag; a default of None means that the run chooses.
+      name, default: name and default value; a default of None means that the run chooses.
       type: bool, int, float or str.
-      optional: whether None is a value.
-      text: what it means, for the help.
-      chosen: what the run chooses where the default is None; "" where `text` says it.
-      group: the record of `Settings` that has it, or "algorithm" for the argument of a recipe.
+      optional: whether None is a valid value.
+      text: meaning, for the help.
+      chosen: what the run chooses if the default is None; "" if `text` says it.
+      group: the record of `Settings` that holds it, or "algorithm" for an argument of a recipe.
       bounds: conditions on its value, all of which must hold.
-      kinds: the kinds of runs in which it has a meaning.
-      without: its value in the kinds of runs in which it has none.
+      kinds: kinds of runs that the flag applies to.
+      without: its value in the other kinds of runs.
       requires: name of the flag without which this one does nothing.
-      unless: names of flags beside any of which it does nothing.
+      unless: names of flags; if any of them is given, this one does nothing.
       needs: role, field of the batch, or part of the algorithm ("filter") without which it does nothing.
-      effect: what it changes, one of `EFFECTS`.
-      example: text of a value that acts, where neither type nor bounds give one; "" also for names of files.
+      effect: what the flag changes, one of `EFFECTS`.
+      example: text of a value that has an effect, if neither type nor bounds give one; "" also for names of files.
     """
 
     name: str
@@ -158,10 +158,10 @@ class Flag(NamedTuple):
     example: str = ""
 
     def parse(self, text: str) -> Any:
-        """The value that a command line's text means; "none" is no value.
+        """Parse the text of a command line; "none" means None.
 
         Raises:
-          ValueError: it is of the wrong type or outside of the bounds; the message is `problem`'s.
+          ValueError: the value has the wrong type or violates a bound; the message is that of `problem`.
         """
         value: Any = text
         if text == "":
@@ -181,7 +181,7 @@ class Flag(NamedTuple):
         return value
 
     def problem(self, value: Any) -> str:
-        """Reason to refuse a value of this flag, such as "it must be at least 1"; "" for a good one."""
+        """Reason to refuse a value of this flag, such as "it must be at least 1"; "" if it is valid."""
         if value is None:
             return "" if self.optional else f"{WANTED[self.type]} is needed"
         good = (int, float) if self.type is float else self.type
@@ -194,13 +194,13 @@ class Flag(NamedTuple):
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
     def help(self) -> str:
-        """Meaning, bounds and what the run chooses, in one line."""
+        """Meaning, bounds and the run's choice, in one line."""
         sentences = [self.text, *(bound.text for bound in self.bounds)]
         return "; ".join(sentences + ([f"default: {self.chosen}"] if self.chosen else []))
 
 
 class FlagOptions(TypedDict, total=False):
-    """Attributes of a `Flag` that a field of `Settings` may give; each has the default of `Flag`."""
+    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`."""
 
     chosen: str
     kinds: tuple[str, ...]
@@ -216,7 +216,7 @@ def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]
     """Declare a field of `Settings`.
 
     Args:
-      default, text: of the flag.
+      default, text: as in `Flag`.
       *bounds: conditions on its value.
       **options: further attributes of `Flag`; `without` is by default the flag's default.
     """
@@ -230,8 +230,8 @@ class ValueType(NamedTuple):
 
     Attributes:
       type: bool, int, float or str.
-      optional: whether None is a value.
-      choices: of a `Literal`, all of one type; () where any value of the type will do.
+      optional: whether None is a valid value.
+      choices: choices of a `Literal`, all of one type; () if any value of the type is allowed.
     """
 
     type: type
@@ -243,7 +243,7 @@ def value_type(hint: Any) -> ValueType:
     """The values that an annotation such as `int`, `float | None` or `Literal["k1", "k3"]` allows.
 
     Raises:
-      TypeError: a flag cannot have such values.
+      TypeError: a flag cannot have values of this type.
     """
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if union else (hint,)
@@ -254,10 +254,10 @@ def value_type(hint: Any) -> ValueType:
         choices = typing.get_args(kind)
         kind = type(choices[0]) if len({type(choice) for choice in choices}) == 1 else None
     if kind not in WANTED:
-        raise TypeError(f"a flag has a bool, an int, a float or a str, not {hint}")
+        raise TypeError(f"a flag must be a bool, an int, a float or a str, not {hint}")
     return ValueType(kind, len(rest) < len(options), choices)
 
 
 def parts(text: str | None) -> tuple[str, ...]:
-    """The items of a list with commas between; of None or "", none."""
+    """The items of a comma-separated list; none for None or ""."""
     return tuple(part.strip() for part in text.split(",")) if text else ()

@@ -24,13 +24,13 @@ class DeviceSettings:
 
     mesh: str = flag(
         "dp1",
-        "devices by axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 "
-        "chooses, and --fsdp too, by a dry run",
+        "devices per axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 chooses "
+        "these and --fsdp by a dry run",
         effect="ranks",
     )
     generate_mesh: str | None = flag(
         None,
-        "the same devices while generating",
+        "mesh of the same devices for generation",
         chosen="all of them dp",
         kinds=RL,
         effect="ranks",
@@ -45,9 +45,9 @@ class DeviceSettings:
     fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
     fsdp_axes: str | None = flag(
         None,
-        "what --fsdp shards over; on dp2,ep4 ep makes shards of 4, twice",
+        "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
         some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
-        chosen="all; over several nodes inside of each, if that fits",
+        chosen="all; on several nodes within each, if that fits",
         requires="fsdp",
         effect="ranks",
     )
@@ -62,27 +62,27 @@ class DeviceSettings:
     )
     sequence_parallel: str = flag(
         "auto",
-        "attention where sp splits tokens of rows: ulysses exchanges heads for tokens, ring sends keys "
-        "from rank to rank; auto: ulysses where the heads divide",
+        "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
+        "rank; auto: ulysses if sp divides the heads",
         one_of("auto", "ulysses", "ring"),
         effect="ranks",
     )
     split_residual: str = flag(
         "auto",
-        "split tokens between the halves of a layer over tp, whose norms and residuals then take 1 / tp of "
-        "the memory; auto: on GPUs",
+        "split the residual stream's tokens over tp, so that norms and residuals take 1 / tp of the memory; auto: on "
+        "GPUs",
         one_of("auto", "on", "off"),
         effect="ranks",
     )
     remat: str = flag(
         "none",
-        "what a backward pass computes again: full a whole layer, selective all of it but matmuls",
+        "what a backward pass recomputes: full, whole layers; selective, everything but matmuls",
         one_of("none", "full", "selective"),
         effect="work",
     )
     offload: str | None = flag(
         None,
-        "what leaves a GPU while it is not needed",
+        "what is offloaded from a GPU while it is not needed",
         some_of("optimizer", "reference", "params"),
         kinds=RL,
         effect="work",
@@ -106,22 +106,22 @@ class WaitSettings:
 
     timeout: int = flag(
         60,
-        "minutes that a rank waits for another, such as for its reward",
+        "minutes that a rank waits for another, such as for its rewards",
         at_least(1),
         at_most(525600),
         effect="event",
     )
     heartbeat: int = flag(
         60,
-        "seconds without progress after which the run says for which rank, host and phase it waits",
+        "seconds without progress after which the run reports the rank, host and phase that it waits for",
         at_least(1),
         at_most(86400),
         effect="event",
     )
     stalled_after: int = flag(
         300,
-        "seconds without any sign of life from the process of a rank, or with a stopped writer of "
-        "checkpoints, after which the run ends; one that computes, however long, gives signs",
+        "seconds without a heartbeat from a rank's process, or with a stopped checkpoint writer, after which the run "
+        "ends; a long computation does not stop the heartbeat",
         at_least(1),
         at_most(86400),
         effect="event",

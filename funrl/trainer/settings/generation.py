@@ -21,14 +21,14 @@ class EngineSettings:
     engine: str = flag("native", "what generates", one_of("native", "vllm", "vllm_server", "hf"), kinds=RL)
     engine_url: str | None = flag(
         None,
-        "addresses of a vllm_server for each data rank",
+        "addresses of vllm_servers, one per data rank",
         kinds=RL,
         effect="ranks",
         example="http://localhost:1",
     )
     engine_timeout: float | None = flag(
         None,
-        "seconds that such a server may be silent",
+        "timeout of a vllm_server's answer, in seconds",
         above(0),
         kinds=RL,
         chosen="600",
@@ -37,46 +37,45 @@ class EngineSettings:
     )
     kv_cache_gb: float | None = flag(
         None,
-        "keys and values that a rank may keep while it generates, in 1e9 bytes; what does not fit waits, "
-        "or is computed again",
+        "size of a rank's KV cache for generation, in 1e9 bytes; requests that do not fit wait, or are recomputed",
         above(0),
         kinds=RL,
-        chosen="half of the memory that is free then",
+        chosen="half of the memory that is free when generation starts",
         effect="work",
     )
     decode_rows: int = flag(
         512,
-        "completions that a rank decodes together at most",
+        "maximum completions that a rank decodes together",
         at_least(1),
         kinds=RL,
         effect="work",
     )
     speculate: int = flag(
         0,
-        "tokens of a completion that are drafted by what followed before in its text, and drawn in one "
-        "pass where few rows are decoded; 0: none. A draft changes no completion",
+        "tokens drafted per completion by n-gram lookup in its own text and verified in one pass, if few rows are "
+        "decoded; 0: none. Drafts do not change completions",
         at_least(0),
         kinds=RL,
         effect="work",
     )
     queue: str = flag(
         "tickets",
-        "how prompts come to ranks that generate: tickets, as a rank has room for them; fixed, by their "
-        "numbers, which a run on GPUs needs to be repeated exactly",
+        "how prompts are assigned to generating ranks: tickets, whenever a rank has room; fixed, by their numbers, "
+        "which exact repetition of a run on GPUs needs",
         one_of("tickets", "fixed"),
         kinds=RL,
         effect="ranks",
     )
     verify_sync: bool = flag(
         True,
-        "compare every bit of the engine's weights and the trainer's after each sync",
+        "compare the engine's weights with the trainer's bit by bit after each sync",
         kinds=RL,
         effect="work",
     )
     probe_sync_every: int = flag(
         50,
-        "steps between syncs after which the engine's log-probabilities of a fixed text are compared with "
-        "the trainer's; so they are after the first; 0: never",
+        "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
+        "first sync on; 0: never",
         at_least(0),
         kinds=RL,
         effect="work",
@@ -90,15 +89,15 @@ class SamplingSettings:
     samples_per_prompt: int = flag(8, "completions of each prompt", at_least(1), kinds=RL)
     max_new_tokens: int | None = flag(
         None,
-        "tokens a completion may have",
+        "maximum tokens of a completion",
         at_least(1),
         kinds=RL,
         chosen="the embedded task's; with --prompts 64, or 32 without --model",
     )
     new_tokens_per_step: int | None = flag(
         None,
-        "tokens that a completion may be continued by in a step, fewer than --max_new_tokens; the rest is "
-        "written in later steps, by their weights",
+        "maximum new tokens of a completion per step, below --max_new_tokens; later steps continue it with their own "
+        "weights",
         at_least(1),
         kinds=RL,
         chosen="whole completions",
@@ -107,16 +106,16 @@ class SamplingSettings:
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0), kinds=RL)
     top_p: float = flag(
         1.0,
-        "sample among the most likely tokens of this total probability",
+        "sample among the most likely tokens with this total probability",
         above(0),
         at_most(1),
         kinds=RL,
     )
-    min_p: float = flag(0.0, "tokens with this part of the top probability", at_least(0), at_most(1), kinds=RL)
-    repetition_penalty: float = flag(1.0, "above 1 makes tokens that were there less likely", above(0), kinds=RL)
+    min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1), kinds=RL)
+    repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", above(0), kinds=RL)
     max_refills: int = flag(
         8,
-        "prompts are sampled until the algorithm's filter keeps a batch of them, at most so many batches",
+        "maximum batches of prompts sampled until the algorithm's filter has kept a full batch",
         at_least(1),
         kinds=RL,
         effect="event",
@@ -124,8 +123,7 @@ class SamplingSettings:
     )
     empty_filter: str = flag(
         "skip",
-        "where the filter keeps nothing: count the step without an update, stop the run, or use the last "
-        "prompts as they are",
+        "if the filter keeps nothing: skip the step's update, stop the run, or use the last prompts unfiltered",
         one_of("skip", "stop", "use"),
         kinds=RL,
         needs="filter",

@@ -6,18 +6,18 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.scorers import weights_by_name
 from funrl.trainer.settings.settings import Settings, with_flags
 
-NEW_TOKENS = 64  # of a completion, where neither a flag nor the embedded task says
+NEW_TOKENS = 64  # of a completion, unless a flag or the embedded task gives it
 NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
 
 
 def resolved(settings: Settings, given: bool = False) -> Settings:
-    """The settings with the number of new tokens, and the weights of rewards, that they imply.
+    """The settings with implied values filled in: the number of new tokens and the weights of rewards.
 
     Args:
-      given: whether prompts are given in another way than by a flag.
+      given: whether the caller passes prompts itself, not by a flag.
 
     Raises:
-      LoadError: --reward is not one.
+      LoadError: --reward does not name reward functions.
     """
     if settings.rewards.reward_weights is None:
         functions = int(settings.examples.prompts is None and not given)  # of the embedded task

@@ -1,4 +1,4 @@
-"""Checks of the flags of meshes and of what is split over them."""
+"""Checks of the mesh flags and of sharding over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
 
 
 def check_generate_mesh(settings: Settings) -> None:
-    """Refuse a mesh to generate on of other devices, or that splits the tokens of a row. Raises: SettingsError."""
+    """Refuse a generate mesh of other devices, or one that splits the tokens of a row. Raises: SettingsError."""
     if settings.devices.generate_mesh is None:
         return
     world = devices(mesh_sizes(settings))
@@ -22,7 +22,7 @@ def check_generate_mesh(settings: Settings) -> None:
         raise SettingsError(
             f"--generate_mesh={settings.devices.generate_mesh} has {generating} devices and "
             f"--mesh={settings.devices.mesh} "
-            f"has {world}; they are two views of the same devices"
+            f"has {world}; both must have the same devices"
         )
 
 
@@ -43,8 +43,8 @@ def check_split_residual(settings: Settings) -> None:
         raise SettingsError(f"--split_residual={form} does nothing: --mesh={settings.devices.mesh} has no tp")
     if settings.devices.split_residual == "on" and TOKEN_MULTIPLE % tensor:
         raise SettingsError(
-            f"--split_residual=on: tokens of a micro-batch come by {TOKEN_MULTIPLE}, which do not divide over "
-            f"tp{tensor}; leave it out, or choose a tp of 2, 4 or 8"
+            f"--split_residual=on: the tokens of a micro-batch are a multiple of {TOKEN_MULTIPLE}, which tp{tensor} "
+            "does not divide; leave it out, or choose a tp of 2, 4 or 8"
         )
 
 
@@ -55,5 +55,6 @@ def check_sharding(settings: Settings) -> None:
     named = parts(settings.devices.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
-            f"--fsdp: the mesh {settings.devices.mesh} has one device over {','.join(named)}, so none to shard over"
+            f"--fsdp: the mesh {settings.devices.mesh} has only one device over {','.join(named)}: nothing to shard "
+            "over"
         )

@@ -1,4 +1,4 @@
-"""Flags of models: which they are and what computes them."""
+"""Flags of models: their weights, and the code that computes them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class ModelSettings:
     )
     model_code: str = flag(
         "auto",
-        "whose code computes models: native, this package's decoder; hf, transformers' own, data parallel "
-        "only; auto: native where it can",
+        "code that computes models: native, this package's decoder; hf, that of transformers, data parallel only; "
+        "auto: native if it supports the model",
         one_of("auto", "native", "hf"),
         requires="model",
     )
     resize_vocab: bool = flag(
         False,
-        "give the model rows for tokens that only its tokenizer has, each the mean of the others",
+        "add embedding rows for tokens that only the tokenizer has, initialised to the mean of the others",
         requires="model",
     )
     teacher: str | None = flag(
         None,
-        "Hugging Face directory of a model to distil from, with the policy's tokenizer",
+        "Hugging Face directory of the teacher to distil from, with the policy's tokenizer",
         needs="teacher",
     )
     teacher_top_k: int = flag(
         64,
-        "most likely tokens of the teacher in each place, for algorithms that read them",
+        "number of the teacher's most likely tokens at each position, for algorithms that read them",
         at_least(1),
         requires="teacher",
         needs="teacher_topk",
@@ -51,6 +51,6 @@ class ModelSettings:
     )
     compile: str = flag(
         "auto",
-        "compile one decoder layer; auto: where it pays, on CUDA",
+        "compile one decoder layer; auto: if it pays off, on CUDA",
         one_of("on", "off", "auto"),
     )

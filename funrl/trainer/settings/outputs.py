@@ -28,13 +28,13 @@ class EvaluationSettings:
     eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1))
     eval_samples: int = flag(
         1,
-        "completions of each held-out prompt, for pass@k and maj@k; several need a temperature",
+        "completions of each held-out prompt, for pass@k and maj@k; more than one needs a temperature",
         at_least(1),
         kinds=RL,
     )
     eval_temperature: float | None = flag(
         None,
-        "of evaluation; 0 is greedy; the model's is in generation_config.json",
+        "sampling temperature of evaluation; 0 is greedy; the model's is in generation_config.json",
         at_least(0),
         kinds=RL,
         chosen="the model's, else 0",
@@ -64,15 +64,15 @@ class OutputSettings:
 
     profile: str | None = flag(
         None,
-        "STEP:COUNT, such as 3:1: a trace of so many steps from this one on, in profile/ of the run "
-        "directory, for Perfetto or Chrome",
+        "STEP:COUNT, such as 3:1: trace COUNT steps from STEP on into profile/ of the run directory, for Perfetto or "
+        "Chrome",
         Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
         effect="files",
         example="1:1",
     )
     profile_ranks: str = flag(
         "0",
-        "ranks that write one: some, such as 0,8, or all",
+        "ranks that write a trace: some, such as 0,8, or all",
         Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
         requires="profile",
         effect="ranks",

@@ -27,8 +27,8 @@ class RewardSettings:
     )
     reward_model: str | None = flag(
         None,
-        "directory of a reward model, whose scores are added to those of --reward or of the embedded task, "
-        "times 0.5 with DIR@0.5; with --prompts it may be all that scores",
+        "directory of a reward model, whose scores are added to those of --reward or of the embedded task, times 0.5 "
+        "with DIR@0.5; with --prompts it may be the only reward",
         kinds=RL,
     )
     process_reward_model: str | None = flag(
@@ -38,38 +38,38 @@ class RewardSettings:
     )
     process_reward: str | None = flag(
         None,
-        "what its scores are: each a reward of the token that ends the step, or one reward of the completion",
+        "use of its scores: each, a reward for the token that ends the step; the others, one reward for the completion",
         one_of("each", "min", "mean", "last", "product"),
         kinds=RL,
         requires="process_reward_model",
-        chosen="each, where the algorithm reads rewards of tokens, else min",
+        chosen="each if the algorithm reads token rewards, else min",
     )
     reward_weights: str | None = flag(
         None,
-        "one number for each of --reward, then for --reward_model, --process_reward_model and --judge: 1,0.5",
+        "one weight per reward: those of --reward, then --reward_model, --process_reward_model and --judge: 1,0.5",
         chosen="those in --reward and DIR@0.5, else 1",
         kinds=RL,
         example="2",
     )
     on_reward_error: str = flag(
         "stop",
-        "where a reward fails: stop the run, take it as zero, or skip the completion in training",
+        "if a reward fails: stop the run, use zero, or skip the completion in training",
         one_of("stop", "zero", "skip"),
         kinds=RL,
         effect="event",
     )
     reward_workers: int | None = flag(
         None,
-        "processes of a rank that run --reward while it generates; 0: the rank does, afterwards",
+        "processes per rank that run --reward during generation; 0: the rank runs it itself afterwards",
         at_least(0),
         at_most(256),
         kinds=RL,
-        chosen="the rank's share of the cores, up to 16 where functions mostly wait; 0 with the embedded task",
+        chosen="the rank's share of the cores, up to 16 if functions mostly wait; 0 with the embedded task",
         effect="ranks",
     )
     reward_timeout: float | None = flag(
         None,
-        "seconds a reward function may take in a worker",
+        "maximum seconds of a reward function in a worker",
         above(0),
         chosen="600",
         kinds=RL,
@@ -83,21 +83,21 @@ class JudgeSettings:
 
     judge: str | None = flag(
         None,
-        "directory of a model that writes a verdict on each completion, which is a reward",
+        "directory of a model that writes a verdict on each completion; the verdict's score is a reward",
         kinds=RL,
     )
     judge_template: str | None = flag(
         None,
-        "file with the text that it is given, in which {{prompt}}, {{completion}} and {{FIELD}} stand",
+        "file with the judge's prompt, with {{prompt}}, {{completion}} and {{FIELD}} filled in",
         kinds=RL,
         requires="judge",
         chosen="a plain request for a number from 0 to 10",
     )
     judge_pattern: str = flag(
         r"\[\[(-?[\d.]+)\]\]",
-        "regular expression whose last match in a verdict has the number",
+        "regular expression whose last match in a verdict contains the score",
         kinds=RL,
         requires="judge",
         example=r"(\d)",
     )
-    judge_max_new_tokens: int = flag(256, "tokens of a verdict", at_least(1), kinds=RL, requires="judge")
+    judge_max_new_tokens: int = flag(256, "maximum tokens of a verdict", at_least(1), kinds=RL, requires="judge")

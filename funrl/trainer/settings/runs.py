@@ -24,11 +24,11 @@ INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 class RunSettings:
     """Length of a run, and its directory."""
 
-    steps: int = flag(30, "steps, each of one batch of rollouts or of given texts", at_least(1))
-    batch_prompts: int = flag(128, "prompts, demonstrations or pairs a step", at_least(1))
+    steps: int = flag(30, "steps, each on one batch of rollouts or of given texts", at_least(1))
+    batch_prompts: int = flag(128, "prompts, demonstrations or pairs per step", at_least(1))
     warmstart_steps: int | None = flag(
         None,
-        "supervised steps before, on imperfect demonstrations",
+        "supervised steps before RL, on imperfect demonstrations",
         at_least(0),
         chosen="the task's, 0 with --model, --prompts or --data",
         unless=("model",),
@@ -44,19 +44,19 @@ class RunSettings:
     )
     keep_checkpoints: int = flag(
         2,
-        "newest checkpoints that are kept; so is the one with the best held-out result",
+        "number of newest checkpoints to keep; the one with the best held-out result is kept too",
         at_least(1),
         effect="files",
     )
     save_rollouts: int = flag(
         0,
-        "steps between those whose rows and scores are kept, for `funrl replay`; 1: all, 0: none",
+        "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none",
         at_least(0),
         effect="files",
     )
     keep_rollouts: int | None = flag(
         None,
-        "newest of these steps that are kept",
+        "number of newest saved steps to keep",
         at_least(1),
         chosen="all",
         requires="save_rollouts",
@@ -70,7 +70,7 @@ class RunSettings:
     )
     overwrite: bool = flag(
         False,
-        "begin anew in a --run_dir that holds only a start that made no step",
+        "start over in a --run_dir whose earlier run completed no step",
         requires="run_dir",
         effect="output",
     )
@@ -80,29 +80,29 @@ class RunSettings:
 class EstimateSettings:
     """Dry run."""
 
-    dry_run: bool = flag(False, "only print memory, traffic and time of a step; needs a config.json", effect="output")
+    dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json", effect="output")
     prompt_tokens: int | None = flag(
         None,
-        "tokens of a prompt that --dry_run takes",
+        "tokens of a prompt that --dry_run assumes",
         at_least(1),
-        chosen="the embedded task's longest, else 512, or what the model has positions for",
+        chosen="the embedded task's longest, else 512 or the model's positions",
         kinds=RL,
         requires="dry_run",
         effect="output",
     )
     text_tokens: int | None = flag(
         None,
-        "tokens of a prompt and its completion that --dry_run takes",
+        "tokens of a prompt and its completion that --dry_run assumes",
         at_least(1),
         chosen="the embedded task's longest, else --max_text_tokens, else 1024",
         kinds=SUPERVISED,
         requires="dry_run",
         effect="output",
     )
-    json: bool = flag(False, "print what --dry_run finds as one JSON object", requires="dry_run", effect="output")
+    json: bool = flag(False, "print the result of --dry_run as one JSON object", requires="dry_run", effect="output")
     hardware: str | None = flag(
         None,
-        "whose memory and speed --dry_run takes",
+        "GPU whose memory and speed --dry_run assumes",
         one_of("a100", "h100", "h200", "mi300x", "cpu"),
         chosen="h100",
         requires="dry_run",
@@ -111,7 +111,7 @@ class EstimateSettings:
 
 
 class Interval(NamedTuple):
-    """Interval in steps, or in seconds; 0 of both: never."""
+    """Interval in steps or in seconds; both 0: never."""
 
     steps: int
     seconds: float

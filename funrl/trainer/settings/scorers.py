@@ -1,4 +1,4 @@
-"""Models that score completions, as flags name them: DIR, or DIR@0.5 with a weight. Nothing here imports torch."""
+"""Flags of models that score completions: DIR, or DIR@0.5 with a weight. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # eac
 
 
 def scorers_of(settings: Settings) -> tuple[str, ...]:
-    """The flags of models that score completions, as far as they are given."""
+    """The given flags of models that score completions."""
     return tuple(name for name in SCORERS if flag_value(settings, name) is not None)
 
 
 def model_path(settings: Settings, name: str) -> str | None:
-    """The directory that a flag names, without the weight of one that scores."""
+    """The directory that a flag names, without the weight of a scoring model."""
     value = flag_value(settings, name)
     return weighted_path(value)[0] if value is not None and name in SCORERS else value
 
 
 def weighted_path(value: str) -> tuple[str, float | None]:
-    """Directory and weight in DIR@0.5; without a number at its end all of it is the directory.
+    """Directory and weight in DIR@0.5; if it does not end with a number, all of it is the directory.
 
     >>> weighted_path("runs/a@0.5"), weighted_path("runs/me@home")
     (('runs/a', 0.5), ('runs/me@home', None))
@@ -38,13 +38,13 @@ def weighted_path(value: str) -> tuple[str, float | None]:
 
 
 def weights_by_name(settings: Settings, functions: int) -> str | None:
-    """The weights that --reward and the flags of models give, as --reward_weights takes them; None where none does.
+    """The weights that --reward and the flags of models give, in the form of --reward_weights; None if none does.
 
     Args:
-      functions: how many there are where --reward names none.
+      functions: number of reward functions if --reward names none.
 
     Raises:
-      LoadError: --reward is not one.
+      LoadError: --reward does not name reward functions.
     """
     reward = settings.rewards.reward
     own = [None] * functions if reward is None else [part.weight for part in parse_rewards(reward)]

@@ -1,8 +1,7 @@
-"""Every number and name that a run takes from outside: one field is one flag, with its bounds where it is defined.
+"""All settings of a run: one field is one flag, with its bounds in its definition.
 
-The fields are in a file for each group of flags. Whether a value is good, what a command line's text means, the help
-and the table in docs/flags.md come from the declaration of the field. What depends on several flags is checked by the
-functions of `checks.py`. Nothing here imports torch.
+There is one file for each group of flags. Validation, parsing, the help and the table in docs/flags.md derive from the
+declaration of the field. `checks.py` checks combinations of flags. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from funrl.trainer.settings.rewards import JudgeSettings, RewardSettings
 from funrl.trainer.settings.runs import EstimateSettings, RunSettings
 from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, RouterSettings, UpdateSettings
 
-SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, where no flag says
+SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, by default
 TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags of every run as records by subject. None means: the run chooses."""
+    """The flags of every run as records by subject. None means that the run chooses."""
 
     models: ModelSettings = field(default_factory=ModelSettings)
     examples: ExampleSettings = field(default_factory=ExampleSettings)
@@ -54,15 +53,15 @@ class Settings:
 
 
 def settings_of(**flags: Any) -> Settings:
-    """Settings of flags by their names; the others have their defaults."""
+    """Settings from flags by name; other flags have their defaults."""
     return with_flags(Settings(), **flags)
 
 
 def with_flags(settings: Settings, **flags: Any) -> Settings:
-    """The settings with other values of some flags, by their names.
+    """The settings with some flags, by name, set to other values.
 
     Raises:
-      TypeError: a name is not that of a flag.
+      TypeError: there is no flag of a name.
     """
     changes: dict[str, dict[str, Any]] = {}
     for name, value in flags.items():
@@ -99,15 +98,15 @@ def settings_flags() -> Mapping[str, Flag]:
 
 @functools.cache
 def flag_groups() -> Mapping[str, str]:
-    """The titles of the groups of flags: of each record of `Settings`, the first line of its docstring."""
+    """The titles of the groups of flags: the first docstring line of each record of `Settings`."""
     return {record.name: str(record.default_factory.__doc__).rstrip(".") for record in dataclasses.fields(Settings)}
 
 
 def check_values(settings: Settings) -> None:
-    """Check the value of each flag by itself.
+    """Check the value of each flag separately.
 
     Raises:
-      SettingsError: the first that cannot work.
+      SettingsError: for the first invalid value.
     """
     for name, flag in settings_flags().items():
         value = flag_value(settings, name)
@@ -131,23 +130,23 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
 
 
 def scoring_budget(settings: Settings) -> int:
-    """Tokens of a micro-batch where nothing is learned; a longer row raises it.
+    """Tokens of a micro-batch in passes without learning; a longer row raises it.
 
-    A forward pass without a gradient holds the activations of one layer. By the dry run it takes 99 kB a token of a 70B
-    on tp8, 111 of an 8B and 62 of a 1B; an update that saves only what enters each layer 1,580, 525 and 200.
+    A forward pass without a gradient holds the activations of one layer: by the dry run, 99 kB per token for a 70B on
+    tp8, 111 for an 8B and 62 for a 1B. An update that saves only the input of each layer takes 1,580, 525 and 200.
     """
     return settings.updates.score_token_budget or SCORE_BUDGETS * settings.updates.token_budget
 
 
 def for_kind(settings: Settings, kind: str) -> Settings:
-    """The settings of a kind of run: flags without a meaning in it have the value that changes nothing."""
+    """The settings for a kind of run: flags that do not apply to it get a neutral value."""
     idle = {name: flag.without for name, flag in settings_flags().items() if kind not in flag.kinds}
     return with_flags(settings, **idle)
 
 
 def refuse_beside(name: str, value: Any, settings: Settings) -> None:
-    """Refuse a flag that does nothing beside another one that is given. Raises: SettingsError."""
+    """Refuse a flag that does nothing together with another one. Raises: SettingsError."""
     beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
     if beside:
         other = f"--{beside[0]}={flag_value(settings, beside[0])}"
-        raise SettingsError(f"--{name}={value} does nothing beside {other}; leave one of them out")
+        raise SettingsError(f"--{name}={value} does nothing together with {other}; leave one of them out")

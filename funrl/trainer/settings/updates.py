@@ -19,11 +19,11 @@ class OptimizerSettings:
 
     lr: float | None = flag(
         None,
-        "peak learning rate of the policy, or of the model that learns",
+        "peak learning rate of the policy, or of the trained model",
         above(0),
         chosen=(
-            "1e-3 from scratch; with --model 0.2 / sqrt(its parameters), sft and reward models 1 / sqrt, 5e-7 "
-            "to 1e-3; --lora_rank: 3e-3, 10 times"
+            "1e-3 from scratch; with --model 0.2 / sqrt(its parameters), 1 / sqrt for sft and reward models, 5e-7 to "
+            "1e-3; --lora_rank: 3e-3, 10 times"
         ),
     )
     critic_lr: float | None = flag(
@@ -49,13 +49,13 @@ class OptimizerSettings:
         kinds=RL,
         needs="critic",
     )
-    optimizer: str = flag("adamw", "muon is for matrices; the rest takes adamw", one_of("adamw", "muon"))
-    lr_schedule: str = flag("constant", "after the warm-up", one_of("constant", "linear", "cosine"))
+    optimizer: str = flag("adamw", "muon applies to matrices; other weights use adamw", one_of("adamw", "muon"))
+    lr_schedule: str = flag("constant", "schedule after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
-    weight_decay: float = flag(0.0, "decoupled, of matrices only", at_least(0))
+    weight_decay: float = flag(0.0, "decoupled weight decay, of matrices only", at_least(0))
     decay_all: bool = flag(
         False,
-        "let the weight decay act on norms and biases too, as verl does",
+        "apply weight decay to norms and biases too, as verl does",
         requires="weight_decay",
     )
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
@@ -67,13 +67,13 @@ class AdapterSettings:
 
     lora_rank: int | None = flag(
         None,
-        "rank of adapters (LoRA) that learn instead of the weights, which are the reference too",
+        "rank of the adapters (LoRA) that are trained; the frozen weights are the reference too",
         at_least(1),
-        chosen="all weights learn",
+        chosen="all weights are trained",
     )
     lora_alpha: float | None = flag(
         None,
-        "adapters count by alpha / rank",
+        "adapters are scaled by alpha / rank",
         above(0),
         chosen="the rank",
         requires="lora_rank",
@@ -92,19 +92,20 @@ class RouterSettings:
 
     router_aux_coef: float = flag(
         0.0,
-        "how much the uneven load of experts counts in the loss; with several micro-batches an update it "
-        "takes a forward pass more",
+        "weight of the load-balancing loss of experts; with several micro-batches per update it takes one more "
+        "forward pass",
         at_least(0),
     )
-    router_z_coef: float = flag(0.0, "how much large logits of routers count in the loss", at_least(0))
+    router_z_coef: float = flag(0.0, "weight of the loss on large router logits", at_least(0))
     router_bias_rate: float = flag(
         0.0,
-        "how far an update moves the bias by which an expert is chosen, against its load, as in DeepSeek-V3 (0.001)",
+        "step size of the experts' selection biases, which move against their load after each update, as in "
+        "DeepSeek-V3 (0.001)",
         at_least(0),
     )
     router_replay: bool = flag(
         False,
-        "train the policy with the experts that its tokens went to in the engine",
+        "train the policy with the experts that its tokens used in the engine",
         kinds=RL,
     )
 
@@ -114,17 +115,17 @@ class UpdateSettings:
     """Updates and micro-batches."""
 
     epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
-    minibatches: int = flag(2, "optimizer steps a pass", at_least(1), kinds=RL, without=1)
+    minibatches: int = flag(2, "optimizer steps per pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(
         3,
-        "updates in a row that may be left out because their loss or gradient is not finite; then the run stops",
+        "maximum consecutive updates skipped because the loss or gradient is not finite; then the run stops",
         at_least(1),
         effect="event",
     )
     token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1), effect="work")
     score_token_budget: int | None = flag(
         None,
-        "the same where nothing is learned: scoring, and the loss on held-out texts",
+        "tokens of a micro-batch without learning: scoring, and the loss on held-out texts",
         at_least(1),
         chosen="4 times --token_budget",
         effect="work",

@@ -21,7 +21,7 @@ from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
 ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # (rows, prompts) -> rows as a model reads them; see `as_read`
-OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability that each is right -> a completion's score
+OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability of being right -> a completion's score
     "min": torch.amin,
     "mean": torch.mean,
     "last": lambda x: x[-1],
@@ -51,7 +51,7 @@ def with_completion_scores(rows: Rows, examples: Sequence[Example], model: Rewar
     The rows move to the ranks of the model's mesh that read them.
 
     Args:
-      rows: completions with what scores they have.
+      rows: completions, with their scores so far.
       examples: prompts, each with the same number of rows.
       model: the reward model.
       read: gives the rows as the model reads them.
@@ -75,7 +75,7 @@ def with_step_scores(
     """Add a process reward model's scores of the steps: the probability that each step is right.
 
     Args:
-      rows: completions with what scores they have.
+      rows: completions, with their scores so far.
       examples: prompts, each with the same number of rows.
       model: the process reward model.
       reduction: "each" rewards the token that ends a step, and adds the mean over steps as a column of `scores` that

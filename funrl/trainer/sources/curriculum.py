@@ -24,7 +24,7 @@ from funrl.trainer.settings.checks import Difficulty
 from funrl.trainer.settings.declaration import SettingsError
 
 GIVEN = ("prompts", "metrics", "step", "pass_rates", "state")  # arguments that a function may take
-KEPT = 0.5  # weight of earlier measurements against a new one
+KEPT = 0.5  # weight of earlier measurements relative to a new one
 
 
 class CurriculumError(ValueError):
@@ -116,7 +116,7 @@ class _Curriculum(NamedTuple):
     """Inputs of the weights.
 
     Attributes:
-      count: of prompts.
+      count: number of prompts.
       function, names: the user's function and the arguments that it takes; None and () without one.
       records: the prompts in the form that it receives.
       rates: whether pass rates are measured.
@@ -161,8 +161,8 @@ def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarra
         metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
     if not weight_N.any():
         raise CurriculumError(
-            f"step {step}: every prompt has weight 0; let the curriculum give some of them more, or --difficulty "
-            "have wider bounds or a third number above 0"
+            f"step {step}: every prompt has weight 0; let the curriculum give some a positive weight, or give "
+            "--difficulty wider bounds or a third number above 0"
         )
     return weight_N, memory, metrics
 
@@ -258,8 +258,8 @@ def _called(
 def _checked(weights: np.ndarray, count: int) -> np.ndarray:
     if weights.shape != (count,) or not np.isfinite(weights).all() or (weights < 0).any():
         raise ValueError(
-            f"it gave weights of shape {list(weights.shape)}; {count} finite numbers of at least 0 are needed, one a "
-            "prompt (followed by a state if it takes `state`)"
+            f"it gave weights of shape {list(weights.shape)}; {count} finite numbers of at least 0 are needed, one "
+            "per prompt (followed by a state if it takes `state`)"
         )
     return weights
 

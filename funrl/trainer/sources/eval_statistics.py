@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Z = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
+Z = 1.959963984540054  # 95 % of a normal distribution is within this many standard deviations
 
 
 class Interval95(NamedTuple):

@@ -69,7 +69,7 @@ class Judge(NamedTuple):
     """A judge on its devices.
 
     Attributes:
-      job: what it judges with.
+      job: its configuration.
       engine: with the judge's weights; paused between verdicts.
       mesh: of the engine.
     """
@@ -101,7 +101,7 @@ def judge_job(
     model = hf.check_directory(directory, code)
     tokenizer = load_tokenizer(directory)
     if not model.generates:
-        raise SettingsError(f"--judge={directory}: it has a value head and writes nothing; give it as --reward_model")
+        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
     if (problem := no_engine(model)) is not None:
         raise SettingsError(f"--judge={directory}: {problem}")
     template = settings.judge_template
@@ -220,7 +220,7 @@ def with_verdicts(
     The rows of a prompt go to one rank, which computes the shared prefix of their verdicts' prompts once.
 
     Args:
-      rows: completions with what scores they have.
+      rows: completions, with their scores so far.
       examples: prompts, each with the same number of rows.
       judge: the judge.
       weight: of its score in the reward.
@@ -247,7 +247,7 @@ def with_verdicts(
     verdicts = [job.tokenizer.decode(completion.written, skip_special_tokens=True) for completion in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
     if verdicts and rows.own[0] == 0:
-        read = "in which no number is found" if own[0].isnan() else f"which is read as {own[0]:g}"
+        read = "which has no number" if own[0].isnan() else f"which scores {own[0]:g}"
         note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
     score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, axes=mesh.row_axes)["score"]
     return with_column(rows, score_B, weight)

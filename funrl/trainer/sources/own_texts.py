@@ -206,6 +206,6 @@ def _read_rows(reader: Reader, rows: Rows, batch: Batch) -> Rows:
     if longest > reader.positions:
         raise RewardError(
             f"the {reader.name} reads a prompt and completion as {longest} tokens, but it has {reader.positions} "
-            "positions; a smaller --max_new_tokens or shorter prompts would do"
+            "positions; use a smaller --max_new_tokens or shorter prompts"
         )
     return rows_of(batch._replace(length=table["length"]), rows.owner, rows.mesh)

@@ -71,7 +71,7 @@ class PromptEvaluation(NamedTuple):
     Attributes:
       heldout: the prompts.
       sampling: of their completions.
-      solved: scores [R, K] -> [R] bool, completions that count as solved, or None where scores are no verdicts; None:
+      solved: scores [R, K] -> [R] bool, completions that count as solved, or None if scores are not verdicts; None:
         unknown.
       seed: of the completions.
       table_prompts: bound on the prompts whose completions are shown; None: all.
@@ -282,7 +282,7 @@ def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> 
     when_empty = generation.selection.when_empty
     if when_empty == "stop":
         raise FilterError(f"{dropped} (--empty_filter=stop)")
-    used = "the last of them are used as they are" if when_empty == "use" else "the step has no update"
+    used = "the last of them are used unfiltered" if when_empty == "use" else "the step has no update"
     show.note(f"{dropped}; {used} (--empty_filter={when_empty})")
     return when_empty == "skip"
 
