@@ -97,8 +97,8 @@ def main(argv: list[str]) -> None:
     del argv
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     bandwidth, rates = memory_bandwidth(), {d: matrix_rate(getattr(torch, d)) for d in DTYPES.value}
-    told = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
-    print(f"{torch.get_num_threads()} threads; memory {bandwidth / 1e9:.1f} GB/s, products {told}")
+    speeds = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
+    print(f"{torch.get_num_threads()} threads; memory {bandwidth / 1e9:.1f} GB/s, products {speeds}")
     unit = "CPU-second" if CLOCK == "process_time" else "second"
     print(f"{'model':>13} {'dtype':>9} {'batch':>5} | tokens per {unit}, native over it; native over the best")
     ratios = []
@@ -208,7 +208,7 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
 
 
 class Peer:
-    """vLLM in a process of its own, which is told its work line by line.
+    """vLLM in a process of its own, which reads its work line by line.
 
     Args:
       mode: "eager" or "compiled", vLLM by itself; "engine", funrl's engine over it.

@@ -141,7 +141,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def now() -> float:
-    """Seconds of the clock, when the device has done all that it was told."""
+    """Seconds of the clock, when the device has done all its work."""
     if DEVICE.value == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -4,10 +4,10 @@
     python benchmarks/long.py --tokens=262144 --window=4096 --nopeer
 
 A decoder of two layers with one head of 64 (so that keys go round a ring between ranks) learns by cross-entropy from
-rows whose lengths are 1/2, 1/4, ... of the tokens, the last two alike: packed end to end here, and padded to the
+rows whose lengths are 1/2, 1/4, ... of the tokens, the last two equal: packed end to end here, and padded to the
 longest one in transformers' own model of the same sizes, in one batch, as its trainers do. Every measurement is a
 forward and backward pass in processes of their own; memory is the growth of a rank's resident bytes to the highest
-point (Linux). On one machine ranks share its cores, so time is told as CPU-seconds of all ranks for 1000 tokens.
+point (Linux). On one machine ranks share its cores, so time is given as CPU-seconds of all ranks for 1000 tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEASURE = flags.DEFINE_string("measure", None, "print one measurement as JSON: f
 
 
 def lengths_of(tokens: int, rows: int) -> np.ndarray:
-    """Halves, quarters and so on of the tokens; the last two alike."""
+    """Halves, quarters and so on of the tokens; the last two equal."""
     halves = [tokens >> min(i + 1, rows - 1) for i in range(rows)]
     return np.array(halves)
 

@@ -86,12 +86,12 @@ def measure(name: str, model: Model, params, prompts: Sequence[Sequence[int]], s
                 found = {draft: timed(engine, requests, times[draft]) for draft, engine in engines.items()}
             same = len({str(x) for x in found.values()}) == 1
             tokens = sum(map(len, next(iter(found.values()))))
-            told = "  ".join(
+            speeds = "  ".join(
                 f"drafts of {draft}: {tokens / statistics.median(times[draft][1:]):.0f} ({share(engine)})"
                 for draft, engine in engines.items()
             )
             note = "" if same else "  (other tokens)"
-            print(f"{name:>16} {backend:>6} {rows:>3} rows | tokens per CPU-second, {told}{note}", flush=True)
+            print(f"{name:>16} {backend:>6} {rows:>3} rows | tokens per CPU-second, {speeds}{note}", flush=True)
 
 
 def timed(engine: NativeEngine, requests: Sequence[Request], times: list[float]) -> list[list[int]]:

@@ -80,9 +80,9 @@ def main():
         rows = to_rows(drawn, done, sampling, pad=0)
         roles = {"policy": policy, "reference": reference}
         rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)
-        rows, chain_state, told = advantages(algorithm.advantage, chain_state, rows)
+        rows, chain_state, chain_metrics = advantages(algorithm.advantage, chain_state, rows)
         states, metrics = learn({"policy": policy}, states, rows, UpdatePlan(step + 1, minibatches=2))
-        means.append(told["reward/mean"])
+        means.append(chain_metrics["reward/mean"])
         print(f"step {step + 1}: reward {means[-1]:.3f}, loss {metrics['actor/pg_loss']:.4f}")
     print(f"mean reward {sum(means[:5]) / 5:.3f} -> {sum(means[-5:]) / 5:.3f} in {time.perf_counter() - start:.0f} s")
     return means

@@ -51,9 +51,9 @@ hf.save("MODEL", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 sums = [{"problem": f"{a} + {b} = ", "solution": str(a + b)} for a in range(8) for b in range(8)]
 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(sums), "sums.parquet")
-told = [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a in range(8) for b in range(8)]
+solved = [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a in range(8) for b in range(8)]
 pairs = [{"prompt": one["problem"], "chosen": one["solution"], "rejected": one["solution"] + "0"} for one in sums]
-for name, records in {"gsm8k.jsonl": told, "pairs.jsonl": pairs}.items():
+for name, records in {"gsm8k.jsonl": solved, "pairs.jsonl": pairs}.items():
     with open(name, "w") as file:
         file.writelines(json.dumps(one) + "\n" for one in records)
 CODE

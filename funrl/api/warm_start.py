@@ -31,7 +31,6 @@ from funrl.trainer.settings.declaration import SettingsError
 
 DIGEST = "sha256"  # file with the checksum of a cached model
 PROGRESS_LINES = 10  # lines of progress
-THREADS = 2
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_")  # variables
 
 
@@ -99,13 +98,13 @@ def _cached(directory: Path, job: Job) -> Path:
 def _make(draft: Path, job: Job) -> None:
     """Run `funrl sft` on demonstrations of the task, from random weights; the model is in run/model of the draft.
 
-    It is one process on the CPU with a fixed number of threads: every machine and mesh gets about the same weights, and
-    every run on this machine the same ones.
+    It is one process with one thread on the CPU: every machine and mesh gets about the same weights, and every run on
+    this machine the same ones.
     """
     flags = sft_flags(job)
     task = embedded_task(job.settings.examples.task)
     hf.save(draft / "initial", job.model, random_weights(job), job.tokenizer)
-    count = min(task.warmstart_demonstrations, job.warmstart_steps * int(str(flags["batch_prompts"])))
+    count = min(task.warmstart_demonstrations, job.warmstart_steps * task.warmstart_flags["batch_prompts"])
     with open(draft / "demonstrations.jsonl", "w") as file:
         for prompt, completion in task.demonstrations(job.settings.run.seed, count):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
@@ -121,8 +120,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
     environment = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     package = str(Path(funrl.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment["OMP_NUM_THREADS"] = str(THREADS)
-    environment["OMP_WAIT_POLICY"] = "passive"  # threads that spin would slow each other on a busy machine
+    environment["OMP_NUM_THREADS"] = "1"
     lines: list[str] = []
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:

@@ -45,7 +45,7 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
 
 
 def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
-    """Cost of a sync: the engine's old copy is freed first, and a few buckets are in flight.
+    """Cost of a sync: the engine's old copy is freed first, and a few buckets are sent at once.
 
     Weights with merged adapters are temporary: each is freed once it is sent.
     """

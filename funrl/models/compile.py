@@ -40,7 +40,7 @@ def compile_layer(
       mode: "on", "off" (the plain layer) or "auto", which compiles on CUDA and ROCm; on CPU a cold compile costs more
         than a short run gains. Layers of transformers' own code are not compiled.
       device: type of the device, such as "cuda".
-      note: told what was compiled and how long it took.
+      note: receives what was compiled and how long it took.
       remat: what the backward pass computes again, as `rematerialized` has it; of a compiled layer it is part of what
         is compiled.
       backend: torch.compile's.

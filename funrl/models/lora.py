@@ -165,7 +165,7 @@ def _with_low_rank(layer: Layer, scale: float) -> Layer:
 def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool) -> dict[str, Any]:
     """Weights of a part of a layer, the adapted ones with their factors.
 
-    The factor that the tensor ranks hold alike is used by each for its part of the other one, or where the residual
+    The factor that is the same on all tensor ranks is used by each for its part of the other one, or where the residual
     stream is `split` for its tokens: its gradient is their sum.
     """
     weights: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}

@@ -37,7 +37,7 @@ def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
-    """This rank's tokens of what all tensor ranks have made alike."""
+    """This rank's tokens of what is the same on all tensor ranks."""
     return own_shard(x_BTD, mesh, "tensor", dim=1) if split else x_BTD
 
 

@@ -69,7 +69,7 @@ def orthogonalize(
     all work. Axes over which a matrix is replicated take part. The numbers are those of one device.
 
     Args:
-      scaling: factor of a matrix [R, C]: "original" max(1, R / C)^0.5, by which an update changes outputs alike for
+      scaling: factor of a matrix [R, C]: "original" max(1, R / C)^0.5, by which an update changes outputs equally for
         all shapes; "match_rms_adamw" 0.2 max(R, C)^0.5, whose elements are as large as those of AdamW's updates (0.2 to
         0.4); "none".
       coefficients: (a, b, c) of each iteration x <- a x + (b x x^T + c (x x^T)^2) x.

@@ -1,4 +1,4 @@
-"""Memory of a GPU: its allocator, and copies to the host."""
+"""Memory of a GPU: its allocator, and copies to and from the host."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class EngineCost(NamedTuple):
       cache_bytes: size of the cache of keys and values on a rank; it is never exceeded.
       page_tokens: tokens of a page.
       pages: number of pages, of `cache_bytes / pages` bytes each.
-      used_pages: pages of requests in flight.
+      used_pages: pages of unfinished requests.
       peak_pages: largest number of pages in use at once so far.
       rows: bound on the completions that are sampled together.
       passes: forward passes.
@@ -96,7 +96,7 @@ class Engine(Protocol):
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace the weights. The old ones are released before the first new one is requested.
 
-        Requests in flight continue with the new weights: their tokens stay, and their keys and values are recomputed.
+        Unfinished requests continue with the new weights: their tokens stay, and their keys and values are recomputed.
 
         Args:
           named_weights: every weight exactly once, in the form `weights`.
@@ -120,12 +120,12 @@ class Engine(Protocol):
 
         Raises:
           ValueError: a prompt is empty, too long for the model or the cache, or has ids that are not in the vocabulary;
-            a number is in flight already. Then no request is taken.
+            a number is in use already. Then no request is taken.
         """
         ...
 
     def step(self) -> list[Completion]:
-        """Do some work, such as one token of each request in flight; returns the completions that ended.
+        """Do some work, such as one token of each unfinished request; returns the completions that ended.
 
         Raises:
           RuntimeError: no weights have been loaded.
@@ -133,7 +133,7 @@ class Engine(Protocol):
         """
         ...
 
-    def in_flight(self) -> int:
+    def unfinished(self) -> int:
         """Number of requests that are not finished yet."""
         ...
 
@@ -144,14 +144,14 @@ class Engine(Protocol):
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Cancel requests; returns their completions so far, with finish "cancelled" for those that had not ended.
 
-        Numbers that are not in flight are ignored.
+        Numbers of no unfinished request are ignored.
         """
         ...
 
     def pause(self) -> None:
         """Make `step` do nothing until `resume`, and free the memory of keys and values.
 
-        Requests stay in flight, and further ones are accepted; keys and values are recomputed.
+        Requests are kept, and further ones are accepted; keys and values are recomputed.
         """
         ...
 
@@ -192,18 +192,18 @@ def complete(
     """Complete requests; returns completions in the order of the requests.
 
     Args:
-      engine: an engine with weights and nothing else in flight.
+      engine: an engine with weights and no other unfinished request.
       requests: what to complete.
       finished: called with each completion as soon as it ends.
 
     Raises:
       ValueError, RuntimeError, FloatingPointError: as in `Engine.submit` and `Engine.step`. The engine then has none
-        of these requests in flight.
+        of these unfinished requests.
     """
     completions: dict[int, Completion] = {}
     engine.submit(requests)
     try:
-        while engine.in_flight():
+        while engine.unfinished():
             for done in awake_step(engine):
                 completions[done.number] = done
                 if finished is not None:

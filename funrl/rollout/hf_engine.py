@@ -106,7 +106,7 @@ class HFEngine:
         self._passes += 1
         return self._complete(together, sampling)
 
-    def in_flight(self) -> int:
+    def unfinished(self) -> int:
         """Number of waiting requests."""
         return len(self._waiting)
 

@@ -16,11 +16,11 @@ class Request(NamedTuple):
     """A prompt to complete once.
 
     Attributes:
-      number: identifies the request and its completion; unique among the requests in flight.
+      number: identifies the request and its completion; unique among the unfinished requests.
       prompt: token ids, at least one.
       sampling: sampling parameters; `samples` is ignored, as a request is one completion.
       seed: of the request's own random stream, a signed 64-bit number. A completion depends on prompt, sampling, seed
-        and weights only: not on other requests in flight, nor on when or where it is sampled.
+        and weights only: not on other unfinished requests, nor on when or where it is sampled.
       begun: what has been written already, in an earlier step or by an engine that was stopped; the completion
         continues it, and `max_new_tokens` includes it.
       most: bound on the tokens sampled now; None: as many as `max_new_tokens` allows. A completion that reaches it
@@ -138,12 +138,12 @@ def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Cont
     """Raise ValueError where a request cannot be completed by a model of these sizes.
 
     Args:
-      taken: numbers of requests in flight.
+      taken: numbers of unfinished requests.
     """
     seen: set[int] = set()
     for number, prompt, sampling, seed, begun, most in requests:
         if number in seen or number in taken:
-            raise ValueError(f"request {number} is in flight already; give each request a number of its own")
+            raise ValueError(f"request {number} is in use already; give each request a number of its own")
         seen.add(number)
         if not len(prompt):
             raise ValueError(f"prompt {number} is empty; a completion needs at least one token before it, such as bos")

@@ -27,7 +27,7 @@ def complete_shared(
     """Complete the groups that this replica takes.
 
     Args:
-      engine: this replica's engine, with nothing in flight.
+      engine: this replica's engine, without unfinished requests.
       groups: groups of all replicas; the requests of a group stay together.
       take: a counter that the replicas share; see `mesh.counter.shared_counter`.
       mesh: of the engines; its row axes are the replicas.
@@ -46,7 +46,7 @@ def complete_shared(
     begun = [own]
     engine.submit(own)
     try:
-        while next_group < len(groups) or engine.in_flight():
+        while next_group < len(groups) or engine.unfinished():
             if next_group < len(groups) and engine.room():
                 most = -(-(len(groups) - next_group) // (1 if replicas == 1 else 2 * replicas))
                 next_group, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)

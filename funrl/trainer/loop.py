@@ -2,7 +2,7 @@
 
     rows -> score -> advantages -> learn -> sync -> (next step)
 
-It runs on every rank alike, for reinforcement, supervised and preference learning: what differs is the source. What a
+It is the same on every rank, for reinforcement, supervised and preference learning: what differs is the source. What a
 rank holds of a model are its shards. The boxes are functions of files beside this one, which can be called alone.
 """
 
@@ -99,7 +99,7 @@ def train_loop(
     Args:
       job: what to do; the same on every rank.
       mesh: to train on.
-      observer: told what happens, and given the model at the end.
+      observer: receives what happens, and the model at the end.
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
@@ -337,7 +337,7 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
     if trainer.job.algorithm.advantage is None:
-        pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has told of
+        pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
     with trainer.clock.phase("advantage"):
         chain = trainer.job.algorithm.advantage

@@ -34,7 +34,7 @@ class StepProfiler:
       settings: of the run.
       mesh: of this rank.
       run_dir: where traces go; None: nowhere.
-      note: told where the trace is.
+      note: receives the path of the trace.
     """
 
     def __init__(self, settings: Settings, mesh: Mesh, run_dir: str | None, note: Callable[[str], None]) -> None:

@@ -154,7 +154,7 @@ def advantage_bits(mesh, owners):
 
 
 def choice_bits(mesh, owner):
-    """Digests of what all ranks are to know alike: kept rows, denominators, mini-batches."""
+    """Digests of what are the same on all ranks: kept rows, denominators, mini-batches."""
     rows, _ = on_rank(drawn(), owner, mesh)
     found = {("filter", name): digest(keep(rows.batch)) for name, keep in filters().items()}
     sides = drawn()._replace(segments=(torch.arange(T) < 320).long().expand(B, T) % 2 + 1)
@@ -190,9 +190,9 @@ def on_one():
 def test_every_piece_gives_the_same_bits_on_every_mesh(text, ranks):
     advantages, choices = on_one()
     seen = set()
-    for mine, alike in launch(lambda mesh: gather_objects(bits(mesh, ranks), mesh), parse(text)):
+    for mine, shared in launch(lambda mesh: gather_objects(bits(mesh, ranks), mesh), parse(text)):
         wrong = sorted({(name, what) for (name, what, *row), x in mine.items() if advantages[name, what, *row] != x})
         assert not wrong
-        assert sorted(key for key in choices if choices[key] != alike[key]) == []
+        assert sorted(key for key in choices if choices[key] != shared[key]) == []
         seen |= set(mine)
     assert seen == set(advantages)

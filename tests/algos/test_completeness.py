@@ -168,4 +168,4 @@ def test_every_recipe_is_a_file_and_every_argument_has_a_default():
         parameters = inspect.signature(recipe).parameters.values()
         assert all(p.default is not p.empty for p in parameters), name
         text = inspect.getdoc(recipe)
-        assert all(p.name in text for p in parameters), f"{name}: an argument is not told in its docstring"
+        assert all(p.name in text for p in parameters), f"{name}: an argument is not in its docstring"

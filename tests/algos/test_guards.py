@@ -1,4 +1,4 @@
-"""Mistakes in a user's own pieces: each is told by name before the first update, with the way out."""
+"""Mistakes in a user's own pieces: each is reported by name before the first update, with the way out."""
 
 import dataclasses
 import re

@@ -58,15 +58,15 @@ def own_algorithm(factor):
 
 @MESHES
 def test_a_recipe_by_name_on_the_embedded_task(mesh, tmp_path):
-    told = tmp_path / "told"
+    log = tmp_path / "log"
 
     def on_step(step, metrics):
-        with told.open("a") as file:
+        with log.open("a") as file:
             file.write(f"{step} {metrics['reward/mean']} {os.getpid()}\n")
 
     run = funrl.train("grpo", mesh=mesh, warmstart_steps=1, on_step=on_step, **TINY)
     assert [row["step"] for row in run.metrics] == [1, 2]
-    steps, rewards, processes = zip(*(line.split() for line in told.read_text().splitlines()), strict=True)
+    steps, rewards, processes = zip(*(line.split() for line in log.read_text().splitlines()), strict=True)
     assert steps == ("1", "2") and [float(x) for x in rewards] == [row["reward/mean"] for row in run.metrics]
     assert {int(x) == os.getpid() for x in processes} == {mesh == "dp1"}
     with open(f"{run.run_dir}/config.json") as file:
@@ -352,7 +352,7 @@ def test_the_public_index_is_whole_and_lazy():
 
 @pytest.mark.gloo
 def test_a_reward_that_takes_long_is_told_after_a_heartbeat(tmp_path, monkeypatch, capfd):
-    """One prompt's, so that one rank waits for the other: until it is told, two minutes at most."""
+    """One prompt's, so that one rank waits for the other: until its signal, two minutes at most."""
     line = re.compile(
         r"^no progress for \d+ s: the run waits for rank \d on \S+ \(step 1, reward.*\).*"
         r"; the run ends when a rank has waited 60 minutes \(--timeout\)$",

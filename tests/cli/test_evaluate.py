@@ -68,7 +68,7 @@ def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
 @pytest.mark.gloo
 def test_the_command_prints_a_table_and_a_mesh_changes_no_number(capsys, tmp_path):
     flags = ["--data=p.jsonl", "--reward=r.py:score", "--samples=4", "--temperature=1", "--max_new_tokens=2"]
-    told = []
+    results = []
     for number, (model, mesh) in enumerate((("own", "dp1"), ("own/model", "dp2"))):
         step = ["--step=2"] * (model == "own")
         status, out, _ = call(
@@ -77,8 +77,8 @@ def test_the_command_prints_a_table_and_a_mesh_changes_no_number(capsys, tmp_pat
         assert status == 0 and "20 prompts, 4 completions of each" in out and "accuracy (mean@4)" in out
         assert "pass@4" in out and "maj@4" in out and "95% interval" in out
         record = json.loads((tmp_path / str(number) / "evaluation.json").read_text())
-        told.append((record["metrics"], (tmp_path / str(number) / "eval_samples.jsonl").read_text()))
-    assert told[0] == told[1]
+        results.append((record["metrics"], (tmp_path / str(number) / "eval_samples.jsonl").read_text()))
+    assert results[0] == results[1]
 
 
 def test_from_python_with_prompts_and_rewards_in_memory(tmp_path):

@@ -90,18 +90,18 @@ def test_scales_and_caps_of_logits(sequences, window, scale, cap, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_passes_over_pages_are_whole_sequences(window):
-    """Three sequences, in chunks of any size, of which two begin alike: the second one uses the pages of the first,
+    """Three sequences, in chunks of any size, of which two share a prefix: the second one uses the pages of the first,
     which are written in the same pass that it begins in."""
-    page, lengths, alike = 4, [23, 31, 6], 12
+    page, lengths, prefix = 4, [23, 31, 6], 12
     texts = [draw(n, 4 + 2 + 2, 8, seed=n) for n in lengths]
-    texts[1][:alike] = texts[0][:alike]
+    texts[1][:prefix] = texts[0][:prefix]
     q, k, v = torch.cat(texts).split((4, 2, 2), 1)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     expected = varlen_attention(*(x[None] for x in (q, k, v)), offsets, window)[0].split(lengths)
     table, pages = table_of(lengths, page, spare=0)
-    table[1, : alike // page] = table[0, : alike // page]
+    table[1, : prefix // page] = table[0, : prefix // page]
     cache = (torch.full((pages, page, 2, 8), 9.0, dtype=torch.float64), draw(pages, page, 2, 8))
-    at = [0, alike, 0]  # nobody computes the common beginning twice
+    at = [0, prefix, 0]  # nobody computes the common beginning twice
     passes = [{0: 14, 1: 5}, {0: 1, 1: 7, 2: 5}, {0: 1, 1: 1, 2: 1}, {0: 7, 1: 6}]
     for some in passes:
         begins = {s: at[s] for s in some}

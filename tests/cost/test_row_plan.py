@@ -24,7 +24,7 @@ from funrl.trainer.steps.micro import row_cost
 
 
 class Silent:
-    """An observer that is told nothing of interest."""
+    """An observer of nothing of interest."""
 
     def checkpoint_folder(self):
         return None
@@ -84,10 +84,10 @@ RUNS = [
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):
     job = real_job(name, tokens, **given)
     job = dataclasses.replace(job, settings=with_flags(job.settings, queue="fixed"))
-    told = launch(functools.partial(sends, job), job.sizes, "cpu")
+    metrics = launch(functools.partial(sends, job), job.sizes, "cpu")
     phases = dry_run.estimate(job, tokens, CPU).phases
     for at, phase in enumerate(MOVES):
-        by_move = list(zip(*(rank[at] for rank in told), strict=True))
+        by_move = list(zip(*(rank[at] for rank in metrics), strict=True))
         nbytes = [max(max(sent, come) for sent, come, _ in ranks) for ranks in by_move]
         messages = [max(count for *_, count in ranks) for ranks in by_move]
         counted = [t for (op, _), t in phases[phase].traffic.items() if op == MOVE] if phase in phases else []

@@ -61,12 +61,12 @@ def test_the_dry_runs_of_the_presets_are_current():
     text, smallest = recipes.PAGE.read_text(), "qwen2.5_0.5b_1gpu"
     assert all("\nfits: " in recipes.shown(text, preset) for preset in recipes.PRESETS)
 
-    def told(output):
+    def facts(output):
         """The model, and the verdict with its peak; the other numbers of a page may be those of an earlier version."""
         return [line for line in output.splitlines() if line.startswith(("qwen2, ", "fits: "))]
 
-    found = told(recipes.dry_run(smallest))
-    assert len(found) == 2 and found == told(recipes.shown(text, smallest)), "python tools/recipes.py makes them anew"
+    found = facts(recipes.dry_run(smallest))
+    assert len(found) == 2 and found == facts(recipes.shown(text, smallest)), "python tools/recipes.py makes them"
 
 
 def defined():

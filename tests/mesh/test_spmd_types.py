@@ -41,7 +41,7 @@ CASES = [FULL, ("tp2", config_of(4, 2)), ("tp2", config_of(2, 2, tied=True)), ("
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch):
-    """What the checker is told of the project's own autograd functions."""
+    """The checker's types of the project's own autograd functions."""
     resolve = dist.distributed_c10d._resolve_process_group
 
     def psum(*, x, group):

@@ -343,7 +343,7 @@ def _experts_loss(mesh, places, params):
     y_TD = torch.einsum("tef,edf,te->td", h_TEF, weights["experts"]["down"], own_TE)
     y_TD = psum_scatter(y_TD, mesh, over)
     loss = (y_TD.sin() * torch.arange(1.0, 9.0)).sum()
-    return psum(loss, mesh, "sequence"), None  # of rows: alike on the ranks that share them
+    return psum(loss, mesh, "sequence"), None  # of rows: the same on the ranks that share them
 
 
 ACTIVATIONS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))

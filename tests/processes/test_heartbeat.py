@@ -183,9 +183,9 @@ def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def messages(tmp_path, monkeypatch):
     """A file of the lines that are said, which ranks see too: they may wait for one instead of for some time."""
-    file, say = tmp_path / "told", stall_monitor.say
+    file, say = tmp_path / "messages", stall_monitor.say
     file.touch()
 
     def also_written(text):
@@ -206,7 +206,7 @@ def waited(condition):
 
 
 @pytest.mark.gloo
-def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(told, capfd):
+def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(messages, capfd):
     line = re.compile(
         r"^no progress for \d+ s: the run waits for rank 1 on \S+ \(before the first step, reward\); "
         r"the run ends when a rank has waited 10 minutes \(--timeout\)$",
@@ -216,17 +216,17 @@ def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(tol
     def program(m):
         with heartbeat.phase("reward"):
             if m.rank == 1:
-                waited(lambda: line.search(told.read_text()))
+                waited(lambda: line.search(messages.read_text()))
         return collectives.psum(torch.ones(1), m, "data").item()
 
     assert launch(program, parse("dp2"), "cpu", waiting=Waiting(heartbeat_s=1.0)) == 2
     assert line.search(capfd.readouterr().err)
 
 
-def test_a_single_rank_says_what_it_does(told, capfd):
+def test_a_single_rank_says_what_it_does(messages, capfd):
     def program(_):
         with heartbeat.phase("reward"):
-            return waited(lambda: "the run waits for rank 0 on" in told.read_text())
+            return waited(lambda: "the run waits for rank 0 on" in messages.read_text())
 
     assert launch(program, parse(""), "cpu", waiting=Waiting(heartbeat_s=1.0))
     assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
       make: (model, mesh, dtype) -> the engine.
       dtype: of its weights.
       close: bound on the error of its log-probabilities.
-      same: bound on their difference where only what else is in flight differs.
+      same: bound on their difference where only the other requests differ.
       whole: it completes whole requests only.
       mesh: that it runs on, "" for one process.
       config: of the model that it is tried with.

@@ -261,8 +261,8 @@ def test_weights_that_cannot_be_read_are_left_to_the_probe():
     params = weights()
     blind = shows(synced(params), hidden)
     assert check(blind, params) == {"sync/verified": 0.0}
-    told = check(blind, params, probes=True)
-    assert told.pop("sync/probe_gap") < 1e-5 and told == {"sync/verified": 0.5}
+    metrics = check(blind, params, probes=True)
+    assert metrics.pop("sync/probe_gap") < 1e-5 and metrics == {"sync/verified": 0.5}
     said = r"from the trainer's; rounding in torch.float32 explains 0\.001\. Not all of its weights were compared"
     with pytest.raises(SyncError, match=said):
         check(shows(synced(params, change=zeroed), hidden), params, probes=True)
@@ -276,8 +276,8 @@ def test_transformers_weights_are_compared_under_their_names():
     params, model = weights(), decoder_model(CONFIG)
     engine = hf_engine(model)
     engine.load(engine.weights.named(params), 3)
-    told = check(engine, params, probes=True)
-    assert told["sync/verified"] == 1 and told["sync/probe_gap"] < 1e-5
+    metrics = check(engine, params, probes=True)
+    assert metrics["sync/verified"] == 1 and metrics["sync/probe_gap"] < 1e-5
     engine.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 1e-6
     with pytest.raises(SyncError, match=f"{WRONG} differs"):
         check(engine, params)

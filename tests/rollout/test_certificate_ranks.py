@@ -1,4 +1,4 @@
-"""The proof of a sync on real ranks: what is wrong on one is told by all, and what is right is not called wrong."""
+"""The proof of a sync on real ranks: what is wrong on one is reported by all, and what is right is not called wrong."""
 
 import re
 
@@ -52,15 +52,15 @@ FINE = {  # training mesh: engines that are right
 @pytest.mark.parametrize("mesh", FINE)
 def test_what_is_right_is_not_called_wrong(mesh):
     def program(mesh, cases):
-        told = []
+        metrics = []
         for sizes, how in cases:
             placed, params, engine = resharded(mesh, sizes, **how)
-            told.append(certify(placed, params, engine, 3, probes=True))
-        return told
+            metrics.append(certify(placed, params, engine, 3, probes=True))
+        return metrics
 
-    told = launch(lambda m: program(m, FINE[mesh]), parse(mesh), "cpu")
-    assert [one["sync/verified"] for one in told] == [1] * len(FINE[mesh])
-    for one, (_, how) in zip(told, FINE[mesh], strict=True):
+    metrics = launch(lambda m: program(m, FINE[mesh]), parse(mesh), "cpu")
+    assert [one["sync/verified"] for one in metrics] == [1] * len(FINE[mesh])
+    for one, (_, how) in zip(metrics, FINE[mesh], strict=True):
         assert one["sync/probe_gap"] < (0.05 if how.get("dtype") == torch.bfloat16 else 1e-5)
 
 
@@ -129,12 +129,12 @@ def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, said):
             problem = str(error)
         else:
             problem = ""
-        told = [None] * mesh.world
-        torch.distributed.all_gather_object(told, problem)
-        return told
+        metrics = [None] * mesh.world
+        torch.distributed.all_gather_object(metrics, problem)
+        return metrics
 
-    told = launch(program, parse(mesh), "cpu")
-    assert len(set(told)) == 1 and re.search(said, told[0]), told
+    metrics = launch(program, parse(mesh), "cpu")
+    assert len(set(metrics)) == 1 and re.search(said, metrics[0]), metrics
 
 
 def test_equal_errors_of_all_copies_do_not_cancel():

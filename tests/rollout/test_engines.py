@@ -29,9 +29,9 @@ PENALTIES = [
 
 
 def finish_all(engine):
-    """Completions of all that is in flight, by number."""
+    """Completions of all unfinished requests, by number."""
     done = []
-    while engine.in_flight():
+    while engine.unfinished():
         done += engine.step()
     return sorted(done, key=lambda one: one.number)
 
@@ -43,11 +43,11 @@ def begin(engine, requests, steps):
 
 
 def shapes_and_reasons(kind, mesh):
-    engine, told = kind.engine(kind.config, mesh), []
+    engine, reported = kind.engine(kind.config, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
-    done = complete(engine, requests, told.append)
+    done = complete(engine, requests, reported.append)
     assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
-    assert len(told) == 21 and {id(one) for one in told} == {id(one) for one in done}
+    assert len(reported) == 21 and {id(one) for one in reported} == {id(one) for one in done}
     for one in done:
         count = len(one.tokens)
         assert 1 <= count <= 20 and one.tokens.dtype == one.versions.dtype == torch.int64
@@ -64,7 +64,7 @@ def shapes_and_reasons(kind, mesh):
     cost = engine.cost()
     assert cost.decoded == sum(len(one.tokens) for one in done) and cost.used_pages == 0 < cost.passes
     assert cost.used_pages <= cost.peak_pages <= cost.pages and all(number >= 0 for number in cost)
-    assert engine.in_flight() == 0 and engine.step() == [] and engine.room() > 0
+    assert engine.unfinished() == 0 and engine.step() == [] and engine.room() > 0
 
 
 def a_seed_fixes_a_completion(kind, mesh):
@@ -78,13 +78,15 @@ def a_seed_fixes_a_completion(kind, mesh):
 
 
 def log_probs_are_what_they_are_called(kind, mesh):
-    """All ways to sample in flight at once."""
+    """All ways to sample at once."""
     engine, prompts = kind.engine(kind.config, mesh), PROMPTS
     requests = [
         Request(9 * n + i, prompt, how, 31 * n + i) for n, how in enumerate(HOWS) for i, prompt in enumerate(prompts)
     ]
-    alike = [p * (6 // len(p)) for p in PROMPTS[:2] + PROMPTS[4:6]]  # of one length, which the hf engine needs
-    requests += [Request(100 + 9 * n + i, p, how, n) for n, how in enumerate(PENALTIES) for i, p in enumerate(alike)]
+    equal_length = [p * (6 // len(p)) for p in PROMPTS[:2] + PROMPTS[4:6]]  # of one length, which the hf engine needs
+    requests += [
+        Request(100 + 9 * n + i, p, how, n) for n, how in enumerate(PENALTIES) for i, p in enumerate(equal_length)
+    ]
     for request, done in zip(requests, complete(engine, requests), strict=True):
         how, tokens = request.sampling, done.tokens.tolist()
         assert done.finish == "length" and len(tokens) == how.max_new_tokens
@@ -113,7 +115,7 @@ def wrong_weights_are_none(kind, mesh):
     requests = requests_of(PROMPTS, FREE, 0)
     with pytest.raises(RuntimeError, match="call load first"):
         complete(engine, requests)
-    assert engine.in_flight() == 0
+    assert engine.unfinished() == 0
     load(engine, weights(kind.config, kind.dtype))
     with pytest.raises(KeyError):
         engine.load([], 9)
@@ -132,7 +134,7 @@ def weights_that_are_not_finite_are_an_error_and_leave_nothing(kind, mesh):
         load(engine, broken | {"embed": broken["embed"] * torch.nan})
         with pytest.raises(FloatingPointError, match="logits are not finite"):
             completed(engine, PROMPTS, how)
-        assert engine.in_flight() == 0 and engine.step() == []
+        assert engine.unfinished() == 0 and engine.step() == []
         load(engine, weights(kind.config, kind.dtype))
         assert_same(completed(engine, PROMPTS, how), expected)
 
@@ -144,7 +146,7 @@ def nothing_is_no_work(kind, mesh):
     assert complete(engine, []) == [] and requests_of([], FREE, 0) == []
     engine.submit([])
     engine.check([])
-    assert engine.step() == [] and engine.cancel([]) == [] and engine.in_flight() == 0
+    assert engine.step() == [] and engine.cancel([]) == [] and engine.unfinished() == 0
     assert engine.cost().passes == 0
 
 
@@ -156,7 +158,7 @@ WRONG = [
     ([1, -1], {}, {}, "prompt 5 has token -1"),
     ([1], {"stop": (77,)}, {}, "stop has token 77"),
     ([1], {}, {"most": 0}, "most=0, it must be at least 1"),
-    ([1], {}, {"number": 3}, "request 3 is in flight already"),
+    ([1], {}, {"number": 3}, "request 3 is in use already"),
     ([1], {}, {"seed": 1 << 63}, "request 5 has seed 9223372036854775808, it must be a signed number of 64 bits"),
     ([1], {}, {"begun": BEGUN}, "what is begun of request 5 has token 99; the vocabulary has 40"),
 ]
@@ -170,11 +172,11 @@ def bad_requests_are_refused_and_nothing_is_taken(kind, mesh):
         for refuses in (engine.check, engine.submit):
             with pytest.raises(ValueError, match=message):
                 refuses([*good, bad])
-        assert engine.in_flight() == 0
+        assert engine.unfinished() == 0
     engine.submit(good)
-    with pytest.raises(ValueError, match="request 2 is in flight already"):
+    with pytest.raises(ValueError, match="request 2 is in use already"):
         engine.submit(good[2:3])
-    assert engine.in_flight() == 4
+    assert engine.unfinished() == 4
     done = finish_all(engine)
     assert_same(done, complete(engine, good))  # the numbers are free again
     for count in ("samples", "max_new_tokens"):
@@ -188,7 +190,7 @@ def cancelled_requests_end_at_once(kind, mesh):
     whole, steps = complete(engine, requests), 0 if kind.whole else 5
     assert begin(engine, requests, steps) == []
     gone = engine.cancel([4, 1, 99])
-    assert sorted(one.number for one in gone) == [1, 4] and engine.in_flight() == 5
+    assert sorted(one.number for one in gone) == [1, 4] and engine.unfinished() == 5
     for one in gone:
         count, complete_one = len(one.tokens), whole[one.number]
         assert one.finish == "cancelled" and not one.finished and (count > 0) == (steps > 0)
@@ -208,7 +210,7 @@ def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
 
     with pytest.raises(OSError, match="the disk is full"):
         complete(engine, requests_of(PROMPTS, STOPS, 0), finished)
-    assert engine.in_flight() == 0 and engine.step() == [] and engine.cost().used_pages == 0
+    assert engine.unfinished() == 0 and engine.step() == [] and engine.cost().used_pages == 0
     assert_same(completed(engine, PROMPTS, STOPS), whole)
 
 
@@ -219,7 +221,7 @@ def a_pause_changes_nothing(kind, mesh):
     engine.pause()
     assert engine.paused and engine.step() == [] and engine.cost().cache_bytes == 0
     engine.submit([] if kind.whole else requests[3:])
-    assert engine.in_flight() == 7 and engine.step() == []
+    assert engine.unfinished() == 7 and engine.step() == []
     engine.resume()
     assert not engine.paused
     assert_same(finish_all(engine), whole, kind.same)
@@ -228,7 +230,7 @@ def a_pause_changes_nothing(kind, mesh):
     assert engine.paused
     with pytest.raises(RuntimeError, match="paused: call resume first"):
         complete(engine, requests)
-    assert engine.in_flight() == 0
+    assert engine.unfinished() == 0
     with awake(engine):
         assert_same(complete(engine, requests), whole, kind.same)
 

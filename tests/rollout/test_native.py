@@ -1,4 +1,4 @@
-"""The native engine's numbers: transformers, the trainer, itself with other things in flight, and a count."""
+"""The native engine's numbers: transformers, the trainer, itself beside other requests, and a count."""
 
 import dataclasses
 import os
@@ -154,7 +154,7 @@ def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_ro
         done = complete(engine, requests[::-1])
     elif trickle:
         done, waiting = [], list(requests)
-        while waiting or engine.in_flight():
+        while waiting or engine.unfinished():
             engine.submit(waiting[:2])
             waiting = waiting[2:]
             done += engine.step()
@@ -210,20 +210,20 @@ def test_what_ended_behind_the_last_look_is_not_lost(monkeypatch):
             assert engine.step() == []
         if pause:
             engine.pause()
-            assert engine.in_flight() == 7
+            assert engine.unfinished() == 7
         done = {one.number: one for one in engine.cancel(range(7))}
         for one in expected:
             early = len(one.tokens) <= 12
             assert done[one.number].tokens.tolist() == one.tokens[:12].tolist()
             assert done[one.number].finish == (one.finish if early else "cancelled")
-        assert engine.in_flight() == 0 and engine.step() == []
+        assert engine.unfinished() == 0 and engine.step() == []
     broken = weights(config)
     engine = load(engine_of(config), broken | {"embed": broken["embed"] * torch.nan})
     engine.submit(requests_of(PROMPTS, how, 0))
     assert engine.step() == []
     with pytest.raises(FloatingPointError):
         engine.cancel(range(7))
-    assert engine.in_flight() == 0 and engine.cost().used_pages == 0
+    assert engine.unfinished() == 0 and engine.cost().used_pages == 0
 
 
 def test_stop_strings_need_a_tokenizer():
@@ -307,7 +307,7 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
         }
     assert all(type(engine._backend) is TorchBackend for engine in made.values())
     if NO_PACKING is None:
-        assert all(reason in told for reason, told in zip(made, caplog.messages, strict=True)), caplog.messages
+        assert all(reason in message for reason, message in zip(made, caplog.messages, strict=True)), caplog.messages
         assert type(native_engine(model, layer=model.layer, note=notes.append)._backend) is PackedBackend
         assert notes == []  # it is as it is meant to be
     else:

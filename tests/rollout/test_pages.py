@@ -106,7 +106,7 @@ class PlainPool:
 
     Attributes:
       users: of each page.
-      known: (entry before, tokens, page) of each page whose content is known; an entry is told apart by identity.
+      known: (entry before, tokens, page) of each page whose content is known; entries differ by identity.
       idle: known pages that nobody uses, the longest unused first.
     """
 

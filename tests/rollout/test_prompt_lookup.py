@@ -107,7 +107,7 @@ def test_a_load_in_the_middle_forgets_no_draft_and_no_text():
         engine.step()
     load(engine, weights(CONFIG, seed=1), 8)
     done = []
-    while engine.in_flight():
+    while engine.unfinished():
         done += engine.step()
     (one,) = done
     old = one.versions.tolist().count(7)

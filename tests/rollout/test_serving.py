@@ -160,7 +160,7 @@ def test_a_thousand_requests_through_eight_places_with_too_small_a_cache(packed)
     held = []
     engine.submit(requests)
     done = []
-    while engine.in_flight():
+    while engine.unfinished():
         done += engine.step()
         cost = engine.cost()
         held.append((cost.used_pages, cost.cache_bytes, sum(x.nbytes for x in trees.leaves(engine._backend._cache))))
@@ -216,7 +216,7 @@ def test_nothing_is_left_behind_over_fifty_rounds(packed):
             engine.resume()
         if turn % 4 == 0:
             load(engine, weights(CONFIG), turn)
-        while engine.in_flight():
+        while engine.unfinished():
             engine.step()
         cost, pool = engine.cost(), engine._scheduler.pool
         assert cost.used_pages == 0 and pool.available == pool.pages and cost.peak_pages <= 14
@@ -239,7 +239,7 @@ def test_what_can_never_fit_is_an_error_at_once(packed):
     for refuses in (engine.check, engine.submit):
         with pytest.raises(ValueError, match=r"prompt 1 may have 49 tokens, 4 pages .* has 3: .*--kv_cache_gb"):
             refuses(requests_of([[1, 2, 3], [1, 2, 3, 4]], most, 0))
-    assert engine.in_flight() == 0
+    assert engine.unfinished() == 0
 
 
 def test_where_no_size_is_given_the_cache_is_a_share_of_what_is_free(monkeypatch):

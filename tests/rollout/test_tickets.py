@@ -33,10 +33,11 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
     groups = groups_of((PROMPTS * 3)[:count])
 
     def program(mesh):
-        engine, told = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4)), []
+        engine = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4))
+        reported = []
         load(engine, weights(CONFIG, torch.float64))
-        done = complete_shared(engine, groups, shared_counter(mesh), mesh, told.append)
-        assert sorted(one.number for one in told) == [one.number for one in done] and engine.in_flight() == 0
+        done = complete_shared(engine, groups, shared_counter(mesh), mesh, reported.append)
+        assert sorted(one.number for one in reported) == [one.number for one in done] and engine.unfinished() == 0
         return gather_objects(done, mesh)
 
     ranks = launch(program, parse(mesh), "cpu")
@@ -88,11 +89,11 @@ def test_an_error_leaves_nothing_in_flight():
     groups[5] = [one._replace(prompt=[77]) for one in groups[5]]
     with pytest.raises(ValueError, match="has token 77"):
         complete_shared(engine, groups, shared_counter(single()), single())
-    assert engine.in_flight() == 0 and engine.cost().used_pages == 0
+    assert engine.unfinished() == 0 and engine.cost().used_pages == 0
     engine.pause()
     with pytest.raises(RuntimeError, match="paused: call resume first"):
         complete_shared(engine, groups[:2], shared_counter(single()), single())
-    assert engine.in_flight() == 0
+    assert engine.unfinished() == 0
 
 
 @pytest.mark.gloo

@@ -124,8 +124,8 @@ def test_the_certificate_sees_weights_that_vllm_has_not_packed_and_the_probe_see
     model, params = decoder_model(WIDE), weights(WIDE)
     placed = place(model, SINGLE, STORED, COMPUTE, torch.float32, model.layer)
     engine = KINDS["vllm"].engine(WIDE)
-    told = certify(placed, params, engine, 7, probes=True)
-    assert told["sync/verified"] == 0.5 and told["sync/probe_gap"] < 1e-4
+    metrics = certify(placed, params, engine, 7, probes=True)
+    assert metrics["sync/verified"] == 0.5 and metrics["sync/probe_gap"] < 1e-4
     assert certify(placed, params, engine, 7) == {"sync/verified": 0.0}
     for name, probes, message in (("norm", False, "norm differs"), ("layers/0/mlp/up", True, "log-probabilities")):
         spoiled = trees.from_named(params, [(n, x * 1.1 if n == name else x) for n, x in trees.named(params)])

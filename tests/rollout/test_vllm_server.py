@@ -44,7 +44,7 @@ def test_a_killed_server_rejoins_with_the_current_weights():
     starter = threading.Timer(1, lambda: again.append(ServerProcess(port)))
     starter.start()
     done = []
-    while engine.in_flight():
+    while engine.unfinished():
         done += engine.step()
     starter.join()
     assert engine.core.generation == 2 and engine.version == 2
@@ -124,7 +124,7 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     engine.pause()
     engine.resume()
     done = []
-    while engine.in_flight():
+    while engine.unfinished():
         done += engine.step()
     assert engine.core.generation == 2 and next(times, None) is None  # the first is that of its beginning
     assert [(one.number, one.tokens.tolist()) for one in done] == [(0, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6])]

@@ -41,9 +41,9 @@ def test_a_step_was_made_by_the_newest_start_before_it(starts, rates):
 
 
 def test_values_are_told_with_the_steps_after_which_they_changed():
-    told = config((0, 1), (2, 1), (4, 2), (3, 5))
-    assert values_over_time(told) == {"lr": [(0, 1), (3, 5)], "seed": [(0, 0)]}
-    assert [one["step"] for one in standing_segments(told)] == [0, 2, 3]
+    configs = config((0, 1), (2, 1), (4, 2), (3, 5))
+    assert values_over_time(configs) == {"lr": [(0, 1), (3, 5)], "seed": [(0, 0)]}
+    assert [one["step"] for one in standing_segments(configs)] == [0, 2, 3]
     assert in_words([(0, 1), (3, 5)]) == "1, 5 after step 3" and in_words(None) == "None"
     assert values_over_time({"flags": {"lr": 1}, "inputs": {"prompts": "a"}}, "inputs") == {"prompts": [(0, "a")]}
 
@@ -67,10 +67,10 @@ def test_a_start_is_a_segment_when_it_has_been_accepted(tmp_path):
         open_run(tmp_path, "ppo", {"lr": lr}, resume=True)
         assert run.config.read_bytes() == before
     begin_segment(run, 7, {"prompts": "b"})
-    told = json.loads(run.config.read_text())
-    assert values_over_time(told) == {"lr": [(0, 1), (7, 3)]}
-    assert values_over_time(told, "inputs") == {"prompts": [(0, "a"), (7, "b")]}
-    assert (told["flags"], told["inputs"], len(told["segments"])) == ({"lr": 3}, {"prompts": "b"}, 2)
+    configs = json.loads(run.config.read_text())
+    assert values_over_time(configs) == {"lr": [(0, 1), (7, 3)]}
+    assert values_over_time(configs, "inputs") == {"prompts": [(0, "a"), (7, "b")]}
+    assert (configs["flags"], configs["inputs"], len(configs["segments"])) == ({"lr": 3}, {"prompts": "b"}, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -83,8 +83,8 @@ def test_a_resume_of_nothing_is_a_first_start(tmp_path):
 
 def test_the_headline_compares_one_held_out_set():
     rows = [{"step": step, "eval/accuracy": value} for step, value in ((1, 0.25), (4, 0.5), (6, 0.75), (8, 0.875))]
-    told = config_of([{"step": step, "inputs": {HELD_OUT_SET: digest}} for step, digest in ((0, "a"), (4, "b"))])
-    changed = headline(RunFiles(told, rows, [], []))
+    configs = config_of([{"step": step, "inputs": {HELD_OUT_SET: digest}} for step, digest in ((0, "a"), (4, "b"))])
+    changed = headline(RunFiles(configs, rows, [], []))
     assert (changed.text, changed.values) == ("Held-out accuracy rose from", ("0.75", "0.875"))
     same = config_of([{"step": step, "inputs": {HELD_OUT_SET: "a"}} for step in (0, 4)])
     assert headline(RunFiles(same, rows, [], [])).values == ("0.25", "0.875")

@@ -33,7 +33,7 @@ class ScriptedEngine:
         finish = "stop" if len(tokens) and tokens[-1] == self.stop else "length"
         return [Completion(request.number, tokens, logp, 2 * logp, torch.zeros_like(tokens), finish)]
 
-    def in_flight(self):
+    def unfinished(self):
         return len(self.waiting)
 
     def room(self):

@@ -37,7 +37,7 @@ GRPO, PPO = grpo, ppo
 
 
 class Quiet:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it receives."""
 
     def __init__(self, folder=None):
         self.notes, self.shown, self.parts, self.steps, self.folder = [], [], [], [], folder
@@ -129,9 +129,9 @@ def scored_batch(run, state):
 
 def one_step(run, state):
     """The state after a step, and its metrics."""
-    batch, state, told = scored_batch(run, state)
+    batch, state, reported = scored_batch(run, state)
     state, learned = loop.learn_batch(run, state, batch)
-    return sync(run.parts, state, frozen=run.frozen), told | learned
+    return sync(run.parts, state, frozen=run.frozen), reported | learned
 
 
 class Gradient(NamedTuple):
@@ -189,12 +189,12 @@ def steps_of(run, state, steps):
     """What `steps_program` gives, of a run that has begun."""
     batches, grads, metrics = [], [], []
     for _ in range(steps):
-        batch, state, told = scored_batch(run, state)
+        batch, state, reported = scored_batch(run, state)
         batches.append(whole_batch(batch))
         grads.append(gradients(run, state, batch))
         state, learned = loop.learn_batch(run, state, batch)
         state = sync(run.parts, state, frozen=run.frozen)
-        metrics.append(told | learned)
+        metrics.append(reported | learned)
     return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
 
 

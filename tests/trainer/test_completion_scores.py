@@ -110,8 +110,8 @@ def test_it_may_be_all_that_scores(reward_model, prompts):
     batch = rows.batch
     torch.testing.assert_close(batch.score, -3 * by_hand(reward_model, batch), rtol=0, atol=1e-12)
     assert batch.scores.shape == (8, 1) and metrics["reward/mean"] == pytest.approx(batch.score.mean().item())
-    told = run.source.evaluate(state.roles, 0)
-    assert set(told) == {
+    reported = run.source.evaluate(state.roles, 0)
+    assert set(reported) == {
         "eval/examples",
         "eval/reward",
         "eval/response_length",
@@ -133,8 +133,8 @@ def test_the_embedded_task_s_reward_stays_and_the_filter_and_the_baseline_see_th
     run, state = begin(small_job(remax, reward=flat, reward_model=reward_model), single())
     rows, _, _ = scored_batch(run, state)
     assert rows.batch.greedy_score.abs().min() > 1e-6
-    told = run.source.evaluate(state.roles, 0)
-    assert told["eval/accuracy"] == 0 and told["eval/reward"] != 0
+    reported = run.source.evaluate(state.roles, 0)
+    assert reported["eval/accuracy"] == 0 and reported["eval/reward"] != 0
 
 
 def test_a_model_of_the_wrong_kind_is_refused(reward_model, prompts, tmp_path):

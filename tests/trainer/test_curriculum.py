@@ -40,23 +40,23 @@ def test_a_function_is_given_what_it_names_and_its_state_comes_back():
         }
 
     made = weigh(by_level)
-    told = made.init()
+    memory = made.init()
     for step, level in ((1, 0), (2, 1), (3, 2)):
-        weights, told, metrics = made.weights(told, step)
+        weights, memory, metrics = made.weights(memory, step)
         assert weights.tolist() == [one.fields["level"] == level for one in PROMPTS]
         assert metrics == {"curriculum/chosen_share": pytest.approx(1 / 3)}
-        told = made.observed(told, {"x": 1.0})
-    assert all(isinstance(x, torch.Tensor) for x in told.values())
+        memory = made.observed(memory, {"x": 1.0})
+    assert all(isinstance(x, torch.Tensor) for x in memory.values())
 
 
 def test_metrics_are_those_of_the_last_step_and_of_the_newest_evaluation():
     seen = []
     made = weigh(lambda metrics: seen.append(dict(metrics)) or np.ones(6))
-    told = made.init()
+    state = made.init()
     for step, metrics in enumerate(({"a": 1.0, "eval/reward": 0.5}, {"a": 2.0}, {"b": float("nan")}), 1):
-        _, told, _ = made.weights(told, step)
-        told = made.observed(told, metrics)
-    made.weights(told, 4)
+        _, state, _ = made.weights(state, step)
+        state = made.observed(state, metrics)
+    made.weights(state, 4)
     assert seen[:3] == [{}, {"a": 1.0, "eval/reward": 0.5}, {"a": 2.0, "eval/reward": 0.5}]
     assert seen[3]["eval/reward"] == 0.5 and np.isnan(seen[3]["b"]) and "a" not in seen[3]
 
@@ -64,25 +64,25 @@ def test_metrics_are_those_of_the_last_step_and_of_the_newest_evaluation():
 def test_pass_rates_are_measured_and_forgotten_by_halves():
     rates = []
     made = weigh(lambda pass_rates: rates.append(pass_rates.tolist()) or np.ones(6), weights=(2.0, -1.0))
-    told = made.init()
+    state = made.init()
     scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 0.0], [1.0, 2.0], [1.0, 0.0], [1.0, 0.0]])
-    told = made.measured(told, np.array([1, 4, 1]), scores)  # the same prompt twice
-    told = made.measured(told, np.array([4]), torch.tensor([[1.0, 0.0], [1.0, float("nan")]]))
-    made.weights(told, 1)
+    state = made.measured(state, np.array([1, 4, 1]), scores)  # the same prompt twice
+    state = made.measured(state, np.array([4]), torch.tensor([[1.0, 0.0], [1.0, float("nan")]]))
+    made.weights(state, 1)
     nan = float("nan")
     assert np.allclose(rates, [[nan, 0.75, nan, nan, (0.5 / 2 + 2) / (1 + 2), nan]], equal_nan=True)
 
 
 def test_prompts_outside_of_the_difficulty_have_less_weight():
     made = weigh(None, difficulty=Difficulty(0.25, 0.75, 0.1))
-    told = made.init()
-    assert made.weights(told, 1)[0].tolist() == [1.0] * 6  # nothing is measured yet
-    told = made.measured(told, np.arange(4), torch.tensor([0.0, 0, 0, 1, 1, 1, 0.5, 0])[:, None])
-    weights, _, metrics = made.weights(told, 2)
+    state = made.init()
+    assert made.weights(state, 1)[0].tolist() == [1.0] * 6  # nothing is measured yet
+    state = made.measured(state, np.arange(4), torch.tensor([0.0, 0, 0, 1, 1, 1, 0.5, 0])[:, None])
+    weights, _, metrics = made.weights(state, 2)
     assert weights.tolist() == [0.1, 1.0, 0.1, 1.0, 1.0, 1.0]
     assert metrics == {"difficulty/measured_share": pytest.approx(4 / 6), "difficulty/outside_share": 0.5}
     both = weighing(PROMPTS, lambda: np.arange(6), Difficulty(0.25, 0.75, 0.1), (1.0,), single())
-    assert both.weights({**told, "curriculum": torch.zeros(0, dtype=torch.uint8)}, 2)[0][[0, 2, 5]].tolist() == [
+    assert both.weights({**state, "curriculum": torch.zeros(0, dtype=torch.uint8)}, 2)[0][[0, 2, 5]].tolist() == [
         0,
         0.2,
         5,

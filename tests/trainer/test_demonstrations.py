@@ -37,7 +37,7 @@ def texts(batch, rows):
 
 def test_each_demonstration_is_a_row_that_no_group_sees():
     run, state = begin(small_job(chord, batch_prompts=5, samples_per_prompt=3), single())
-    rows, _, told = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
     batch = rows.batch
     given = batch.demonstration.any(1)
     assert given.tolist() == [False] * 15 + [True] * 5
@@ -48,11 +48,11 @@ def test_each_demonstration_is_a_row_that_no_group_sees():
     assert batch.mask[15:].sum(1).tolist() == [len(t.split("=")[1]) + 1 for t in texts(batch, range(15, 20))]  # the end
     assert batch.weight[batch.demonstration].unique().tolist() == pytest.approx([0.9])
     assert batch.weight[batch.mask & ~batch.demonstration].unique().tolist() == pytest.approx([0.1])
-    assert told["actor/imitation_weight"] == pytest.approx(0.9)
-    assert told["reward/mean"] == pytest.approx(batch.score[:15].mean().item())
-    assert told["rollout/logprob_gap_max"] < 1e-9
-    assert told["response_length/mean"] == pytest.approx(batch.mask[:15].sum(1).double().mean().item())
-    assert told["perf/total_num_tokens"] == batch.length.sum()
+    assert metrics["actor/imitation_weight"] == pytest.approx(0.9)
+    assert metrics["reward/mean"] == pytest.approx(batch.score[:15].mean().item())
+    assert metrics["rollout/logprob_gap_max"] < 1e-9
+    assert metrics["response_length/mean"] == pytest.approx(batch.mask[:15].sum(1).double().mean().item())
+    assert metrics["perf/total_num_tokens"] == batch.length.sum()
 
 
 def test_the_weight_of_imitation_fades_and_what_is_imitated_becomes_more_likely():
@@ -60,9 +60,9 @@ def test_the_weight_of_imitation_fades_and_what_is_imitated_becomes_more_likely(
     run, state = begin(small_job(compose, batch_prompts=8, minibatches=1, lr=0.01), single())
     weights, losses = [], []
     for _ in range(12):
-        state, told = one_step(run, state)
-        weights.append(told["actor/imitation_weight"])
-        losses.append(told["actor/nll"])
+        state, metrics = one_step(run, state)
+        weights.append(metrics["actor/imitation_weight"])
+        losses.append(metrics["actor/nll"])
     half = 0.2 * 2**-0.5  # of cos(pi / 4)
     assert weights[:6] == pytest.approx([0.9, 0.7 + half, 0.7, 0.7 - half, 0.5, 0.5])
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.5, losses
@@ -74,9 +74,9 @@ def test_a_sample_is_held_against_the_demonstration(prompts):
     fields = {"prompts": prompts, "fields": "demonstration:solution", "reward": None}
     job = small_job(spin, samples_per_prompt=1, batch_prompts=4, minibatches=1, lr=0.02, **fields)
     run, state = begin(job, single())
-    rows, _, told = scored_batch(run, state)
+    rows, _, reported = scored_batch(run, state)
     batch = rows.batch
-    assert batch.segments.max() == 2 and len(rows.owner) == 4 and "reward/mean" not in told
+    assert batch.segments.max() == 2 and len(rows.owner) == 4 and "reward/mean" not in reported
     assert torch.equal(batch.demonstration, batch.mask & (batch.segments == 1))
     solutions = {row["prompt"] + row["solution"] for row in PROMPTS}
     chosen = [arithmetic.tokenizer().decode(t[s == 1].tolist(), skip_special_tokens=True) for t, s in
@@ -91,9 +91,9 @@ def test_a_sample_is_held_against_the_demonstration(prompts):
 
 def test_the_sample_of_the_least_reward_is_the_opponent():
     run, state = begin(small_job(spin, batch_prompts=4, samples_per_prompt=3), single())
-    rows, _, told = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
     assert len(rows.owner) == 4 and (rows.batch.demonstration.sum(1) > 0).all()
-    assert 0 <= told["reward/mean"] <= 1  # that of a demonstration is higher, and does not count
+    assert 0 <= metrics["reward/mean"] <= 1  # that of a demonstration is higher, and does not count
 
 
 @pytest.mark.gloo
@@ -107,8 +107,8 @@ def test_no_engine_sampled_a_demonstration():
     batch = example(["tokens", "mask", "old_logp", "rollout_logp", "truncated", "length", "demonstration"])
     moved = batch._replace(rollout_logp=torch.where(batch.demonstration, -99.0, batch.old_logp))
     assert engine_gap(moved)["rollout/logprob_gap_max"].value == 0
-    told = describe(rows_of(moved), moved)
-    assert told["rollout/logprob_gap_max"] == told["rollout/logprob_gap_mean"] == 0
+    metrics = describe(rows_of(moved), moved)
+    assert metrics["rollout/logprob_gap_max"] == metrics["rollout/logprob_gap_mean"] == 0
 
 
 def test_what_cannot_be_imitated_is_refused(prompts, tmp_path):

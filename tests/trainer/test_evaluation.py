@@ -32,29 +32,29 @@ def evaluation(mesh, reward=begins_with_a_digit, **settings):
 
 
 def test_metrics_are_those_of_the_table():
-    told, table = evaluation(single())
+    metrics, table = evaluation(single())
     assert len(table) == 24 and {row.step for row in table} == {5}
     right = np.array([row.correct for row in table], dtype=float).reshape(6, 4)
     assert 0 < right.mean() < 1 and [row.sample for row in table[:5]] == [0, 1, 2, 3, 0]
-    assert told["eval/reward"] == told["eval/accuracy"] == pytest.approx(right.mean())
-    assert told["eval/accuracy_ci_low"] < right.mean() < told["eval/accuracy_ci_high"]
-    assert told["eval/pass@4"] == pytest.approx(right.max(1).mean())
-    assert told["eval/accuracy"] <= told["eval/pass@2"] <= told["eval/pass@4"]
-    assert told["eval/response_length"] == pytest.approx(np.mean([row.tokens for row in table]))
-    assert told["eval/clip_ratio"] == pytest.approx(np.mean([not row.finished for row in table]))
+    assert metrics["eval/reward"] == metrics["eval/accuracy"] == pytest.approx(right.mean())
+    assert metrics["eval/accuracy_ci_low"] < right.mean() < metrics["eval/accuracy_ci_high"]
+    assert metrics["eval/pass@4"] == pytest.approx(right.max(1).mean())
+    assert metrics["eval/accuracy"] <= metrics["eval/pass@2"] <= metrics["eval/pass@4"]
+    assert metrics["eval/response_length"] == pytest.approx(np.mean([row.tokens for row in table]))
+    assert metrics["eval/clip_ratio"] == pytest.approx(np.mean([not row.finished for row in table]))
     votes = []
     for rows in (table[i : i + 4] for i in range(0, 24, 4)):
         answers = [row.answer for row in rows]
         votes.append(rows[answers.index(max(answers, key=answers.count))].correct)
-    assert told["eval/maj@4"] == pytest.approx(np.mean(votes)) and "eval/maj@2" not in told
+    assert metrics["eval/maj@4"] == pytest.approx(np.mean(votes)) and "eval/maj@2" not in metrics
     assert table[0].prompt.endswith("=") and table[0].completion == table[0].answer
 
 
 def test_rewards_that_are_no_verdicts_have_the_best_of_k():
-    told, table = evaluation(single(), graded)
+    metrics, table = evaluation(single(), graded)
     rewards = np.array([row.reward for row in table]).reshape(6, 4)
-    assert told["eval/best@4"] == pytest.approx(rewards.max(1).mean()) and "eval/pass@4" not in told
-    assert table[0].correct is None and told["eval/reward_ci_low"] <= told["eval/reward"]
+    assert metrics["eval/best@4"] == pytest.approx(rewards.max(1).mean()) and "eval/pass@4" not in metrics
+    assert table[0].correct is None and metrics["eval/reward_ci_low"] <= metrics["eval/reward"]
 
 
 @pytest.mark.gloo
@@ -71,8 +71,8 @@ def test_parts_of_the_held_out_prompts_have_metrics_of_their_own():
     assert sets_of(named) == {"owner_0": [0, 2], "owner_1": [1]}
     assert sets_of([Example([1], "", {"data_source": str(n)}) for n in range(40)]) == {}  # too many to tell
     right = np.array([[True], [False], [True]])
-    told = metrics_of(Evaluated(right.astype(float), right, {}, np.ones((3, 1)), right, [{}] * 3), examples)
-    assert (told["eval/a/accuracy"], told["eval/b:test/reward"], told["eval/accuracy"]) == (
+    metrics = metrics_of(Evaluated(right.astype(float), right, {}, np.ones((3, 1)), right, [{}] * 3), examples)
+    assert (metrics["eval/a/accuracy"], metrics["eval/b:test/reward"], metrics["eval/accuracy"]) == (
         0.5,
         1.0,
         pytest.approx(2 / 3),

@@ -59,10 +59,10 @@ def texts_of(job, batch):
 @pytest.mark.parametrize("mesh", ["dp1", TWO_RANKS])
 def test_a_completion_whose_reward_failed_is_zero_or_not_there(mesh):
     job = job_of("zero")
-    zero, told, notes, _ = drawn("zero", mesh)
+    zero, metrics, notes, _ = drawn("zero", mesh)
     texts = texts_of(job, zero)
     failed = torch.tensor([fails(text) for text in texts])
-    assert 2 < failed.sum() < 20 and told["reward/failed"] == failed.sum() and zero.get("failed") is None
+    assert 2 < failed.sum() < 20 and metrics["reward/failed"] == failed.sum() and zero.get("failed") is None
     expected = [0.0 if fails(text) else digits_reward("", text) for text in texts]
     assert zero.score.tolist() == pytest.approx(expected)
     about_heldout, note = notes
@@ -72,15 +72,15 @@ def test_a_completion_whose_reward_failed_is_zero_or_not_there(mesh):
     )
     assert "KeyError('no such unit')" in note
 
-    skip, told, _, shown = drawn("skip", mesh)
-    assert told["reward/failed"] >= failed.sum() and len(shown[0][1]) == 6
+    skip, metrics, _, shown = drawn("skip", mesh)
+    assert metrics["reward/failed"] >= failed.sum() and len(shown[0][1]) == 6
     kept = ~failed
     width = min(zero.tokens.shape[1], skip.tokens.shape[1])
     rows = int(kept.sum())  # prompts that lost all their rows are made up for by others behind them
     assert torch.equal(skip.tokens[:rows, :width], zero.tokens[kept][:, :width])
     assert torch.equal(skip.score[:rows], zero.score[kept])
     assert not any(map(fails, texts_of(job, skip)))
-    assert told["reward/mean"] == pytest.approx(skip.score.mean().item())
+    assert metrics["reward/mean"] == pytest.approx(skip.score.mean().item())
     for group in skip.group.unique():  # statistics are those of the rows that are left
         mine = skip.group == group
         score = skip.score[mine]
@@ -122,11 +122,11 @@ def test_several_rewards_are_told_by_their_names():
     job = job_of("stop", reward=digits)
     job = dataclasses.replace(job, task=job.task._replace(rewards=(digits, short), weights=(1.0, 0.5)))
     show = Quiet()
-    rows, _, told = scored_batch(*begin(job, single(), show))
+    rows, _, metrics = scored_batch(*begin(job, single(), show))
     scores = rows.batch.scores
     assert job.reward_names == ("digits", "short") and scores.isnan().any()
-    assert told["reward/digits/mean"] == pytest.approx(scores[:, 0].mean().item())
-    assert told["reward/short/mean"] == pytest.approx(scores[:, 1].nanmean().item())
+    assert metrics["reward/digits/mean"] == pytest.approx(scores[:, 0].mean().item())
+    assert metrics["reward/short/mean"] == pytest.approx(scores[:, 1].nanmean().item())
     texts, parts = show.shown[0][2], show.parts[0]
     assert [set(part) for part in parts] == [{"digits"} if fails(text) else {"digits", "short"} for text in texts]
     assert rows.batch.score.tolist() == pytest.approx((scores[:, 0] + 0.5 * scores[:, 1].nan_to_num()).tolist())

@@ -180,11 +180,11 @@ def test_a_flag_of_the_update_changes_the_weights(name):
 
 
 def shown(**settings):
-    """What an observer is told of a run: metrics by step, without times, and the samples."""
+    """What an observer receives of a run: metrics by step, without times, and the samples."""
     job, observer = small_job(GRPO, **BASE | {"steps": 2, "eval_every": 2, "sample_every": 5} | settings), Quiet()
     loop.train_loop(job, single(), observer)
-    told = [(n, {k: v for k, v in step.items() if k.startswith("eval/")}) for n, step in observer.steps]
-    return told, observer.shown
+    values = [(n, {k: v for k, v in step.items() if k.startswith("eval/")}) for n, step in observer.steps]
+    return values, observer.shown
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -132,12 +132,13 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
     assert set(run.source.evaluate(state.roles, 0)) == {"eval/examples", "eval/response_length", "eval/clip_ratio"}
     losses = []
     for _ in range(30):
-        rows, state, told = scored_batch(run, state)
+        rows, state, reported = scored_batch(run, state)
         state, metrics = one_step(run, state)
         losses.append(metrics["distillation/loss"])
     assert not {"score", "scores", "advantage", "divergence"} & set(rows.batch.names())
-    assert not [name for name in told | metrics if name.startswith(("reward", "critic"))]
-    assert {"response_length/mean", "actor/pg_loss", "actor/entropy", "rollout/logprob_gap_max"} <= set(told | metrics)
+    assert not [name for name in reported | metrics if name.startswith(("reward", "critic"))]
+    names = {"response_length/mean", "actor/pg_loss", "actor/entropy", "rollout/logprob_gap_max"}
+    assert names <= set(reported | metrics)
     assert sum(losses[-3:]) < 0.75 * sum(losses[:3]), losses
     assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen["teacher"])))
     assert set(show.shown[0][3]) == {None}
@@ -152,8 +153,8 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
     with pytest.raises(SettingsError, match=r"--prompts=.* needs --reward=FILE.py:function or --reward_model=DIR"):
         small_job(grpo, reward=None, prompts=prompts)
     run, state = begin(small_job(distillation, reward=None, prompts=prompts, teacher=teacher), single())
-    rows, state, told = scored_batch(run, state)
-    assert "score" not in rows.batch.names() and "critic/advantages/mean" in told and "reward/mean" not in told
+    rows, state, metrics = scored_batch(run, state)
+    assert "score" not in rows.batch.names() and "critic/advantages/mean" in metrics and "reward/mean" not in metrics
 
 
 def test_given_texts_are_distilled_too(teacher, texts):

@@ -83,7 +83,7 @@ def test_the_saved_model_is_the_one_that_was_trained(alone):
 
 
 def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, capsys):
-    def told(steps):
+    def notes_of(steps):
         job = small_job(GRPO, steps=steps, reward=lambda prompt, completion, **fields: 0.5)
         with RunObserver(job, str(tmp_path), 0) as observer:
             observer.resumed(steps - 4)
@@ -91,11 +91,11 @@ def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, c
         return capsys.readouterr().out
 
     (tmp_path / "model").mkdir()
-    first = told(4)
+    first = notes_of(4)
     assert first.count("step 3: every reward of the last three steps was 0.5") == 1, first
     lines = lines_of(tmp_path / "metrics.jsonl")
     assert [line["reward/equal_groups"] for line in lines] == [1.0] * 4
-    assert "every reward" not in told(8)
+    assert "every reward" not in notes_of(8)
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])

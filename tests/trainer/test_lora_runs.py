@@ -52,8 +52,8 @@ def test_the_engine_holds_merged_weights_and_a_certificate_that_they_are():
     state, _ = one_step(run, state)
     role, engine = run.parts.roles["policy"], run.parts.generator.engine
     params = role.whole(state.roles["policy"].params, run.frozen)
-    told = certify(role.placed, params, engine, state.version, probes=True)
-    assert told["sync/verified"] == 1.0 and told["sync/probe_gap"] < 1e-12
+    metrics = certify(role.placed, params, engine, state.version, probes=True)
+    assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] < 1e-12
     engine.load(engine.weights.named(run.frozen["base"]), state.version)
     with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 14 of 21 weights"):
         certify(role.placed, params, engine, state.version)

@@ -63,9 +63,10 @@ def test_two_steps_of_ppo_on_one_and_two_ranks(name, folders, tmp_path):
     }
     for run in runs.values():
         assert len(run.metrics) == 2
-        for told in run.metrics:
-            assert told["rollout/logprob_gap_max"] < 1e-5
-            assert math.isfinite(told["actor/pg_loss"]) and told["actor/grad_norm"] > 0 and told["critic/grad_norm"] > 0
+        for reported in run.metrics:
+            assert reported["rollout/logprob_gap_max"] < 1e-5
+            assert math.isfinite(reported["actor/pg_loss"])
+            assert reported["actor/grad_norm"] > 0 and reported["critic/grad_norm"] > 0
         peer = transformers.AutoModelForCausalLM.from_pretrained(f"{run.run_dir}/model").eval()
         raw = json.loads(Path(f"{run.run_dir}/model/config.json").read_text())
         assert raw["architectures"] == [type(peer).__name__]

@@ -50,9 +50,10 @@ def test_online_dpo_moves_towards_what_is_rewarded():
     for _ in range(12):
         rows, _, _ = scored_batch(run, state)
         assert rows.batch.segments.max() == 2 and rows.batch.ref_logp[rows.batch.mask].all()
-        state, told = one_step(run, state)
-        rewards.append(told["reward/mean"])
-    assert told["preference/margin"] > 0 and "reward/equal_groups" in told and "critic/advantages/mean" not in told
+        state, metrics = one_step(run, state)
+        rewards.append(metrics["reward/mean"])
+    assert metrics["preference/margin"] > 0
+    assert "reward/equal_groups" in metrics and "critic/advantages/mean" not in metrics
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.1, rewards
 
 
@@ -67,14 +68,15 @@ def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
     for row in range(4):
         own, after = texts[row], texts[(row + 1) % 4]
         assert texts[4 + row] == own.partition("=")[0] + "=" + after.partition("=")[2]
-    rows, _, told = scored_batch(run, state)
+    rows, _, metrics = scored_batch(run, state)
     assert len(rows.owner) == 4 and rows.batch.label.unique().tolist() == [0.0, 1.0]
-    assert told["preference/kl_baseline"] == pytest.approx(rows.batch.kl_baseline[0, 0].item()) and told.keys() == {
+    assert metrics["preference/kl_baseline"] == pytest.approx(rows.batch.kl_baseline[0, 0].item())
+    assert metrics.keys() == {
         "perf/total_num_tokens", "preference/kl_baseline",
     }  # fmt: skip
     before = run.source.evaluate(state.roles, 1)["eval/loss"]
     for _ in range(10):
-        state, told = one_step(run, state)
+        state, metrics = one_step(run, state)
     after = run.source.evaluate(state.roles, 11)
     assert after["eval/loss"] < before and after["eval/chosen"] > after["eval/rejected"]
 

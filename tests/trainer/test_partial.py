@@ -160,13 +160,13 @@ def test_no_more_prompts_are_left_unfinished_than_a_completion_takes_steps():
     job = small_job(**PARTIAL)
     job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, stop=()))
     run, state = begin(job, single())
-    told = []
+    counts = []
     for _ in range(5):
         rows, state, metrics = draw_batch(run, state)
         assert (rows.batch.mask.sum(1) == 12).all() and rows.batch.truncated.all()
         names = ("new_prompts", "unfinished_prompts", "prompts_beyond_budget")
-        told.append([metrics[f"partial/{name}"] for name in names])
-    assert told == [[12, 9, 3], [3, 9, 3], [3, 9, 3], [3, 9, 0], [3, 9, 0]]
+        counts.append([metrics[f"partial/{name}"] for name in names])
+    assert counts == [[12, 9, 3], [3, 9, 3], [3, 9, 3], [3, 9, 0], [3, 9, 0]]
 
 
 @pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])

@@ -1,4 +1,4 @@
-"""Rewards in workers: begun while completions are written, the same numbers as without, errors and endings alike."""
+"""Rewards in workers: begun while completions are written, the same numbers as without, errors and endings too."""
 
 import functools
 import os
@@ -162,7 +162,7 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         pids = {int(path.name.split()[1]) for path in tmp_path.glob(f"{workers} *")}
         assert len(pids) == max(1, workers) * (2 if mesh == "dp2" else 1)
         assert (rank in pids) == (workers == 0)
-        steps = [(n, {k: v for k, v in told.items() if not k.startswith("memory/")}) for n, told in steps]
+        steps = [(n, {k: v for k, v in metrics.items() if not k.startswith("memory/")}) for n, metrics in steps]
         found.append((steps, params))
     assert found[0][0] == found[1][0]
     assert gap(found[0][1], found[1][1]) == 0

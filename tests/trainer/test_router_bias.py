@@ -40,8 +40,8 @@ def test_an_uneven_router_becomes_even(rate):
     bias += torch.arange(8) / 20  # the last experts are chosen first
     begun, loads = bias.clone(), []
     for _ in range(8):
-        state, told = one_step(run, state)
-        loads.append(told["router/load_max"])
+        state, metrics = one_step(run, state)
+        loads.append(metrics["router/load_max"])
     (bias,) = biases_of(state.roles["policy"].params)
     if not rate:
         assert torch.equal(bias, begun) and min(loads) > 2

@@ -32,11 +32,11 @@ def test_a_layers_loss_is_that_of_transformers():
     ids = probs.topk(2).indices
     counts = torch.bincount(ids.flatten(), minlength=4)
     load = RouterLoad(counts[None], probs.sum(0)[None], logits.logsumexp(-1).square().sum()[None], ids[None])
-    numerators, told = router_numerators(RouterLosses(3.0, 2.0), load, Choices(None, torch.tensor(7.0)), SINGLE)
+    numerators, metrics = router_numerators(RouterLosses(3.0, 2.0), load, Choices(None, torch.tensor(7.0)), SINGLE)
     balance, z = numerators[0] / 49, numerators[1] / 7
     theirs = load_balancing_loss_func((logits,), 4, 2)
     assert balance.item() == pytest.approx(3 * theirs.item(), rel=1e-6)
-    assert told["router/balance_loss"].value.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert metrics["router/balance_loss"].value.item() == pytest.approx(theirs.item(), rel=1e-6)
     assert z.item() == pytest.approx(2 * logits.logsumexp(-1).square().mean().item(), rel=1e-6)
     ours, wanted = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (balance, 3 * theirs))
     assert (ours - wanted).abs().max() < 1e-6

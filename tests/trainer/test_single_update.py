@@ -30,14 +30,14 @@ def two_steps(compose, mesh, score_old):
         if score_old:
             roles = {**run.parts.roles, "policy": policy._replace(writes={"old_logp": "logp"})}
             run = run._replace(parts=run.parts._replace(roles=roles))
-        told = []
+        records = []
         for _ in range(2):
             rows, state, metrics = scored_batch(run, state)
             assert ("old_logp" in rows.batch.names()) == score_old
             state, learned = learn_batch(run, state, rows)
             state = sync(run.parts, state)
-            told.append(metrics | learned)
-        return told, whole_weights(run, state)
+            records.append(metrics | learned)
+        return records, whole_weights(run, state)
 
     return launch(program, job.sizes, "cpu")
 
@@ -45,10 +45,10 @@ def two_steps(compose, mesh, score_old):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.gloo)])
 def test_a_pass_less_gives_the_same_updates_and_metrics(name, mesh):
-    told, weights = two_steps(ALGORITHMS[name], mesh, False)
+    records, weights = two_steps(ALGORITHMS[name], mesh, False)
     expected, expected_weights = two_steps(ALGORITHMS[name], mesh, True)
     assert gap(weights, expected_weights) < 1e-9
-    for metrics, others in zip(told, expected, strict=True):
+    for metrics, others in zip(records, expected, strict=True):
         assert metrics.keys() == others.keys()
         assert metrics == pytest.approx(others, rel=1e-9, abs=1e-12)
         assert 1e-10 > metrics["rollout/logprob_gap_max"] >= metrics["rollout/logprob_gap_mean"] >= 0

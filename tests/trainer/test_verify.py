@@ -18,11 +18,11 @@ class Timed(Quiet):
 
     def __init__(self):
         super().__init__()
-        self.told, self.phases = [], []
+        self.reports, self.phases = [], []
 
     def step(self, step, metrics, seconds):
         super().step(step, metrics, seconds)
-        self.told.append({name: x for name, x in metrics.items() if name.startswith("sync/")})
+        self.reports.append({name: x for name, x in metrics.items() if name.startswith("sync/")})
         self.phases.append(set(seconds))
 
 
@@ -37,9 +37,14 @@ def run(mesh=None, **settings):
 def test_every_step_is_verified_and_some_are_probed():
     observer, outcome = run(probe_sync_every=3)
     assert outcome.error is None
-    assert [told["sync/verified"] for told in observer.told] == [1.0] * 4
-    gaps = [told.get("sync/probe_gap") for told in observer.told]
-    assert [gap is not None for gap in gaps] == [True, False, True, False]  # that of the first sync is told in step 1
+    assert [reports["sync/verified"] for reports in observer.reports] == [1.0] * 4
+    gaps = [reports.get("sync/probe_gap") for reports in observer.reports]
+    assert [gap is not None for gap in gaps] == [
+        True,
+        False,
+        True,
+        False,
+    ]  # the first sync is reported in step 1
     assert all(gap is None or gap < 1e-9 for gap in gaps)
     assert all("verify" in phases for phases in observer.phases)
 
@@ -54,8 +59,8 @@ def test_every_step_is_verified_and_some_are_probed():
 )
 def test_the_flags_say_what_is_compared(flags, verified, probed):
     observer, _ = run(**flags)
-    assert [told.get("sync/verified") for told in observer.told] == verified
-    assert [i for i, told in enumerate(observer.told) if "sync/probe_gap" in told] == probed
+    assert [reports.get("sync/verified") for reports in observer.reports] == verified
+    assert [i for i, reports in enumerate(observer.reports) if "sync/probe_gap" in reports] == probed
     assert [i for i, phases in enumerate(observer.phases) if "verify" in phases] == [
         i for i, one in enumerate(verified) if one is not None
     ]
@@ -101,10 +106,10 @@ def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
 
     def program(mesh):
         observer = Timed()
-        return loop.train_loop(job, mesh, observer).error, observer.told
+        return loop.train_loop(job, mesh, observer).error, observer.reports
 
-    error, told = launch(program, job.sizes, "cpu")
-    assert error is None and [one["sync/verified"] for one in told] == [1.0] * 3
-    assert max(one["sync/probe_gap"] for one in told) < {"bfloat16": 0.05, "float32": 1e-5}.get(
+    error, reports = launch(program, job.sizes, "cpu")
+    assert error is None and [one["sync/verified"] for one in reports] == [1.0] * 3
+    assert max(one["sync/probe_gap"] for one in reports) < {"bfloat16": 0.05, "float32": 1e-5}.get(
         job.settings.models.dtype, 1e-9
     )

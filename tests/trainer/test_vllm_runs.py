@@ -23,7 +23,7 @@ needs_vllm = pytest.mark.skipif(not VLLM, reason="no vLLM here: ./test --all mak
 def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     settings = {"dtype": "float32", "mesh": mesh, "generate_mesh": mesh, "temperature": 0.8, "max_new_tokens": 8}
     done, peer = (run_steps(3, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
-    assert all(0 < told["rollout/logprob_gap_max"] < 1e-4 for told in done["metrics"])
+    assert all(0 < reported["rollout/logprob_gap_max"] < 1e-4 for reported in done["metrics"])
     # The noise is the same, so the native engine draws the same tokens, and learns the same.
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)

@@ -29,7 +29,7 @@ class Costs:
       seconds: seconds of all kernels, each bound by arithmetic, memory or its launch; without collectives.
       traffic: traffic by (collective, name of the process group).
       early: part of `traffic` that starts before it is needed, so that kernels run meanwhile.
-      cover: part of `seconds` of kernels that run while a collective is in flight.
+      cover: part of `seconds` of kernels that run while a collective runs.
     """
 
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -45,7 +45,7 @@ def _works() -> dict:
 
 
 class _Message(NamedTuple):
-    """A collective in flight; `begun`: seconds of the phase's kernels before it started."""
+    """A collective that has begun; `begun`: seconds of the phase's kernels before it started."""
 
     key: tuple[str, str]
     nbytes: float

@@ -204,7 +204,7 @@ def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, spli
 
 
 def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Bool [B, T, T], the batch dim 1 where rows are alike: the tokens that each token sees."""
+    """Bool [B, T, T], the batch dim 1 where rows are equal: the tokens that each token sees."""
     position_T = torch.arange(T, device=device)
     distance_TS = position_T[:, None] - position_T
     mask = distance_TS >= 0

@@ -6,7 +6,7 @@
 The cache holds (c_t, k_t), R + N' numbers a token for all heads, on every tensor rank. Training makes keys and values
 of each head and attends as all models do; a cache is attended to by `latent_paged_attention`.
 
-Under tensor parallelism a rank has some of the heads. What all ranks compute alike, A h and what comes before it, is
+Under tensor parallelism a rank has some of the heads. What is the same on all ranks, A h and what comes before it, is
 computed outside of `enter`: its gradient is whole on each, once those of all heads are summed. Where the residual
 stream is split it is computed of a rank's own tokens, and of these only the small vectors are gathered.
 

@@ -243,7 +243,7 @@ def _blocks(
                 continue
             seen = None
             if k_high > low + 1 or (window and high - k_low > window):
-                if sizes != (high - low, k_high - k_low, low - k_low):  # most blocks are alike
+                if sizes != (high - low, k_high - k_low, low - k_low):  # most blocks are of equal sizes
                     sizes = high - low, k_high - k_low, low - k_low
                     band = _band(*sizes, window, q.device)
                     band = torch.zeros_like(band, dtype=q.dtype).masked_fill(~band, -torch.inf) if on_cpu else band

@@ -33,7 +33,7 @@ class Experts:
       scale: factor of the weights of a token's experts.
       shared: inner size of an mlp that every token goes to, beside its experts; 0: there is none.
       shared_weighted: what that mlp adds is multiplied by a weight of each token's own, by a sigmoid.
-      wide: the router computes in float32 where weights are narrower: experts with nearly equal scores are told apart.
+      wide: the router computes in float32 where weights are narrower, which separates nearly equal scores.
     """
 
     count: int

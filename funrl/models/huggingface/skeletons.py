@@ -129,7 +129,7 @@ def module_attention(
     """Variable-length attention in the form of transformers' `AttentionInterface`.
 
     Args:
-      query, key, value: [1, heads, T, N] of the packed row that `attending` tells of.
+      query, key, value: [1, heads, T, N] of the packed row of `attending`.
 
     Returns: [1, T, H, N], and no weights.
 

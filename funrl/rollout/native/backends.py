@@ -218,7 +218,7 @@ class TorchBackend:
 class PackedBackend:
     """A dense decoder on one tensor rank of a CPU, with one call into compiled code per pass.
 
-    A completion's bits do not depend on other requests in flight.
+    A completion's bits do not depend on other unfinished requests.
     """
 
     page_tokens = decode_step.PAGE

@@ -225,7 +225,7 @@ class NativeEngine:
             self._poll(1)
         return self._sequences.take_ended()
 
-    def in_flight(self) -> int:
+    def unfinished(self) -> int:
         """Number of requests that are unfinished, or whose completion has not been returned yet."""
         return self._sequences.count
 
@@ -313,7 +313,7 @@ class NativeEngine:
         return self._limit
 
     def _make_room(self) -> None:
-        """Grow the cache to the pages that the requests in flight can use, which recomputes what it held."""
+        """Grow the cache to the pages that the unfinished requests can use, which recomputes what it held."""
         wanted = self._scheduler.wanted_pages()
         if wanted <= self._pages:
             return

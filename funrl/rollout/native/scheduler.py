@@ -108,7 +108,7 @@ class Scheduler:
         self._wanted = sum(heapq.nlargest(self.max_rows, each))
 
     def wanted_pages(self) -> int:
-        """Pages that the requests in flight can use at once."""
+        """Pages that the unfinished requests can use at once."""
         return self._wanted
 
     def resize(self, pages: int) -> None:

@@ -1,4 +1,4 @@
-"""A request in flight, with or without a slot."""
+"""An unfinished request, with or without a slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funrl.rollout.requests import Request
 
 @dataclasses.dataclass(eq=False, slots=True)
 class RunningSequence:
-    """A request in flight.
+    """An unfinished request.
 
     Attributes:
       request: as it was submitted.

@@ -1,7 +1,7 @@
 """An engine over vLLM in a server process (`server`), whose state can be restored.
 
 If the server does not answer, the client waits for it. A restarted server is sent the model, the current weights and
-all requests in flight with their tokens so far, so that only time is lost.
+all unfinished requests with their tokens so far, so that only time is lost.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Core(Protocol):
         ...
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, and forget what the old ones computed. No request is in flight."""
+        """Replace all weights, and forget what the old ones computed. No request is unfinished."""
         ...
 
     def held(self) -> Iterable[tuple[str, Tensor | None]]:
@@ -91,7 +91,7 @@ class Core(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the memory of keys and values. No request is in flight."""
+        """Free the memory of keys and values. No request is unfinished."""
         ...
 
     def wake(self) -> None:

@@ -27,7 +27,7 @@ from funrl.rollout.vllm.core import start_vllm
 
 @dataclasses.dataclass(eq=False)
 class PartialCompletion:
-    """A request in flight and its completion so far.
+    """An unfinished request and its completion so far.
 
     Attributes:
       request: as it was submitted.
@@ -157,7 +157,7 @@ class VLLMEngine:
             ended += self._grown(self._sequences[sample.number], sample)
         return ended
 
-    def in_flight(self) -> int:
+    def unfinished(self) -> int:
         """Number of unfinished requests."""
         return len(self._sequences)
 

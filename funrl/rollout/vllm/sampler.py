@@ -36,7 +36,7 @@ class RequestSampler:
     """A sampler for vLLM's model runner.
 
     Attributes:
-      requests: sampling of each request in flight, by vLLM's own id.
+      requests: sampling of each unfinished request, by vLLM's own id.
     """
 
     def __init__(self, runner: Any):

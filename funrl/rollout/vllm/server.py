@@ -236,7 +236,7 @@ class CoreHandler(BaseHTTPRequestHandler):
             code = 400
             text = str(error)
         except Exception as error:
-            traceback.print_exc()  # for whoever runs this server; a client is told the message alone
+            traceback.print_exc()  # for whoever runs this server; a client receives the message alone
             code = 500
             text = f"{type(error).__name__}: {error}"
         self._within(IDLE_S)

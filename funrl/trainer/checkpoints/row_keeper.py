@@ -25,7 +25,7 @@ class RowKeeper:
           job: of the run.
           parts: of the run.
           checkpoints: their folder; None: nothing is saved.
-          observer: told how much a step takes.
+          observer: receives the size of a step.
         """
         self.settings = job.settings
         self.parts = parts

@@ -80,7 +80,7 @@ class Saver:
           source: of the run.
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
-          observer: told what happens.
+          observer: receives what happens.
           digests: of the weights that do not learn.
 
         Raises:
@@ -153,7 +153,7 @@ class Saver:
         return state, None
 
     def _continued(self, record: Recorded, state: State) -> State:
-        """The state to go on with, after the observer has been told where it is from."""
+        """The state to go on with, after the observer has received where it is from."""
         self.saved = state.step
         self.rows.forget(state.step)
         self.observer.resumed(state.step, record.facts.get("metrics"))

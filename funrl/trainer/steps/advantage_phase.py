@@ -70,7 +70,7 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
     }
     score_B = batch.get("score")
     scores_BK = batch.get("scores")
-    if score_B is not None and (demonstration is None or scores_BK is not None):  # else pairs were told by it only
+    if score_B is not None and (demonstration is None or scores_BK is not None):  # else only it distinguished pairs
         score_B = score_B[own_B]
         group_B = batch.get("group")
         out |= {"reward/mean": score_B.mean(), "reward/max": score_B.max(), "reward/min": score_B.min()}

@@ -5,9 +5,10 @@ and P_e = the mean of its probability:
 
     balance = 1 / L sum_l E sum_e f_e P_e        z = 1 / L sum_l mean over tokens of logsumexp(logits)^2
 
-`balance` is the number of experts that a token takes where all are chosen alike, as in transformers, which counts all
-layers' choices together. f has no gradient and is of all micro-batches and ranks: where a mini-batch has several
-micro-batches, its choices are counted in a forward pass of their own before. The losses are then linear in tokens.
+`balance` is the number of experts that a token takes where all are chosen equally often, as in transformers, which
+counts all layers' choices together. f has no gradient and is of all micro-batches and ranks: where a mini-batch has
+several micro-batches, its choices are counted in a forward pass of their own before. The losses are then linear in
+tokens.
 
 References: Fedus et al., 2021, https://arxiv.org/abs/2101.03961; Zoph et al., 2022, https://arxiv.org/abs/2202.08906
 """

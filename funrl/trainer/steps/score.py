@@ -32,7 +32,7 @@ def score(
       roles: those without `writes` are passed over.
       params: of each role.
       token_budget: tokens in one forward pass of one device.
-      clock: told the phases, "score_policy" and so on.
+      clock: receives the phases, "score_policy" and so on.
     """
     clock = clock or Clock()
     for name, role in roles.items():
