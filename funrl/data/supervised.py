@@ -15,8 +15,9 @@ every step, and the last token of a step is trained. `text_columns` accepts furt
 
 Checks: `load_examples` reads every record and checks its fields, without tokenizing. Before a run, `fit_examples`
 tokenizes all texts of a list or of a file up to 4 MB; of a larger file, the first 1,000 lines and those whose size
-suggests that they may be too long. A text is tokenized whenever it is read, by the rank that has it. The texts of a
-step are checked too, as a chat template may add many tokens to a short line.
+suggests that they may be too long. A text is tokenized when it is read, by the rank that has it, which keeps the tokens
+of the first ones: those of a small file are made once. The texts of a step are checked too, as a chat template may add
+many tokens to a short line.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ TEXT_FIELDS = {
 LABELS = {"ratings": "label", "steps": "labels"}
 SMALL_BYTES = 4 << 20  # a file up to here is tokenized whole before the run, in about two seconds
 FIRST_LINES = 1000  # lines of any file that are tokenized before the run
+KEPT_TOKENS = 1 << 20  # tokens of a file that a rank keeps, in about 50 MB
 
 
 class Text(NamedTuple):
@@ -75,6 +77,26 @@ class TextExample(NamedTuple):
     source: str = ""
 
 
+@dataclass(eq=False)
+class KeptTexts:
+    """Tokenized texts of a file, the first `room` tokens of them.
+
+    Attributes:
+      examples: by the place of the record in its table.
+      room: tokens that may still be kept.
+    """
+
+    examples: dict[int, TextExample] = dataclasses.field(default_factory=dict)
+    room: int = KEPT_TOKENS
+
+    def keep(self, place: int, example: TextExample) -> None:
+        """Keep an example if there is room."""
+        tokens = sum(len(text.tokens) for text in example.texts)
+        if tokens <= self.room:
+            self.examples[place] = example
+            self.room -= tokens
+
+
 @dataclass(frozen=True, eq=False)
 class TextFile(Sequence[TextExample]):
     """The examples of a file, read and tokenized on access. Slices and arrays of indices give views.
@@ -87,6 +109,7 @@ class TextFile(Sequence[TextExample]):
       fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
       most: bound on the tokens of a text, which is `shortened` beyond; None: no bound.
+      kept: texts that are tokenized already; views of the file share it.
     """
 
     records: Records
@@ -96,6 +119,7 @@ class TextFile(Sequence[TextExample]):
     fields: Fields
     form: PromptFormat = PLAIN_PROMPTS
     most: int | None = None
+    kept: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -108,17 +132,23 @@ class TextFile(Sequence[TextExample]):
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
         if isinstance(index, (slice, np.ndarray)):
             return dataclasses.replace(self, records=self.records[index])
-        record = self.records[index]
-        where = self.records.where(index)
-        try:
-            example = text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, form=self.form)
-            example = example if self.most is None else shortened(example, self.most)
-        except (DataError, TokenizerError) as error:
-            raise DataError(f"{where}: {error}") from error
-        except Exception as error:  # tokenizers raise plain ones
-            raise DataError(f"{where}: the tokenizer refuses it: {error}") from error
+        place = int(self.records.places[index])
+        example = self.kept.examples.get(place)
+        if example is None:
+            example = self._tokenized(index)
+            self.kept.keep(place, example)
+        example = example if self.most is None else shortened(example, self.most)
         # A column of margins needs a margin for every row that a step may contain.
-        return example._replace(margin=example.margin if self.has_margin else None, source=where)
+        return example._replace(margin=example.margin if self.has_margin else None, source=self.records.where(index))
+
+    def _tokenized(self, index: int) -> TextExample:
+        record = self.records[index]
+        try:
+            return text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, form=self.form)
+        except (DataError, TokenizerError) as error:
+            raise DataError(f"{self.records.where(index)}: {error}") from error
+        except Exception as error:  # tokenizers raise plain ones
+            raise DataError(f"{self.records.where(index)}: the tokenizer refuses it: {error}") from error
 
     def suspects(self, positions: int) -> Iterable[int]:
         """Indices of the examples that may be too long or be refused, and have to be tokenized to know."""

@@ -1,5 +1,6 @@
 """Demonstrations and preferences as tokens: what is trained, how rows are laid out, what is refused."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -10,7 +11,16 @@ import pytest
 
 from funrl.data import supervised
 from funrl.data.mixture import Mixture
-from funrl.data.supervised import DataError, Text, TextExample, load_examples, shortened, text_batch, text_example
+from funrl.data.supervised import (
+    DataError,
+    KeptTexts,
+    Text,
+    TextExample,
+    load_examples,
+    shortened,
+    text_batch,
+    text_example,
+)
 from funrl.data.text_lengths import check_lengths, fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.tasks import arithmetic
@@ -222,12 +232,27 @@ def test_examples_of_a_file_are_a_sequence_of_views(tokenizer, tmp_path):
         examples[8]
     copied = pickle.loads(pickle.dumps(examples))
     assert copied[2] == examples[2]
+    assert train[1].texts[0] is examples[1].texts[0]  # tokenized once
+    fresh = load_examples(file, "demonstrations", tokenizer)
     file.write_text(file.read_text() + "\n\n")
+    assert [len(example.texts[0].tokens) for example in examples] == whole
     with pytest.raises(DataError, match="has been changed since the run began"):
-        examples[0]
+        fresh[0]
     file.unlink()
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        examples[0]
+        fresh[0]
+
+
+def test_texts_are_kept_up_to_a_number_of_tokens(tokenizer, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (3, 9, 2)))
+    examples = load_examples(file, "demonstrations", tokenizer)
+    sizes = [len(example.texts[0].tokens) for example in examples]
+    examples = dataclasses.replace(examples, kept=KeptTexts(room=sizes[0] + sizes[2]))
+    again = [[examples[i].texts[0] for i in range(3)] for _ in range(2)]
+    assert again[0] == again[1]
+    assert [x is y for x, y in zip(*again, strict=True)] == [True, False, True]
+    assert examples.kept.room == 0
 
 
 def test_a_margin_is_of_all_lines_or_of_none(tokenizer, tmp_path):
