@@ -15,9 +15,8 @@ every step, and the last token of a step is trained. `text_columns` accepts furt
 
 Checks: `load_examples` reads every record and checks its fields, without tokenizing. Before a run, `fit_examples`
 tokenizes all texts of a list or of a file up to 4 MB; of a larger file, the first 1,000 lines and those whose size
-suggests that they may be too long. A text is tokenized when it is read, by the rank that has it, which keeps the tokens
-of the first ones: those of a small file are made once. The texts of a step are checked too, as a chat template may add
-many tokens to a short line.
+suggests that they may be too long. A text is tokenized when it is read, by the rank that has it, which keeps the first
+ones. The texts of a step are checked too, as a chat template may add many tokens to a short line.
 """
 
 from __future__ import annotations
@@ -79,12 +78,7 @@ class TextExample(NamedTuple):
 
 @dataclass(eq=False)
 class KeptTexts:
-    """Tokenized texts of a file, the first `room` tokens of them.
-
-    Attributes:
-      examples: by the place of the record in its table.
-      room: tokens that may still be kept.
-    """
+    """Tokenized texts of a file by their place in its table, up to `room` further tokens."""
 
     examples: dict[int, TextExample] = dataclasses.field(default_factory=dict)
     room: int = KEPT_TOKENS

@@ -92,7 +92,7 @@ def test_the_weights_of_resampling_can_be_seen():
     assert signal.metrics["resampling/largest"].value.item() == pytest.approx(4 / 6, abs=1e-7)
     assert signal.metrics["resampling/effective"].value.item() == pytest.approx(1 / (18 / 36) / 4, abs=1e-7)
     assert signal.metrics["resampling/rows"].value.item() == len(set(signal.rows.tolist())) / 4
-    with pytest.raises(ValueError, match="there are pow, max_min and max_random"):
+    with pytest.raises(ValueError, match="'power' is not a way to weigh rows: use pow, max_min or max_random"):
         algos.resample_rows("power")
 
 

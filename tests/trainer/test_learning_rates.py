@@ -85,6 +85,6 @@ def test_rates_of_a_run(settings, expected):
 
 def test_the_help_says_the_law():
     text = " ".join(help_text("ppo", "", [settings_flags()["lr"]], None).split())
-    laws = f"{RATE_OF_ONE} / sqrt(its parameters), sft and reward models {SUPERVISED_RATE_OF_ONE:g} / sqrt"
+    laws = f"{RATE_OF_ONE} / sqrt(its parameters), {SUPERVISED_RATE_OF_ONE:g} / sqrt for sft and reward models"
     law = f"with --model {laws}, {LOWEST:.0e} to {HIGHEST:.0e}".replace("e-0", "e-")
     assert law in text and "1e-3 from scratch" in text

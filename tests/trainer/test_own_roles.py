@@ -175,7 +175,7 @@ GRADED = {"graded_logp": Field("token", "grader", "nats")}
         ({"roles": {"a b": GRADER}}, "'a b' cannot name a role: give a Python identifier"),
         ({"roles": {"actor": RoleKind("an actor", generates=True)}}, "role 'actor' generates, and so does 'policy'"),
         ({"roles": {"grader": RoleKind("a grader", reads="steps")}}, "role 'grader' reads 'steps': .*--reward_model"),
-        ({"roles": {"coach": RoleKind("a coach", learns=True)}}, "role 'coach' learns, and has no loss"),
+        ({"roles": {"coach": RoleKind("a coach", learns=True)}}, "role 'coach' learns but has no loss: give Algorithm"),
     ],
 )
 def test_a_declaration_that_cannot_work_is_refused(changes, message):
