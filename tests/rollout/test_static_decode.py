@@ -1,16 +1,19 @@
 """Decoding by passes of static shape: what a CUDA graph needs, shown without a GPU, and what it must not change."""
 
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
-from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, weights
+from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 from test_engine_families import CONFIGS as OTHERS
 from test_engine_families import EXPERTS
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
+from funrl.mesh.collectives import gather_objects
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
 from funrl.rollout.native import static_decode
@@ -102,7 +105,7 @@ class ClonedCopy(HostCopy):
         super().__init__([x.clone() for x in tensors])
 
 
-HOWS = [
+SAMPLINGS = [
     Sampling(max_new_tokens=12, stop=(3, 17), samples=2),
     Sampling(max_new_tokens=10, stop=(5,), top_k=9, top_p=0.8, temperature=1.3),
 ]
@@ -117,7 +120,7 @@ def test_recorded_passes_draw_the_same(monkeypatch):
     plain, engine = engine_of(config, **how), engine_of(config, **how, static=True)
     graphs = engine._static._graphs
     graphs._capture = True
-    for seed, sampling in enumerate(HOWS):
+    for seed, sampling in enumerate(SAMPLINGS):
         for one in (plain, engine):
             one.load(one.weights.named(weights(config, torch.float64, seed)), seed)
         assert graphs.captured == 0, "they would compute with the old weights"
@@ -226,7 +229,7 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_onc
         ran.append(1)
         return (torch.tensor(len(ran)),)
 
-    functions, untouched = (CapturedFunctions(torch.device("cuda"), problem) for problem in (None, "a reason"))
+    functions, untouched = (CapturedFunctions(Mesh(parse("dp1"), 0, torch.device(x))) for x in ("cuda", "cpu"))
     assert [int(functions.run("a", compute)[0]) for _ in range(5)] == [1, 2, 2, 2, 2]
     assert len(replayed) == 4 and functions.captured == 1
     functions.drop()
@@ -238,8 +241,76 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_onc
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9]
-    assert [x for x in caplog.messages if "not captured as CUDA graphs: a synchronisation" in x] == caplog.messages
-    assert len(caplog.messages) == 1
+    assert caplog.messages == ["rank 0 cannot capture passes as CUDA graphs: a synchronisation"]
+
+
+def replayed_on_ranks(mesh, refused):
+    """Completions by replayed passes and by plain ones, and the number of graphs, on two ranks.
+
+    Args:
+      refused: the capture that fails on the last rank.
+    """
+    attempts = []
+
+    def capture(self, key, compute):
+        attempts.append(key)
+        return (mesh.rank == 0 or len(attempts) != refused) and recorded(self, key, compute)
+
+    CapturedFunctions._try_capture = capture  # this process ends with the program
+    static_decode.HostCopy = ClonedCopy
+    config = decoder_config(**SMALL | {"layers": 1})
+    done = []
+    for static in (False, True):
+        options = NativeOptions(packed=False, max_rows=6, static=static)
+        engine = load(native_engine(decoder_model(config), mesh, torch.float64, options=options), weights(config))
+        if static:
+            engine._static._graphs._capture = True
+        done.append(completed(engine, PROMPTS, SAMPLINGS[0]))
+    return gather_objects((*done, engine._static._graphs.captured, len(attempts)), mesh)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("refused", [0, 1, 3], ids=["all replay", "the first fails", "a later one fails"])
+def test_tensor_ranks_replay_together_or_not_at_all(refused):
+    ranks = launch(lambda mesh: replayed_on_ranks(mesh, refused), parse("tp2"), "cpu")
+    for plain, replayed, captured, attempts in ranks:
+        assert_same(replayed, plain, 1e-12)
+        assert attempts == refused if refused else attempts >= 3
+        assert captured == (0 if refused else attempts)
+
+
+class CountedCopy(HostCopy):
+    """Counts copies to the host, and the passes that had begun when each was read."""
+
+    made = 0
+    ages: ClassVar[list[int]] = []
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        type(self).made += 1
+        self.number = type(self).made
+
+    def arrays(self):
+        type(self).ages.append(type(self).made - self.number)
+        return super().arrays()
+
+
+def test_decoding_copies_once_a_pass_and_reads_one_pass_later(monkeypatch):
+    """Between two passes the host asks the device for nothing else, so that it is a pass ahead."""
+    monkeypatch.setattr(static_decode, "HostCopy", CountedCopy)
+    monkeypatch.setattr(CountedCopy, "made", 0)
+    monkeypatch.setattr(CountedCopy, "ages", [])
+    engine = engine_of(CONFIGS["llama"], packed=False, static=True, max_rows=16)
+    engine.submit(requests_of(PROMPTS, Sampling(max_new_tokens=40), 0))
+    while engine._scheduler.only_decoding() is None:  # prompts
+        engine.step()
+    before = engine.cost().passes
+    with NoWaiting() as calls:
+        for _ in range(30):
+            assert not engine.step()
+    passes = engine.cost().passes - before
+    assert passes == 30 == CountedCopy.made and calls.calls
+    assert CountedCopy.ages == [1] * 29  # the first of them is read while the second computes
 
 
 @pytest.mark.gpu

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funrl.mesh.collectives import pmax
+from funrl.mesh.mesh import Mesh
+
 log = logging.getLogger(__name__)
 Compute = Callable[[], tuple[Tensor, ...]]
 
@@ -17,18 +20,17 @@ class CapturedFunctions:
     """CUDA graphs by key, which share their memory and run one after another.
 
     What a function reads and writes, apart from its results, must keep its address until `drop`. Results are valid
-    until the next run of any function. The first run of a key is eager, which loads and chooses kernels. If a function
-    cannot be captured, all stay eager, and the log says why.
+    until the next run of any function. The first run of a key is eager, which loads and chooses kernels, and connects
+    the ranks. If a function cannot be captured, all stay eager, and the log says why.
+
+    The ranks over "tensor" run the same keys in the same order. After each capture they agree whether all have
+    succeeded: a rank that replays and one that computes would not meet in the same collectives.
     """
 
-    def __init__(self, device: torch.device, problem: str | None = None):
-        """Begin without a captured function.
-
-        Args:
-          device: of the functions; only those on CUDA are captured.
-          problem: reason not to capture anything; None: there is none.
-        """
-        self._capture = device.type == "cuda" and problem is None
+    def __init__(self, mesh: Mesh):
+        """Begin without a captured function. Only functions on CUDA are captured."""
+        self._mesh = mesh
+        self._capture = mesh.device.type == "cuda"
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool: Any = None
@@ -48,11 +50,22 @@ class CapturedFunctions:
         if not self._capture or key not in self._seen:
             self._seen.add(key)
             return compute()
-        if key not in self._graphs and not self._try_capture(key, compute):
+        if key not in self._graphs and not self._captured_by_all(key, compute):
             return compute()
         graph, results = self._graphs[key]
         graph.replay()
         return results
+
+    def _captured_by_all(self, key: Hashable, compute: Compute) -> bool:
+        """Capture a function on every rank or on none. Collective over "tensor"; the host waits for the answer."""
+        captured = self._try_capture(key, compute)
+        if self._mesh.size("tensor") > 1:
+            failed = torch.tensor(float(not captured), device=self._mesh.device)
+            captured = not pmax(failed, self._mesh, "tensor").item()
+        if not captured:
+            self._capture = False
+            self.drop()
+        return captured
 
     def _try_capture(self, key: Hashable, compute: Compute) -> bool:
         if self._pool is None:
@@ -63,8 +76,7 @@ class CapturedFunctions:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 results = compute()
         except RuntimeError as error:
-            log.warning("passes are not captured as CUDA graphs: %s", error)
-            self._capture = False
+            log.warning("rank %d cannot capture passes as CUDA graphs: %s", self._mesh.rank, error)
             return False
         self._graphs[key] = graph, results
         return True

@@ -29,7 +29,7 @@ from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import RunningSequences
-from funrl.rollout.native.static_decode import StaticDecode, graph_problem, static_problem
+from funrl.rollout.native.static_decode import StaticDecode, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
@@ -132,7 +132,7 @@ class NativeEngine:
         if static:
             assert isinstance(backend, TorchBackend)
             backend.spare_pages = 1
-            self._static = StaticDecode(backend, self._sequences, self._scheduler, problem=graph_problem(weights.mesh))
+            self._static = StaticDecode(backend, self._sequences, self._scheduler)
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = self._pages = 0
         self._limit: int | None = None  # bound on the pages of the cache, once it is known

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.mesh.mesh import Mesh
 from funrl.models.model import Model
 from funrl.rollout.native.backends import Backend, TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
@@ -26,23 +25,20 @@ MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 class StaticDecode:
     """Passes that only decode."""
 
-    def __init__(
-        self, backend: TorchBackend, sequences: RunningSequences, scheduler: Scheduler, problem: str | None = None
-    ):
+    def __init__(self, backend: TorchBackend, sequences: RunningSequences, scheduler: Scheduler):
         """Begin without captured passes.
 
         Args:
           backend: computes the passes.
           sequences: with a slot for each row and a spare one that is never assigned.
           scheduler: knows the pages of each slot.
-          problem: reason not to capture passes as CUDA graphs.
         """
         self._backend = backend
         self._sequences = sequences
         self._scheduler = scheduler
         self._device = sequences.last.device
         slots = len(sequences.lengths)
-        self._graphs = CapturedFunctions(self._device, problem)
+        self._graphs = CapturedFunctions(backend.mesh)
         self._state = None
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # by number of rows: slots on the device and on the host
         # What the device has of each slot: serial of its holder, length, number of pages.
@@ -132,13 +128,4 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
-    return None
-
-
-def graph_problem(mesh: Mesh) -> str | None:
-    """Reason not to capture passes as CUDA graphs; None: capture them."""
-    if mesh.device.type != "cuda":
-        return f"there are none on {mesh.device.type}"
-    if mesh.size("tensor") > 1:
-        return f"ranks of {mesh} talk in each layer"
     return None
