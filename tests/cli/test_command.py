@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import signal
 import subprocess
 import sys
 
@@ -157,3 +158,21 @@ def test_an_error_that_needs_no_torch_comes_before_its_import(flags, says, tmp_p
     mistyped = "did you mean --" in says
     code, modules = json.loads(done.stdout)
     assert code == 2 and set(modules) <= (set() if mistyped else {"numpy"})
+
+
+CRASH = """
+import os, signal
+from funrl.cli import run
+
+def crash(*_, **__):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+run.read_command = crash
+run.main("ppo", ["ppo"])
+"""
+
+
+def test_a_crash_in_native_code_shows_where():
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=600)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in done.stderr and "in crash" in done.stderr
