@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do
     from funrl.rewards.pool import Pool
     from funrl.trainer.loop import Outcome
 
-STDERR = 2  # file descriptor
 # Metrics of an evaluation that the last line leaves out.
 ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio", "examples")
 SMALL_EVALUATION = 100  # below this many held-out examples, the last line gives their number
@@ -55,7 +54,8 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         line must name one.
       defaults: values of flags, of `Settings` or of this recipe, that replace the usual defaults.
     """
-    faulthandler.enable(STDERR)  # a rank that crashes in native code shows where
+    if sys.__stderr__ is not None:  # a closed one's descriptor may be that of another file
+        faulthandler.enable(sys.__stderr__)  # a rank that crashes in native code shows where
     with lasting_output():
         return _main(name, argv, algorithm, defaults)
 

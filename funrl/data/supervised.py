@@ -15,8 +15,8 @@ every step, and the last token of a step is trained. `text_columns` accepts furt
 
 Checks: `load_examples` reads every record and checks its fields, without tokenizing. Before a run, `fit_examples`
 tokenizes all texts of a list or of a file up to 4 MB; of a larger file, the first 1,000 lines and those whose size
-suggests that they may be too long. A text is tokenized when it is read, by the rank that has it, which keeps the first
-ones. The texts of a step are checked too, as a chat template may add many tokens to a short line.
+suggests that they may be too long. A text is tokenized when it is read, by the rank that has it, which keeps up to
+`KEPT_TOKENS`. The texts of a step are checked too, as a chat template may add many tokens to a short line.
 """
 
 from __future__ import annotations

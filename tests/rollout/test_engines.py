@@ -337,6 +337,18 @@ CONTRACT = [
 ]
 
 
+def left_behind(promise, kind, mesh):
+    """The numbers of requests that engines still have after a promise."""
+    engines = []
+
+    def make(*args):
+        engines.append(kind.make(*args))
+        return engines[-1]
+
+    promise(kind._replace(make=make), mesh)
+    return [engine.unfinished() for engine in engines]
+
+
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gloo] * bool(k.mesh)) for n, k in KINDS.items()])
 def test_every_engine_keeps_its_promises(name, promise):
@@ -345,6 +357,7 @@ def test_every_engine_keeps_its_promises(name, promise):
     if absent:
         pytest.skip(absent)
     if kind.mesh:
-        launch(lambda mesh: promise(kind, mesh), parse(kind.mesh), "cpu")
+        left = launch(lambda mesh: left_behind(promise, kind, mesh), parse(kind.mesh), "cpu")
     else:
-        promise(kind, SINGLE)
+        left = left_behind(promise, kind, SINGLE)
+    assert left and not any(left)

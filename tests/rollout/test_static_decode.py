@@ -218,7 +218,7 @@ class Capture:
     def __exit__(self, *_): ...
 
 
-def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_once(monkeypatch, caplog):
+def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_logged_once(monkeypatch, caplog):
     replayed, ran = [], []
     graph = type("Graph", (), {"replay": lambda self: replayed.append(self)})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
@@ -241,7 +241,9 @@ def test_the_first_run_is_eager_the_second_is_captured_and_a_failure_is_told_onc
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     assert [int(functions.run("b", compute)[0]) for _ in range(3)] == [7, 8, 9]
-    assert caplog.messages == ["rank 0 cannot capture passes as CUDA graphs: a synchronisation"]
+    assert caplog.messages == [
+        "rank 0 cannot capture passes as CUDA graphs, and all compute them eagerly: a synchronisation"
+    ]
 
 
 def replayed_on_ranks(mesh, refused):

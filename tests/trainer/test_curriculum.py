@@ -160,7 +160,7 @@ def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
         before = state.source["prompts_consumed"]
         _, state, metrics = draw_batch(started, state)
         after = state.source["prompts_consumed"]
-        measured = state.source["told"]["samples"].nonzero().flatten().tolist()
+        measured = state.source["curriculum"]["samples"].nonzero().flatten().tolist()
         assert set(seen) <= set(measured)
         seen, passed = measured, metrics["curriculum/passed_over"]
         assert passed == 0 or after - before > passed

@@ -76,7 +76,9 @@ class CapturedFunctions:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 results = compute()
         except RuntimeError as error:
-            log.warning("rank %d cannot capture passes as CUDA graphs: %s", self._mesh.rank, error)
+            log.warning(
+                "rank %d cannot capture passes as CUDA graphs, and all compute them eagerly: %s", self._mesh.rank, error
+            )
             return False
         self._graphs[key] = graph, results
         return True

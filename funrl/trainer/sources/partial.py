@@ -143,7 +143,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
-        weights, measured, weighed = weighing.weights(state["told"], step)
+        weights, measured, weighed = weighing.weights(state["curriculum"], step)
         filled = _fill(RowWriter(generation, tokens, clock, weights=weights), _held(state["begun"], mesh), begin)
         held = filled.held
         seen = _joined_examined(filled.examined)
@@ -165,7 +165,8 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         metrics |= _staleness(rows, engine.engine.version or 0)
         if generation.shows(step):
             show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.samples))
-        return rows, {**state, "prompts_consumed": filled.consumed, "told": measured, "begun": _tree(held)}, metrics
+        state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured, "begun": _tree(held)}
+        return rows, state, metrics
 
     def saved(state: trees.Tree) -> trees.Tree:
         held = _held(state["begun"], mesh)

@@ -130,7 +130,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
-        weights, measured, weighed = weighing.weights(state["told"], step)
+        weights, measured, weighed = weighing.weights(state["curriculum"], step)
         batches: list[Chosen] = []
         sampled = dropped_rows = failed = 0
         entries: Totals = {}
@@ -171,17 +171,17 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         batch = batch if skipped else with_demonstrations(generation, batch, batches)
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
-        state = {**state, "prompts_consumed": consumed, "told": measured}
+        state = {**state, "prompts_consumed": consumed, "curriculum": measured}
         return batch, state, weighed | failures | entry_metrics(entries) | (metrics if selection.filter else {})
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
-    first = {"prompts_consumed": 0, "order": order, "told": weighing.init()}
+    first = {"prompts_consumed": 0, "order": order, "curriculum": weighing.init()}
 
     def restored(state: trees.Tree) -> trees.Tree:
-        return same_order(order, show, {**state, "told": trees.map(lambda x: x.cpu(), state["told"])})
+        return same_order(order, show, {**state, "curriculum": trees.map(lambda x: x.cpu(), state["curriculum"])})
 
     def observed(state: trees.Tree, metrics: Mapping[str, float]) -> trees.Tree:
-        return {**state, "told": weighing.observed(state["told"], metrics)}
+        return {**state, "curriculum": weighing.observed(state["curriculum"], metrics)}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         return evaluate_heldout(generation, clock, show, step=step)
