@@ -1,10 +1,14 @@
-"""Tests keep their warm starts to themselves: nothing is read from or left in the user's cache."""
+"""Tests keep their warm starts and kernels to themselves: nothing is read from or left in the user's cache.
+
+The workers of pytest-xdist share the cache of the process that starts them.
+"""
 
 import os
 import tempfile
 
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
 
-_CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -24,12 +24,14 @@ from funrl.data.file_digests import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.processes.environment import read_environment
+from funrl.processes.module_process import module_process
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.initial_weights import random_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
 
 DIGEST = "sha256"  # file with the checksum of a cached model
+PROGRAM = "funrl.experiments.sft"
 PROGRESS_LINES = 10  # lines of progress
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_")  # variables
 
@@ -108,33 +110,28 @@ def _make(draft: Path, job: Job) -> None:
     with open(draft / "demonstrations.jsonl", "w") as file:
         for prompt, completion in task.demonstrations(job.settings.run.seed, count):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
-    command = [sys.executable, "-m", "funrl.experiments.sft", "--model=initial", "--data=demonstrations.jsonl"]
-    command += [*(f"--{name}={value}" for name, value in flags.items()), "--run_dir=run"]
-    _print(f"warm start: python {shlex.join(command[1:])}")
-    _run(command, draft)
+    words = ["--model=initial", "--data=demonstrations.jsonl"]
+    words += [*(f"--{name}={value}" for name, value in flags.items()), "--run_dir=run"]
+    _print(f"warm start: python -m {PROGRAM} {shlex.join(words)}")
+    _run(words, draft)
     (draft / "run" / "model" / DIGEST).write_text(_digest(draft / "run" / "model"))
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
-    """Run a command in a folder, and show some of the lines that it prints of its steps."""
+def _run(words: Sequence[str], folder: Path) -> None:
+    """Run `funrl sft` in a folder, and show some of the lines that it prints of its steps."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     package = str(Path(funrl.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment["OMP_NUM_THREADS"] = "1"
     lines: list[str] = []
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:
-        try:
-            for line in process.stdout or ():
+    try:
+        with module_process(PROGRAM, words, folder, environment) as output:
+            for line in output:
                 lines = [*lines[-20:], line.rstrip()]
                 step = re.match(r"\s*(\d+)/(\d+)\s+(\S+)", line)
                 if step and int(step[1]) % max(1, int(step[2]) // PROGRESS_LINES) == 0:
                     _print(f"warm start: step {step[1]}/{step[2]}, loss {step[3]}")
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise SettingsError("the warm start failed: " + "\n".join(lines))
+    except subprocess.CalledProcessError as error:
+        raise SettingsError("the warm start failed: " + "\n".join(lines)) from error
 
 
 def _key(job: Job) -> str:

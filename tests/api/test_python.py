@@ -102,9 +102,14 @@ def children():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
-@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
-    ("mesh", "forks"), [("dp1", True), *(pytest.param("dp2", f, marks=pytest.mark.gloo) for f in (True, False))]
+    ("mesh", "forks", "fails"),
+    [
+        ("dp1", True, True),
+        pytest.param("dp2", True, False, marks=pytest.mark.gloo),
+        pytest.param("dp2", True, True, marks=[pytest.mark.gloo, pytest.mark.slow]),
+        pytest.param("dp2", False, False, marks=[pytest.mark.gloo, pytest.mark.slow]),
+    ],
 )
 def test_a_closure_runs_in_workers_that_end_with_the_run(mesh, forks, fails, tmp_path, monkeypatch):
     """In this process, in forked ranks and in fresh interpreters."""

@@ -1,5 +1,7 @@
 """The model that a run on the embedded task begins with: `funrl sft` makes it, and it is cached."""
 
+import contextlib
+import glob
 import json
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ from funrl.api import warm_start
 from funrl.api.warm_start import sft_flags, warm_started
 from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
+from funrl.processes.module_process import module_process
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import SettingsError
@@ -22,6 +25,11 @@ from funrl.trainer.settings.settings import settings_of
 
 def job_of(steps=2, **settings):
     return prepare(settings_of(warmstart_steps=steps, device="cpu", **settings), recipe("grpo"))
+
+
+def children():
+    """Ids of the processes that this one has started and that are still there."""
+    return {pid for file in glob.glob("/proc/self/task/*/children") for pid in open(file).read().split()}
 
 
 def weights_of(job):
@@ -177,22 +185,24 @@ def test_a_command_that_fails_is_an_error_with_its_last_lines(cache, monkeypatch
 
 
 def test_an_interrupt_ends_the_command(cache, monkeypatch):
-    started = []
+    pids = []
 
-    class Watched(warm_start.subprocess.Popen):
-        def __init__(self, *args, **keywords):
-            super().__init__(*args, **keywords)
-            started.append(self)
+    @contextlib.contextmanager
+    def watched(*arguments):
+        before = children()
+        with module_process(*arguments) as output:
+            pids.extend(children() - before)
+            yield output
 
     def interrupted(text):
-        if started:
+        if pids:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(warm_start.subprocess, "Popen", Watched)
+    monkeypatch.setattr(warm_start, "module_process", watched)
     monkeypatch.setattr(warm_start, "_print", interrupted)
     with pytest.raises(KeyboardInterrupt):
         weights_of(job_of(steps=400))
-    assert started[0].returncode not in (0, None)
+    assert pids and not children() & set(pids) and not list(cache.glob("draft-*"))
 
 
 def test_without_a_warm_start_a_job_stays_as_it_is(cache):

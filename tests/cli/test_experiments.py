@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from selection import quick
 
 from funrl.algos.recipes.dpo import dpo
 from funrl.data.supervised import text_batch, text_example
@@ -21,6 +22,7 @@ REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", 
                  "online_dpo")  # fmt: skip
 SUPERVISED = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
+QUICK = ("ppo", "dapo", "prime", "vapo", "sft", "dpo", "process_reward_model")
 FILTERED = ("dapo", "prime", "online_dpo")  # those of REINFORCEMENT that have a filter
 
 
@@ -48,7 +50,7 @@ def small(name, folder):
     return (*COMMON, *rollout, *refills, *steps, "--batch_prompts=4", f"--run_dir={folder}")
 
 
-@pytest.mark.parametrize("name", [*REINFORCEMENT, *SUPERVISED])
+@pytest.mark.parametrize("name", quick([*REINFORCEMENT, *SUPERVISED], QUICK))
 def test_an_experiment_runs_and_leaves_its_files(name, tmp_path, capsys):
     status, out, err = run(name, capsys, *small(name, tmp_path))
     assert status == 0, err
@@ -88,7 +90,7 @@ FAMILY = [
 ]
 
 
-@pytest.mark.parametrize("flags", FAMILY, ids=" ".join)
+@pytest.mark.parametrize("flags", quick(FAMILY, FAMILY[-5:]), ids=" ".join)
 def test_every_loss_of_the_family_of_dpo_learns(flags, tmp_path, capsys):
     status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
     assert status == 0, err
@@ -214,7 +216,7 @@ def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", SUPERVISED)
+@pytest.mark.parametrize("name", quick(SUPERVISED, ("sft", "reward_model")))
 def test_a_mesh_does_not_change_what_is_learned(name, tmp_path, capsys):
     losses = []
     for mesh in ("dp1", "dp2,tp2"):

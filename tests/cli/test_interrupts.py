@@ -117,7 +117,8 @@ def check_stopped(run, run_dir, sign):
 
 
 @linux
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
 def test_sigterm_to_every_process_finishes_the_step_and_blames_no_reward(tmp_path, mesh):
     """As systemd sends it, and Slurm to the processes of a step: whichever their groups, reward workers included."""
     run_dir = tmp_path / "run"
@@ -136,7 +137,6 @@ def test_sigterm_to_every_process_finishes_the_step_and_blames_no_reward(tmp_pat
         ("dp2", signal.SIGINT),
         pytest.param("dp1", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("dp2", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("dp1", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_signal_to_the_group_finishes_the_step_and_saves(tmp_path, mesh, sign):
@@ -255,7 +255,8 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     assert processes(run.pid) == []
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("dp1", marks=pytest.mark.slow), "dp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2"])
 def test_a_reader_of_the_output_may_leave(tmp_path, mesh):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL]

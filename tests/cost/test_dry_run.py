@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dry_jobs import CPU, H100, plain, settings, small, write_config
+from selection import quick
 
 from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
@@ -26,6 +27,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
 
+QUICK = ("ppo", "grpo", "dapo", "prime", "m2po", "gkd", "sft", "dpo", "kto", "process_reward_model", "online_dpo")
 TAUGHT = ("distillation", "gkd")
 
 
@@ -45,7 +47,7 @@ def params(job, role):
     return trees.count(job.models[role].shapes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, QUICK))
 def test_the_pretended_step_of_every_recipe_holds_what_the_real_one_holds(name, tmp_path):
     config = write_config(tmp_path, vocab_size=300)
     job = small(name, **({"model": config, "teacher": config} if name in TAUGHT else {}))

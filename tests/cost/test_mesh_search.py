@@ -110,6 +110,7 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
         chosen_mesh(with_flags(flags, mesh="auto:2"), algorithm, CPU._replace(memory=1e6))
 
 
+@pytest.mark.slow
 def test_a_70b_generates_on_another_mesh_and_computes_layers_again(tmp_path, monkeypatch):
     """No device has room for the weights that an engine without tp holds, nor for activations of whole layers."""
     monkeypatch.setattr(mesh_search, "BEST", 1)
@@ -144,6 +145,7 @@ def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path)
     assert all("token_budget" not in one.flags and "remat" not in one.flags for one in found.best)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(split_variants, "RANKS_PER_NODE", 1)  # so that tp2 spans two
     _, found = limited(tmp_path, 1e9)
@@ -170,6 +172,7 @@ def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch):
     assert [line.split()[0] for line in needed] == ["more", "larger", "other", "pipeline"]
 
 
+@pytest.mark.slow
 def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setattr(mesh_search, "RESCUES", 0)

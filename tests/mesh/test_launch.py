@@ -292,7 +292,9 @@ assert work() == expected
 """
 
 
-@pytest.mark.parametrize("fork", ["launch.can_fork", "lambda: False"], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "fork", ["launch.can_fork", pytest.param("lambda: False", marks=pytest.mark.slow)], ids=["forked", "fresh"]
+)
 def test_a_process_that_has_computed_in_parallel_starts_ranks(fork):
     """From the standard input, as a notebook: what is defined there is in no module."""
     code = PARALLEL.replace("FORK", fork)
@@ -352,8 +354,15 @@ print(f"sum {total} {in_place}\\n", end="")
 """
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
-@pytest.mark.parametrize("start", ["forked", "fresh", "torchrun"])
+@pytest.mark.parametrize(
+    ("start", "mesh"),
+    [
+        ("forked", "dp1"),
+        ("forked", "dp2"),
+        pytest.param("fresh", "dp2", marks=pytest.mark.slow),
+        pytest.param("torchrun", "dp2", marks=pytest.mark.slow),
+    ],
+)
 def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(start, mesh, tmp_path):
     script, ranks = tmp_path / "program.py", int(mesh[2:])
     script.write_text(

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo  # noqa: F401  (checkpointing imports it: here once, and not in every rank)
+from selection import quick
 
 from funrl import trees
 from funrl.batch import Batch
@@ -115,9 +116,16 @@ CASES = {
     "dp2,tp2 gated delta nets": ("dp2,tp2", "data", "selective", NEXT),
     "tp2 whole, computed again": ("tp2", None, "selective", CONFIG),
 }
+QUICK = (
+    "dp2 tied, layers computed again",
+    "dp2,tp2 computed again, but for matmuls",
+    "dp2,ep2 over both",
+    "dp3, which does not divide",
+    "dp2,tp2 gated delta nets",
+)
 
 
-@pytest.mark.parametrize("case", [*CASES, pytest.param("dp2, a compiled layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", quick([*CASES, "dp2, a compiled layer"], QUICK))
 def test_losses_and_gradients_are_those_of_one_device(case):
     mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)

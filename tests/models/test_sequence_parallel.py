@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import quick
 
 from funrl import trees
 from funrl.batch import Batch
@@ -189,9 +190,15 @@ SPLITS = {
         "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
     ),
 }  # fmt: skip
+QUICK = (
+    "sp2,tp2",
+    "sp2,tp2, its residual, gemma",
+    "tp2, its residual, gated delta nets",
+    "tp4, its residual, norms over shared heads",
+)
 
 
-@pytest.mark.parametrize("case", SPLITS)
+@pytest.mark.parametrize("case", quick(SPLITS, QUICK))
 def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert max(gaps(*SPLITS[case])) < 1e-9
 
@@ -241,7 +248,7 @@ OF_THE_RESIDUAL = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS | OF_THE_RESIDUAL)
+@pytest.mark.parametrize("fault", quick(FAULTS | OF_THE_RESIDUAL, [*FAULTS][:2] + [*OF_THE_RESIDUAL][::3]))
 def test_a_wrong_collective_is_found(fault, monkeypatch):
     where, name, wrong = (FAULTS | OF_THE_RESIDUAL)[fault]
     monkeypatch.setattr(where, name, wrong)

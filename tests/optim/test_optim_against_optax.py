@@ -12,6 +12,7 @@ import torch
 
 from funrl import optim, trees
 
+pytestmark = pytest.mark.slow
 PEER = Path(__file__).parent / "optax_peer.py"
 STEPS = 20
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from selection import quick
 from test_certificate import CONFIG, SMALL, WRONG, shows, stale, weights, without
 
 from funrl import trees
@@ -49,7 +50,7 @@ FINE = {  # training mesh: engines that are right
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", FINE)
+@pytest.mark.parametrize("mesh", quick(FINE, ("dp4",)))
 def test_what_is_right_is_not_called_wrong(mesh):
     def program(mesh, cases):
         metrics = []

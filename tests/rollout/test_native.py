@@ -138,6 +138,7 @@ WAYS = {
     "last come, first served": {"reverse": True},
     "submitted bit by bit": {"trickle": True},
 }
+QUICK = ("few rows", "little cache, few rows", "looks and preemptions")
 DTYPES = {
     "packed": (torch.float32, {}, 0.0),
     "torch": (torch.float64, {"packed": False}, 1e-12),
@@ -165,9 +166,11 @@ def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_ro
 
 @pytest.mark.parametrize(
     "name,way",
-    [pytest.param("packed", way, marks=PACKED.marks) for way in WAYS]
-    + [("torch", way) for way in WAYS]
-    + [("static", way) for way in ("few rows", "little cache", "pieces, little cache", "submitted bit by bit")],
+    [pytest.param("packed", way, marks=PACKED.marks) for way in ("few rows", "looks and preemptions")]
+    + [pytest.param("packed", way, marks=[*PACKED.marks, pytest.mark.slow]) for way in WAYS if way not in QUICK]
+    + [("torch", way) for way in QUICK]
+    + [pytest.param("static", way, marks=pytest.mark.slow) for way in ("few rows", "pieces, little cache")]
+    + [("static", "submitted bit by bit")],
 )
 def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monkeypatch):
     """In float32 by the compiled step not a bit; by torch not more than the order of a sum in float64."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, PPO, SIZES, assert_same, begin, scored_batch, small_job, steps_of, uneven
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.loop import learn_batch
 
 pytestmark = pytest.mark.gloo
-MESHES = ("dp2", "tp2", "sp2", "dp4,tp2")
+MESHES = ("dp2", "sp2", "dp4,tp2")
 
 
 class Edge(NamedTuple):
@@ -131,9 +132,7 @@ def test_the_edge_is_met_and_every_number_is_finite(name, runs):
     assert all(math.isfinite(value) for value in metrics.values()), metrics
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] if mesh in ("tp2", "dp4,tp2") else []) for mesh in MESHES]
-)
+@pytest.mark.parametrize("mesh", quick(MESHES, ("dp2",)))
 @pytest.mark.parametrize("name", EDGES)
 def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
     one, many = runs("dp1")[name], runs(mesh)[name]

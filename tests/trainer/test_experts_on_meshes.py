@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 
 from funrl import trees
@@ -37,11 +38,9 @@ MESHES = {
     "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
     "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True, "token_budget": 16}),  # several micro-batches
     "tp2 deepseek": ("tp2", DEEPSEEK, BIASES),
-    "dp2 deepseek": ("dp2", DEEPSEEK, BIASES | {"fsdp": True}),
     "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
     "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
-    "sp2 deepseek": ("sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
-    "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True}),
+    "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
     "ep2,sp2,tp2": ("ep2,sp2,tp2", EXPERTS, LOSSES | {"remat": "full", "generate_mesh": "ep2,dp2,tp2"}),
 }
 
@@ -60,19 +59,7 @@ def alone(few, deepseek=False):
     return steps_on("dp1", FEW) if few else steps_on("dp1", EXPERTS, **LOSSES)
 
 
-WIDE = (
-    "tp2 deepseek",
-    "ep2 deepseek",
-    "sp2 deepseek",
-    "dp2,sp2 deepseek",
-    "ep2,sp2,tp2",
-    "ep4",
-    "ep2,tp2 ragged",
-    "dp2,ep2 whole",
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in WIDE else c for c in MESHES])
+@pytest.mark.parametrize("case", quick(MESHES, ("ep2", "ep2 ragged", "dp2,ep2", "ep2,tp2 deepseek")))
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
     one, found = alone(sizes is FEW, sizes is DEEPSEEK), steps_on(mesh, sizes, **more)

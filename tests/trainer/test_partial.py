@@ -93,8 +93,14 @@ def steps_on(mesh, compose, **more):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])
-@pytest.mark.parametrize(("mesh", "queue"), [("dp2", "tickets"), ("dp2", "fixed"), ("tp2", "tickets")])
+@pytest.mark.parametrize(
+    ("compose", "mesh", "queue"),
+    [
+        (GRPO, "dp2", "tickets"),
+        (filtered, "dp2", "fixed"),
+        pytest.param(filtered, "tp2", "tickets", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_numbers_on_every_mesh(mesh, queue, compose):
     one = steps_on("dp1", compose)
     assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
@@ -169,7 +175,7 @@ def test_no_more_prompts_are_left_unfinished_than_a_completion_takes_steps():
     assert counts == [[12, 9, 3], [3, 9, 3], [3, 9, 3], [3, 9, 0], [3, 9, 0]]
 
 
-@pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])
+@pytest.mark.parametrize("compose", [pytest.param(GRPO, marks=pytest.mark.slow), filtered], ids=["grpo", "filtered"])
 def test_a_resumed_run_has_the_same_bits(tmp_path, compose):
     settings = PARTIAL | {"compose": compose}
     _, steps, _, weights = run(tmp_path / "whole", **settings)
@@ -180,9 +186,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, compose):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("before", "after"), [("dp2", "dp1"), ("dp1", "dp2"), pytest.param("tp2", "dp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("before", "after"), [("dp1", "dp2"), pytest.param("tp2", "dp1", marks=pytest.mark.slow)])
 def test_what_is_begun_goes_on_on_another_mesh(tmp_path, before, after):
     _, steps, _, _ = run(tmp_path / "whole", **PARTIAL)
     crash(tmp_path / "run", before, **PARTIAL)

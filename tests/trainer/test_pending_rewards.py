@@ -142,7 +142,12 @@ def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
 
 
 @pytest.mark.parametrize(
-    "mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.gloo), pytest.param("tp2", marks=pytest.mark.gloo)]
+    "mesh",
+    [
+        "dp1",
+        pytest.param("dp2", marks=pytest.mark.gloo),
+        pytest.param("tp2", marks=[pytest.mark.gloo, pytest.mark.slow]),
+    ],
 )
 def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
     def reward(prompt, completion, **fields):

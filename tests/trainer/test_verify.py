@@ -96,9 +96,13 @@ def test_a_wrong_number_in_the_engine_stops_the_run_and_what_it_learned_is_saved
     "mesh, how",
     [
         ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
-        ("sp3", {}),
+        pytest.param("sp3", {}, marks=pytest.mark.slow),
         ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
-        ("dp4", {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
+        pytest.param(
+            "dp4",
+            {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):

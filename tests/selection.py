@@ -1,0 +1,19 @@
+"""A choice of cases that `./test` runs; `./test --all` runs the others too."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
+    """Parameters of which all but some are slow.
+
+    Args:
+      cases: all of them.
+      names: those that are not slow.
+    """
+    cases = list(cases)
+    unknown = [name for name in names if name not in cases]
+    assert not unknown, f"{unknown[0]!r} is not a case"
+    return [case if case in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
