@@ -245,35 +245,30 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
         assert logit.item() == pytest.approx(reward.item(), abs=1e-5) and abs(logit) > 1e-4
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    """One warm start for all the slow tests, away from the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield ("--device=cpu", "--compile=off", "--eval_prompts=128")
+WARM = ("--device=cpu", "--compile=off", "--eval_prompts=128")  # with the whole warm start
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REINFORCEMENT)
-def test_an_experiment_raises_the_reward(name, warm, tmp_path, capsys):
+def test_an_experiment_raises_the_reward(name, tmp_path, capsys):
     more = ("--steps=8", "--critic_warmup_steps=2") if name == "vapo" else ("--steps=5",)
-    status, _, err = run(name, capsys, *warm, *more, f"--run_dir={tmp_path}")
+    status, _, err = run(name, capsys, *WARM, *more, f"--run_dir={tmp_path}")
     assert status == 0, err
     metrics = metrics_of(tmp_path)
     assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.1
 
 
 @pytest.mark.slow
-def test_muon_raises_the_reward(warm, tmp_path, capsys):
-    status, _, err = run("grpo", capsys, *warm, "--optimizer=muon", "--steps=5", f"--run_dir={tmp_path}")
+def test_muon_raises_the_reward(tmp_path, capsys):
+    status, _, err = run("grpo", capsys, *WARM, "--optimizer=muon", "--steps=5", f"--run_dir={tmp_path}")
     assert status == 0, err
     metrics = metrics_of(tmp_path)
     assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.1
 
 
 @pytest.mark.slow
-def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
-    status, _, err = run("dpo", capsys, *warm, "--likelihood_coef=1", "--steps=20", f"--run_dir={tmp_path}")
+def test_dpo_learns_the_preference_and_to_add(tmp_path, capsys):
+    status, _, err = run("dpo", capsys, *WARM, "--likelihood_coef=1", "--steps=20", f"--run_dir={tmp_path}")
     assert status == 0, err
     first, last = metrics_of(tmp_path)[0], metrics_of(tmp_path)[-1]
     assert first["eval/margin"] == 0 and last["eval/margin"] > 0.5 and last["eval/accuracy"] > 0.95
@@ -281,14 +276,14 @@ def test_dpo_learns_the_preference_and_to_add(warm, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_reward_model_learns_the_preference(warm, tmp_path, capsys):
-    status, _, err = run("reward_model", capsys, *warm, "--steps=80", f"--run_dir={tmp_path}")
+def test_reward_model_learns_the_preference(tmp_path, capsys):
+    status, _, err = run("reward_model", capsys, *WARM, "--steps=80", f"--run_dir={tmp_path}")
     assert status == 0, err
     assert metrics_of(tmp_path)[-1]["eval/accuracy"] > 0.8
 
 
 @pytest.mark.slow
-def test_sft_learns_the_demonstrations(warm, tmp_path, capsys):
-    status, _, err = run("sft", capsys, *warm[:2], "--steps=150", "--lr=3e-3", f"--run_dir={tmp_path}")
+def test_sft_learns_the_demonstrations(tmp_path, capsys):
+    status, _, err = run("sft", capsys, *WARM[:2], "--steps=150", "--lr=3e-3", f"--run_dir={tmp_path}")
     assert status == 0, err
     assert metrics_of(tmp_path)[-1]["eval/nll"] < 0.6 * metrics_of(tmp_path)[0]["eval/nll"]

@@ -139,6 +139,7 @@ def words_of(line: str) -> list[str]:
     program = words[3] if module == "funrl.cli.main" and len(words) > 3 else ""
     if "torch.distributed.run" in words or module.startswith("funrl.experiments."):
         program = next(word for word in words if word.startswith("funrl.experiments.")).split(".")[-1]
+    program = program if program in PROGRAMS or not program.startswith("--config=") else "grpo"
     if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()

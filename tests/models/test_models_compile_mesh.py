@@ -25,15 +25,10 @@ ONE = with_fields(TWO, experts=Experts(4, 1, 8, True))
 # mesh, model, what is computed again, over which axis weights are fully sharded, backend
 CASES = {
     "tensor": ("tp2", WHOLE, "none", None, "inductor"),
-    "tensor, selective": ("tp2", WHOLE, "selective", None, "aot_eager"),
     "tensor, its residual split": ("tp2", WHOLE, "full", None, "aot_eager"),
-    "experts, residual split": ("ep2,tp2", TWO, "selective", None, "aot_eager"),
     "fully sharded, selective": ("dp2", WHOLE, "selective", "data", "aot_eager"),
-    "fully sharded, full": ("dp2", WHOLE, "full", "data", "aot_eager"),
-    "experts, gathered": ("ep2", TWO, "selective", None, "aot_eager"),
     "experts, ragged": ("ep2", ONE, "selective", None, "aot_eager"),
     "experts, fully sharded": ("dp2,tp2", TWO, "selective", "data", "aot_eager"),
-    "sequence": ("sp2", WHOLE, "selective", None, "aot_eager"),
     "sequence, ring": ("sp2", with_fields(WHOLE, heads=3), "selective", None, "aot_eager"),
 }
 
