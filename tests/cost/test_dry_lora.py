@@ -70,4 +70,4 @@ def test_the_report_says_what_learns(tmp_path):
     flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
     job = functools.partial(dry_run.plain_job, algorithm=recipe("grpo")(), memory=CPU.memory)
     text = report(flags, lambda flags, hardware: dry_run.estimate(job(flags), 8, hardware))
-    assert text.startswith("llama, 0.2 M parameters, of which 0.0 M are trained (rank 4), float32, 1 device")
+    assert text.startswith("llama, 0.2 M parameters, of which 0.0 M are trained (rank 4), bfloat16, 1 device")

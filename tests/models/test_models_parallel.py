@@ -38,6 +38,7 @@ CASES = {
     "tp2": ("tp2", _config(4, 2)),
     "tp2 tied": ("tp2", _config(4, 4, tied=True)),
     "tp4 sharded kv": ("tp4", _config(8, 4)),
+    "tp4 two kv heads": ("tp4", _config(8, 2)),
     "tp4 one kv head": ("tp4", _config(4, 1)),
     "tp2 three kv heads": ("tp2", _config(6, 3)),  # a rank's heads end within a group
     "tp4 six kv heads": ("tp4", _config(12, 6)),
@@ -100,9 +101,8 @@ def _loss(placed, packed):
     return loss
 
 
-@pytest.mark.parametrize(
-    "case,packed", [*quick(((case, True) for case in CASES), [(case, True) for case in QUICK]), ("tp2", False)]
-)
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", quick(CASES, QUICK))
 def test_tensor_parallel_equals_one_device(case, packed):
     text, config = CASES[case]
     alone, policy = _placed(config), _params(config)

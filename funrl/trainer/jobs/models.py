@@ -51,9 +51,14 @@ def located(settings: Settings) -> Settings:
 
 
 def compute_dtype(settings: Settings) -> str:
-    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device."""
+    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device.
+
+    The device of a dry run is its --hardware, a GPU by default.
+    """
     if settings.models.dtype != "auto":
         return settings.models.dtype
+    if settings.estimate.dry_run:
+        return "float32" if settings.estimate.hardware == "cpu" else "bfloat16"
     return "bfloat16" if (settings.devices.device or device_type()) == "cuda" else "float32"
 
 
