@@ -9,15 +9,13 @@ from tables import ROWS
 
 from funrl.testing.check_pieces import assert_property
 
-FIRST = {row.name.split()[0]: row.name for row in reversed(ROWS)}  # piece: its first row
-
 
 def cases():
-    """Rows and their properties; compiling a piece again with other arguments is left to the slow tests."""
+    """Rows and their properties; to compile a piece takes half a second."""
     for row in ROWS:
         for name in row.properties:
-            again = name == "compilation" and FIRST[row.name.split()[0]] != row.name
-            yield pytest.param(row, name, id=f"{row.name}-{name}", marks=pytest.mark.slow if again else ())
+            marks = pytest.mark.slow if name == "compilation" else ()
+            yield pytest.param(row, name, id=f"{row.name}-{name}", marks=marks)
 
 
 @pytest.mark.parametrize(("row", "name"), cases())

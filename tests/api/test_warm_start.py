@@ -155,6 +155,7 @@ def _start(folder, results):
         results.put(started.start)
 
 
+@pytest.mark.slow
 def test_processes_that_want_the_same_one_wait_for_each_other(cache, tmp_path):
     """One makes it, and the other takes it."""
     context = multiprocessing.get_context("spawn")
@@ -201,7 +202,7 @@ def test_an_interrupt_ends_the_command(cache, monkeypatch):
     monkeypatch.setattr(warm_start, "module_process", watched)
     monkeypatch.setattr(warm_start, "_print", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        weights_of(job_of(steps=400))
+        weights_of(job_of(steps=40))
     assert pids and not children() & set(pids) and not list(cache.glob("draft-*"))
 
 

@@ -240,7 +240,7 @@ def test_a_reward_that_fails_at_step_seven_loses_nothing(function, says, own, tm
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_reward_that_fails_on_one_rank_stops_both(workers, own, tmp_path, capfd):
     run_dir = tmp_path / "run"
     flags = [*DATA, f"--reward={own}/r.py:fails_on_one_rank", "--eval_prompts=1", "--mesh=dp2", "--generate_mesh=dp2"]
@@ -254,7 +254,7 @@ def test_a_reward_that_fails_on_one_rank_stops_both(workers, own, tmp_path, capf
     assert 1 <= len(steps) < 30
 
 
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.gloo)])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=[pytest.mark.gloo, pytest.mark.slow])])
 def test_a_full_disk_is_said_in_a_line(mesh, own, tmp_path, capfd):
     run_dir = tmp_path / "run"
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

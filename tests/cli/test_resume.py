@@ -103,6 +103,7 @@ def started(folder, *flags):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_sigterm_saves_the_state_and_the_run_goes_on_from_there(tmp_path):
     folder, flags = tmp_path / "run", ("--mesh=dp2", "--queue=fixed")
     first = started(folder, "--steps=100000", "--save_every=0", *flags)

@@ -30,6 +30,7 @@ print(kernel_library.library().funrl_panel())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(fresh):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", PROGRAM]

@@ -376,6 +376,7 @@ def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks(tmp_path):
     assert dry_run.tokens_of(settings(), sft) > tokens(settings())  # an answer comes after a prompt
 
 
+@pytest.mark.slow
 def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     """Layers in twos, of which one is left over: the line through shallow models has the messages of all of them."""
     job = small("grpo", mesh="dp16", fsdp=True, batch_prompts=128, sizes={"layers": 13})
@@ -393,7 +394,7 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     assert gathers == 7 + 2  # the embedding and the unembedding go by themselves
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "dpo", "otb"])
+@pytest.mark.parametrize("name", quick(("ppo", "grpo", "dapo", "dpo", "otb"), ("ppo", "dpo")))
 def test_no_more_collectives_are_called_on_more_ranks(name):
     counts = []
     for data in (2, 8, 32):

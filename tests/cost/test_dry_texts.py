@@ -55,6 +55,7 @@ def test_deep_models_and_many_micro_batches_are_on_the_line():
         assert found.phases[phase].flops == pytest.approx(costs.flops, rel=1e-6), phase
 
 
+@pytest.mark.slow
 def test_any_mesh_and_a_table_for_each_model(tmp_path):
     model, mesh = write_config(tmp_path, num_hidden_layers=4), "dp4,tp2"
     flags = {"model": model, "mesh": mesh, "dtype": "bfloat16", "batch_prompts": 16}

@@ -134,6 +134,7 @@ def limited(tmp_path, memory, **given):
     return flags, search(flags, recipe("grpo")(), CPU._replace(memory=memory))
 
 
+@pytest.mark.slow
 def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path):
     _, found = limited(tmp_path, 10e6)
     best = found.best[0]

@@ -302,6 +302,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc to measure memory")
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_size_of_the_file(tmp_path):
     """100,000 lines of 200 tokens: their lists of ids alone would be over 300 MB."""
     file = tmp_path / "large.jsonl"

@@ -212,6 +212,7 @@ def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(

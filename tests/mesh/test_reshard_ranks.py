@@ -184,7 +184,7 @@ def map_blocks_from(nbytes):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_peak_memory_is_the_result_and_two_buckets(donate):
     """64 tensors of 1 MB, split along their last dim so that all of them must be staged."""
     bucket_bytes, slack = 2 << 20, 2 << 20

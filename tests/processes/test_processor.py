@@ -64,6 +64,7 @@ MULTIPLY = "import torch; torch.ones(4, 4) @ torch.ones(4, 4)\n"
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+@pytest.mark.slow
 def test_the_mode_is_set_before_the_first_product_and_said_where_that_is_too_late():
     assert in_a_process("import torch\n" + SAY, None) == "AUTO AUTO"
     assert in_a_process(SAY, "COMPATIBLE") == "COMPATIBLE COMPATIBLE"

@@ -84,6 +84,7 @@ def test_the_number_at_the_end_of_the_whole_text_is_added_with_its_weight(reward
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_scores_are_the_same_on_every_mesh(reward_model):
     settings = {"compose": gdpo, "reward_model": reward_model, "token_budget": 64}
     one = run_steps(2, **settings)

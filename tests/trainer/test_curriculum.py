@@ -168,7 +168,7 @@ def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
     assert len(set(places_in_order(job.task.prompts, 18, 0, 0).tolist())) == 18
 
 
-@pytest.mark.parametrize("more", [{}, PARTIAL], ids=["whole", "partial"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), PARTIAL], ids=["whole", "partial"])
 def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(more, tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     settings = {"compose": GRPO, "curriculum": f"{tmp_path}/own.py:short_first", "difficulty": "0.2,0.8", **more}

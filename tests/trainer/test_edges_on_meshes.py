@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from selection import quick
 from small_runs import GRPO, PPO, SIZES, assert_same, begin, scored_batch, small_job, steps_of, uneven
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,7 +131,8 @@ def test_the_edge_is_met_and_every_number_is_finite(name, runs):
     assert all(math.isfinite(value) for value in metrics.values()), metrics
 
 
-@pytest.mark.parametrize("mesh", quick(MESHES, ("dp2",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", EDGES)
 def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
     one, many = runs("dp1")[name], runs(mesh)[name]
@@ -161,6 +161,7 @@ def collectives_of_a_step(job, mesh):
     return gather_objects(seen.found, mesh)
 
 
+@pytest.mark.slow
 def test_a_step_calls_no_more_collectives_on_more_ranks():
     """From prompts to updated weights; tests/cost has the trainer's part on more ranks than are here."""
     found = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, PPO, Quiet, small_job, steps_program
 
 from funrl import trees
@@ -56,6 +57,18 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "lora_alpha": (GRPO, {"lora_rank": 2}, 16.0),
     "lora_targets": (GRPO, {"lora_rank": 2}, "q_proj"),
 }
+QUICK = (
+    "batch_prompts",
+    "temperature",
+    "min_p",
+    "seed",
+    "dtype",
+    "lr",
+    "optimizer",
+    "epochs",
+    "minibatches",
+    "lora_rank",
+)
 SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_temperature": 2.0, "sample_every": 1}
 TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "critic"}
 TESTED = {  # flag: the test that fails where it does nothing
@@ -179,7 +192,7 @@ def weights_before(recipe, settings):
     return before
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", quick(CHANGES, QUICK))
 def test_a_flag_of_the_update_changes_the_weights(name):
     recipe, settings, value = CHANGES[name]
     before = weights_before(recipe, tuple(settings.items()))

@@ -115,7 +115,9 @@ def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("flags", [{"mesh": "dp2,tp2"}, {"mesh": "dp2", "fsdp": True}])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({"mesh": "dp2,tp2"}, marks=pytest.mark.slow), {"mesh": "dp2", "fsdp": True}]
+)
 def test_steps_are_the_same_on_every_mesh(flags, teacher):
     settings = {"compose": functools.partial(gkd, 0.5, entropy_coef=0.01), "teacher": teacher, "token_budget": 40}
     one = run_steps(3, **settings)

@@ -52,10 +52,7 @@ def _alone(optimizer="adamw"):
 QUICK = (
     "dp3 fully sharded, with muon",
     "dp2,tp2 fully sharded to tp4",
-    "dp2,ep2 critic sharded in groups",
-    "dp2,tp2 computed again",
     "sp2",
-    "dp4,tp2 to dp2,tp4",
 )
 
 

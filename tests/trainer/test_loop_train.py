@@ -98,7 +98,7 @@ def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, c
     assert "every reward" not in notes_of(8)
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_ends_the_run_with_what_was_trained(mesh, tmp_path):
     """Prompts 8 to 11 are those of step 3; the reward fails at one of them, on one rank."""
     bad = prompt_batch(small_job().task.prompts, 4, 0, 8)[1].text

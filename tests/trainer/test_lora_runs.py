@@ -62,7 +62,7 @@ def test_the_engine_holds_merged_weights_and_a_certificate_that_they_are():
     assert all(map(torch.equal, trees.leaves(base), trees.leaves(run.frozen["base"])))
 
 
-@pytest.mark.parametrize("compose", [GRPO, WITH_REFERENCE], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("compose", [pytest.param(GRPO, marks=pytest.mark.slow), WITH_REFERENCE], ids=["grpo", "ppo"])
 def test_a_resumed_run_has_the_same_bits_and_no_base_in_its_checkpoints(tmp_path, compose):
     _, steps, _, weights = run(tmp_path / "whole" / "checkpoints", compose=compose, **LORA)
     crash(tmp_path / "run" / "checkpoints", compose=compose, **LORA)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from selection import quick
 
 import funrl
 from funrl.algos.recipes import recipe
@@ -53,7 +54,7 @@ def _saved(run):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, ("gpt2",)))
 def test_two_steps_of_ppo_on_one_and_two_ranks(name, folders, tmp_path):
     kinds = {"dp1": {}, "dp2": {"mesh": "dp2"}, "fsdp": {"mesh": "dp2", "fsdp": True, "remat": "full"}}
     kinds = {key: more for key, more in kinds.items() if name != "bloom" or key == "dp2"}

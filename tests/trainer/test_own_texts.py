@@ -170,6 +170,7 @@ def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_models_that_score_give_the_same_on_a_mesh(folders):
     settings = with_judge(folders) | {
         "compose": ppo, "reward_model": f"{folders}/other", "process_reward_model": f"{folders}/steps",

@@ -41,6 +41,7 @@ def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     assert any("mm" in name and low <= at and to <= high for name, at, to in operators)
 
 
+@pytest.mark.slow
 def test_a_trace_ends_with_the_last_of_its_steps(tmp_path):
     loop.train_loop(small_job(GRPO, **BASE, profile="1:2"), single(), Quiet(str(tmp_path / "checkpoints")))
     (path,) = (tmp_path / "profile").iterdir()

@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_rows_of_four_ranks_are_replayed_on_four_and_on_one(saved):
     folder, job, _ = saved
     assert sorted(path.name for path in (folder / "rollouts/step-4").iterdir()) == [

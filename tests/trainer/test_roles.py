@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from selection import quick
 from small_runs import SIZES, begin, one_step, scored_batch, small_job
 
 from funrl import trees
@@ -47,6 +48,7 @@ MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
 MADE = {name: make() for name, make in MAKERS.items()}
 GENERATING = [name for name, made in MADE.items() if made.advantage is not None and run_kind(made, None) == "rl"]
 COMPUTED = [*FIELDS.by(*ROLES), "greedy_score"]
+QUICK = ("ppo", "grpo", "remax", "prime", "distillation", "gdpo", "otb", "dapo", "vapo")
 each = pytest.mark.parametrize("name", GENERATING)
 
 
@@ -76,7 +78,7 @@ def test_all_recipes_are_here():
         assert set(kind.writes) == set(FIELDS.by(role))
 
 
-@each
+@pytest.mark.parametrize("name", quick(GENERATING, QUICK))
 def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name, teacher):
     algorithm = MAKERS[name]()
     run, state = start(MAKERS[name], **taught(algorithm, teacher))

@@ -41,7 +41,14 @@ def texts_or_rewards(recipe):
     return {"compose": recipe} | ({"reward": None} if recipe is dpo else {})
 
 
-@pytest.mark.parametrize("recipe", [PPO, grpo, dpo], ids=["ppo", "a reward model", "pairs"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(PPO, id="ppo"),
+        pytest.param(grpo, id="a reward model", marks=pytest.mark.slow),
+        pytest.param(dpo, id="pairs", marks=pytest.mark.slow),
+    ],
+)
 def test_what_learns_nothing_is_packed_by_a_budget_of_its_own(recipe, passes, tmp_path):
     given = texts_or_rewards(recipe) | (reward_model(tmp_path) if recipe is grpo else {})
     for budget in (None, 40, 64):

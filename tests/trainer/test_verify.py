@@ -97,7 +97,11 @@ def test_a_wrong_number_in_the_engine_stops_the_run_and_what_it_learned_is_saved
     [
         ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
         pytest.param("sp3", {}, marks=pytest.mark.slow),
-        ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
+        pytest.param(
+            "dp2,tp2",
+            {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "dp4",
             {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24},
