@@ -79,6 +79,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "tokens", "given"), RUNS, ids=[name for name, *_ in RUNS])
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):

@@ -17,6 +17,7 @@ import torch
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.models import with_value_head
+from funrl.processes import module_process as module_processes
 from funrl.processes.module_process import module_process
 from funrl.trainer.settings.declaration import RL, kinds_of
 from funrl.trainer.settings.settings import settings_flags
@@ -152,9 +153,11 @@ def words_of(line: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("page,lines", CASES, ids=[lines[0][:60] for _, lines in CASES])
-def test_commands_run(page, lines, tmp_path):
+def test_commands_run(page, lines, tmp_path, monkeypatch):
     if any("--engine=vllm" in line for line in lines) and not importlib.util.find_spec("vllm"):
         pytest.skip("no vLLM here: ./test --all makes .venv-vllm for it")
+    if any("vllm" in line for line in lines):  # which starts processes of its own, as from a terminal
+        monkeypatch.setattr(module_processes, "can_fork", lambda: False)
     write_files(page, tmp_path)
     tiny_model(tmp_path / "MODEL_DIR")
     tiny_model(tmp_path / "TEACHER_DIR")

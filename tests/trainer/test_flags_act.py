@@ -66,7 +66,6 @@ QUICK = (
     "lr",
     "optimizer",
     "epochs",
-    "minibatches",
     "lora_rank",
 )
 SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_temperature": 2.0, "sample_every": 1}

@@ -114,7 +114,7 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(mesh, tmp_path):
     assert gap(saved, trained) < 1e-9
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_finite_is_not_applied(mesh, tmp_path):
     def broken():
         return replace(GRPO(), losses={"policy": reduce(scale(math.inf, clipped_surrogate()), token_mean())})
