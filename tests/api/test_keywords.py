@@ -72,6 +72,7 @@ def test_values_of_other_types_become_those_of_the_flag(name, value, wanted):
     assert found == wanted and type(found) is type(wanted) and flag.problem(found) == ""
 
 
+@pytest.mark.slow
 def test_pyright_accepts_a_call_and_refuses_a_misspelt_one(tmp_path):
     (tmp_path / "calls.py").write_text(CALLS)
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"], "pythonVersion": "3.11"}}')

@@ -40,7 +40,12 @@ LORA = ("--lora_rank=2", "--lora_alpha=3", "--lora_targets=q_proj,down_proj")
 
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [("grpo", ()), ("sft", ()), pytest.param("dpo", (), marks=pytest.mark.slow), ("reward_model", LORA)],
+    [
+        ("grpo", ()),
+        pytest.param("sft", (), marks=pytest.mark.slow),
+        pytest.param("dpo", (), marks=pytest.mark.slow),
+        ("reward_model", LORA),
+    ],
     ids=["grpo", "sft", "dpo", "reward_model with adapters"],
 )
 def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, capsys):

@@ -35,7 +35,10 @@ def test_equals_reference(beta, chunk, temperature):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("caps", [(None, None), (0.8, None), (1.5, 0.6)])
+@pytest.mark.parametrize(
+    "caps",
+    [pytest.param((None, None), marks=pytest.mark.slow), pytest.param((0.8, None), marks=pytest.mark.slow), (1.5, 0.6)],
+)
 def test_finite_differences(beta, caps):
     (hidden, unembed, *teacher), _ = _inputs()
     teacher = [x.detach() for x in teacher]

@@ -74,11 +74,11 @@ def test_so_are_the_likely_tokens_of_a_teacher(tmp_path):
     "name, given",
     [
         ("grpo", {"token_budget": 4096}),
-        ("ppo", {"remat": "full"}),
+        pytest.param("ppo", {"remat": "full"}, marks=pytest.mark.slow),
         ("ppo", {"optimizer": "muon"}),
         ("ppo", {"lora_rank": 4}),
         ("grpo", {"task": "arithmetic_moe", "router_aux_coef": 0.1, "router_replay": True}),
-        ("grpo", {"minibatches": 4, "epochs": 2}),
+        pytest.param("grpo", {"minibatches": 4, "epochs": 2}, marks=pytest.mark.slow),
         ("dpo", {"remat": "full", "token_budget": 4096}),
     ],
 )

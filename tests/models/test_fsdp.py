@@ -184,7 +184,7 @@ def _watched(remat, mesh):
     return started, between[0], most[0]
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_whole_layers_come_and_go(remat):
     started, between, most = launch(functools.partial(_watched, remat), parse("dp2"), "cpu")
     # Forward: 4 layers, embedding and unembedding. Backward: 3 layers, for the last one is still there.

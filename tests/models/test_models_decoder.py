@@ -144,6 +144,7 @@ def test_trees_have_one_structure(tied):
         assert all(math.prod(names_of(each)[name][1]) == x.numel() for name, x in trees.named(each.shapes))
 
 
+@pytest.mark.slow
 def test_chex_agrees_on_the_trees():
     checked = subprocess.run([sys.executable, CHEX_PEER], capture_output=True, text=True, timeout=120)
     assert checked.returncode == 0, checked.stderr

@@ -207,7 +207,12 @@ LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "o
 
 
 @pytest.mark.parametrize(
-    "sizes", [config(4, 2), config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5)), config(4, 2, **NEXT)]
+    "sizes",
+    [
+        config(4, 2),
+        pytest.param(config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
+        pytest.param(config(4, 2, **NEXT), marks=pytest.mark.slow),
+    ],
 )
 def test_so_are_those_of_adapters(sizes):
     assert max(gaps("tp2", sizes, splits=True, adapted=True)) < 1e-9

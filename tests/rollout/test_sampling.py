@@ -136,7 +136,7 @@ def test_the_plain_reference_is_the_scalar_loop(how):
     torch.testing.assert_close(whole, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("vocab", [23, 3000])
+@pytest.mark.parametrize("vocab", [23, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", CASES, ids=name)
 def test_draws_follow_the_distribution_and_their_logp_is_exact(how, vocab):
     logits, seen = draw(1, vocab, seed=1), draw(1, vocab, seed=5) > 0

@@ -146,6 +146,7 @@ def test_long_prompts_do_not_hold_decoding_up(monkeypatch):
     assert passes == [[2], [1, 9], [1, 9], [1, 9], [1, 8], [1, 1]]  # a token of the short one in each
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_thousand_requests_through_eight_places_with_too_small_a_cache(packed):
     """All are answered, with the completions of an engine that has room for all."""

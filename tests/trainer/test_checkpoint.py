@@ -81,7 +81,7 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, com
     [
         pytest.param({"mesh": "dp3", "fsdp": True}, {"mesh": "dp2"}, marks=pytest.mark.slow),
         pytest.param({"mesh": "dp2,tp2"}, {"mesh": "dp3", "fsdp": True}, marks=pytest.mark.slow),
-        ({}, {"mesh": "tp2"}),
+        pytest.param({}, {"mesh": "tp2"}, marks=pytest.mark.slow),
     ],
     ids=["fully sharded dp3 to dp2", "dp2,tp2 to fully sharded dp3", "dp1 to tp2"],
 )

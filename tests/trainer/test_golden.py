@@ -80,7 +80,7 @@ def test_five_steps_of_ppo(mesh):
     [
         ("dp1", {}),
         pytest.param("dp2,tp2", {"split_residual": "on"}, marks=pytest.mark.slow),
-        ("dp2", {"fsdp": True}),
+        pytest.param("dp2", {"fsdp": True}, marks=pytest.mark.slow),
     ],
 )
 def test_three_steps_of_ppo_with_adapters(mesh, more):

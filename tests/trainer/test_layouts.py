@@ -52,7 +52,6 @@ def _alone(optimizer="adamw"):
 QUICK = (
     "dp3 fully sharded, with muon",
     "dp2,tp2 fully sharded to tp4",
-    "sp2",
 )
 
 

@@ -42,12 +42,14 @@ def test_grpo_in_float64():
     assert_same(run("dp2,tp2", **settings), run("dp1", **settings), 1e-9)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "dp2,tp2"])
 def test_fewer_key_value_heads_than_tensor_ranks(mesh):
     one = run_steps(2, sizes=SIZES | {"kv_heads": 1}, generate_mesh=mesh, mesh=mesh)
     assert_same(one, run_steps(2, sizes=SIZES | {"kv_heads": 1}), 1e-9)
 
 
+@pytest.mark.slow
 def test_every_family_trains_on_tensor_ranks():
     sizes = SIZES | {"family": "qwen3", "qk_norm": True, "attention_bias": True, "tied": True}
     assert_same(run_steps(2, sizes=sizes, mesh="dp2,tp2"), run_steps(2, sizes=sizes), 1e-9)
