@@ -18,6 +18,6 @@ def cases():
             yield pytest.param(row, name, id=f"{row.name}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("row", "name"), cases())
+@pytest.mark.parametrize(("row", "name"), list(cases()))
 def test_a_piece_has_a_property(row, name):
     assert_property(row.subject, name)
