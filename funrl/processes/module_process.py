@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -43,30 +43,33 @@ def module_process(
     reader, writer = os.pipe()
     with open(reader, errors="replace") as output:
         try:
-            pid = _start(module, arguments, folder, environment, writer=writer)
+            pid, ended = _start(module, arguments, folder, environment, writer=writer)
         finally:
             os.close(writer)
         try:
             yield output
         except BaseException:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            ended()
             raise
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = ended()
     if status:
         raise subprocess.CalledProcessError(status, [module, *arguments])
 
 
-def _start(module: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], *, writer: int) -> int:
-    """Start the process, which writes to the descriptor `writer`; its id."""
+def _start(
+    module: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], *, writer: int
+) -> tuple[int, Callable[[], int]]:
+    """Start the process, which writes to the descriptor `writer`; its id, and what waits for its status."""
     if not can_fork():
         command = [sys.executable, "-m", module, *arguments]
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer).pid
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer)
+        return process.pid, process.wait
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return pid
+        return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         end_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
