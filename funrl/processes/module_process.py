@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 
 import torch
 
+from funrl.processes.output import flush_output
 from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork
 
@@ -65,8 +66,7 @@ def _start(
         command = [sys.executable, "-m", module, *arguments]
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer)
         return process.pid, process.wait
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     pid = os.fork()
     if pid:
         return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -102,5 +102,5 @@ def _run(module: str, arguments: Sequence[str]) -> NoReturn:
         traceback.print_exc()
         status = 1
     with contextlib.suppress(Exception):
-        sys.stdout.flush()
+        flush_output()
     os._exit(status)

@@ -79,3 +79,10 @@ def lasting_output() -> Iterator[None]:
             if isinstance(stream, LastingStream):
                 stream.flush()  # so that nothing is left for the end of the program, where it would be an error
         sys.stdout, sys.stderr = before
+
+
+def flush_output() -> None:
+    """Write out what has been printed, where there is somewhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -25,7 +25,7 @@ import torch
 
 from funrl.processes import heartbeat, stall_monitor
 from funrl.processes.heartbeat import SAVE_S
-from funrl.processes.output import lasting_output
+from funrl.processes.output import flush_output, lasting_output
 from funrl.processes.parent import end_with_parent
 from funrl.processes.shared_progress import SharedProgress, Supervision
 
@@ -80,7 +80,7 @@ def run_processes(
         supervision = Supervision(SharedProgress(folder, count, create=True), heartbeat_s, timeout_s, stalled_s)
         if not fork:
             _leave(task, folder)
-        _flush()
+        flush_output()
         try:
             for rank in range(count):
                 pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
@@ -269,7 +269,7 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
         report_failure(folder, rank, error, plain)
     finally:
         with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
-            _flush()
+            flush_output()
         os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
 
 
@@ -368,13 +368,6 @@ def report_failure(folder: str, rank: int, error: BaseException, plain: tuple[ty
         return
     except OSError:  # the disk is full, which may be the very error
         print(text, file=sys.stderr)
-
-
-def _flush() -> None:
-    """Write out what has been printed, where there is somewhere to print to."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def _interrupted(*_: Any) -> None:

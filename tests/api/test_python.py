@@ -1,7 +1,6 @@
 """`funrl.train` from Python: what it takes, where it runs, and what it gives back."""
 
 import contextlib
-import glob
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from child_processes import children
 
 import funrl
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, stateless, to_tokens, token_mean
@@ -94,11 +94,6 @@ def test_a_rank_of_its_own_computes_what_this_process_does():
     for one, other in zip(runs[0].metrics, runs[1].metrics, strict=True):
         for name in ("reward/mean", "actor/pg_loss", "actor/grad_norm"):
             assert one[name] == pytest.approx(other[name], abs=1e-9)
-
-
-def children():
-    """Ids of the processes that this one has started and that are still there."""
-    return {pid for file in glob.glob("/proc/self/task/*/children") for pid in open(file).read().split()}
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")

@@ -1,7 +1,6 @@
 """The model that a run on the embedded task begins with: `funrl sft` makes it, and it is cached."""
 
 import contextlib
-import glob
 import json
 import multiprocessing
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_processes import children
 
 from funrl.algos import recipe
 from funrl.api import warm_start
@@ -25,11 +25,6 @@ from funrl.trainer.settings.settings import settings_of
 
 def job_of(steps=2, **settings):
     return prepare(settings_of(warmstart_steps=steps, device="cpu", **settings), recipe("grpo"))
-
-
-def children():
-    """Ids of the processes that this one has started and that are still there."""
-    return {pid for file in glob.glob("/proc/self/task/*/children") for pid in open(file).read().split()}
 
 
 def weights_of(job):

@@ -23,6 +23,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
@@ -374,6 +375,20 @@ def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks(tmp_path):
     assert of_texts(sft) == positions < dry_run.TEXT_TOKENS
     assert of_texts(recipe("reward_model")()) == positions - 1  # it reads the end of a text too
     assert dry_run.tokens_of(settings(), sft) > tokens(settings())  # an answer comes after a prompt
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"hardware": "mi300x"}, "bfloat16"),
+        ({"hardware": "cpu"}, "float32"),
+        ({"dtype": "float64"}, "float64"),
+    ],
+)
+def test_it_computes_in_the_dtype_of_the_hardware_that_it_assumes(given, dtype):
+    assert compute_dtype(settings(dry_run=True, device="cpu", **given)) == dtype
+    assert compute_dtype(settings(device="cpu", dtype=given.get("dtype", "auto"))) == given.get("dtype", "float32")
 
 
 @pytest.mark.slow

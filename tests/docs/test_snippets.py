@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import string
 import subprocess
 from collections.abc import Callable
@@ -36,6 +37,7 @@ ELSEWHERE = {
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
+TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 SHORT = [
     "--steps=1",
@@ -48,18 +50,31 @@ SHORT = [
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """Status and output of `python WORDS`, in a fork of this process, which need not import torch."""
+    """Status and output of `python WORDS`, in a fork of this process, which need not import torch.
+
+    Raises:
+      TimeoutError: it takes longer than `TIMEOUT_S`.
+    """
     if words[0] == "-m":
         module, arguments = words[1], words[2:]
     else:
         module, arguments = words[0].removesuffix(".py"), words[1:]
     text = ""
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(TIMEOUT_S)
     try:
         with module_process(module, arguments, folder, ENVIRONMENT) as output:
             text = output.read()
     except subprocess.CalledProcessError as error:
         return error.returncode, text
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
     return 0, text
+
+
+def expire(*_: Any) -> None:
+    raise TimeoutError(f"it takes longer than {TIMEOUT_S} s")
 
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:
@@ -140,7 +155,8 @@ def words_of(line: str) -> list[str]:
     program = words[3] if module == "funrl.cli.main" and len(words) > 3 else ""
     if "torch.distributed.run" in words or module.startswith("funrl.experiments."):
         program = next(word for word in words if word.startswith("funrl.experiments.")).split(".")[-1]
-    program = program if program in PROGRAMS or not program.startswith("--config=") else "grpo"
+    if program.startswith("--config="):  # the files of the pages are of grpo
+        program = "grpo"
     if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()

@@ -34,6 +34,12 @@ def test_what_it_prints_is_read_in_its_folder_and_environment(program, tmp_path)
     assert "COLOUR" not in os.environ and Path.cwd() != tmp_path
 
 
+def test_a_parent_without_an_output_starts_one_too(program, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with module_process(*program("0")) as output:
+        assert output.read().split()[-1] == "0"
+
+
 def test_one_that_fails_raises_after_its_lines(program):
     with pytest.raises(subprocess.CalledProcessError) as raised, module_process(*program("3")) as output:
         last = output.read().split()[-1]

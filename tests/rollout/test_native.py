@@ -138,12 +138,23 @@ WAYS = {
     "last come, first served": {"reverse": True},
     "submitted bit by bit": {"trickle": True},
 }
-QUICK = ("few rows", "little cache, few rows", "looks and preemptions")
 DTYPES = {
     "packed": (torch.float32, {}, 0.0),
     "torch": (torch.float64, {"packed": False}, 1e-12),
     "static": (torch.float64, {"packed": False, "static": True}, 1e-12),
 }
+WAYS_OF = {
+    "packed": WAYS,
+    "torch": WAYS,
+    "static": ("few rows", "little cache", "pieces, little cache", "submitted bit by bit"),
+}
+QUICK = (
+    ("packed", "few rows"),
+    ("packed", "looks and preemptions"),
+    ("torch", "little cache, few rows"),
+    ("torch", "looks and preemptions"),
+    ("static", "submitted bit by bit"),
+)
 
 
 def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_rows=512):
@@ -164,14 +175,15 @@ def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_ro
     return sorted(done, key=lambda one: one.number), engine
 
 
-@pytest.mark.parametrize(
-    "name,way",
-    [pytest.param("packed", way, marks=PACKED.marks) for way in ("few rows", "looks and preemptions")]
-    + [pytest.param("packed", way, marks=[*PACKED.marks, pytest.mark.slow]) for way in WAYS if way not in QUICK]
-    + [("torch", way) for way in QUICK]
-    + [pytest.param("static", way, marks=pytest.mark.slow) for way in ("few rows", "pieces, little cache")]
-    + [("static", "submitted bit by bit")],
-)
+def ways():
+    """Backends and ways; all but a few are slow."""
+    for name, of_backend in WAYS_OF.items():
+        for way in of_backend:
+            marks = [*(PACKED.marks if name == "packed" else ()), *([] if (name, way) in QUICK else [pytest.mark.slow])]
+            yield pytest.param(name, way, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "way"), list(ways()))
 def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monkeypatch):
     """In float32 by the compiled step not a bit; by torch not more than the order of a sum in float64."""
     dtype, kind, close = DTYPES[name]

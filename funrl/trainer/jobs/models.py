@@ -57,9 +57,10 @@ def compute_dtype(settings: Settings) -> str:
     """
     if settings.models.dtype != "auto":
         return settings.models.dtype
+    on_gpu = (settings.devices.device or device_type()) == "cuda"
     if settings.estimate.dry_run:
-        return "float32" if settings.estimate.hardware == "cpu" else "bfloat16"
-    return "bfloat16" if (settings.devices.device or device_type()) == "cuda" else "float32"
+        on_gpu = settings.estimate.hardware != "cpu"
+    return "bfloat16" if on_gpu else "float32"
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
