@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import itertools
 import os
 import pickle
@@ -204,7 +205,13 @@ def can_fork() -> bool:
         return False
 
 
+def import_before_fork() -> None:
+    """Import what custom operators import at their first call, which takes two seconds: here once, not in each fork."""
+    importlib.import_module("torch._dynamo")
+
+
 def _fork(task: RankProgram, rank: int, folder: str) -> int:
+    import_before_fork()
     pid = os.fork()
     if pid:
         return pid

@@ -141,7 +141,7 @@ sys.argv = [name, *flags]
 try:
     runpy.run_module(f"funrl.experiments.{name}", run_name="__main__", alter_sys=True)
 except SystemExit as stopped:
-    watched = {"torch", "transformers", "jax", "tensorboard", "numpy"}
+    watched = {"torch", "torch._dynamo", "transformers", "jax", "tensorboard", "numpy"}
     print(json.dumps([stopped.code, sorted(watched & set(sys.modules))]))
 """
 
@@ -150,14 +150,24 @@ except SystemExit as stopped:
 def test_an_error_that_needs_no_torch_comes_before_its_import(flags, says, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    argv = ["grpo", *(flag.format(used=tmp_path / "used") for flag in flags)]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(argv)], capture_output=True, text=True, timeout=600
-    )
-    assert says in done.stderr and "Traceback" not in done.stderr
+    modules = modules_of_error([flag.format(used=tmp_path / "used") for flag in flags], says)
     mistyped = "did you mean --" in says
+    assert modules <= (set() if mistyped else {"numpy"})
+
+
+def test_an_error_of_a_mesh_comes_before_the_compiler_is_imported():
+    modules = modules_of_error(["--mesh=dp4,tp3"], "does not divide over tp3")
+    assert "torch" in modules and "torch._dynamo" not in modules
+
+
+def modules_of_error(flags, says):
+    """Which of the watched modules `funrl grpo` has imported when it ends with this error."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(["grpo", *flags])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert says in done.stderr and "Traceback" not in done.stderr
     code, modules = json.loads(done.stdout)
-    assert code == 2 and set(modules) <= (set() if mistyped else {"numpy"})
+    assert code == 2
+    return set(modules)
 
 
 CRASH = """

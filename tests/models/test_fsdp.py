@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  (checkpointing imports it: here once, and not in every rank)
 from selection import quick
 
 from funrl import trees

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  (checkpointing imports it: here once, and not in every rank)
 from selection import quick
 from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job, whole_batch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,8 +71,6 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     Raises:
       ValueError: the first thing that cannot work, named, with its value and the way out.
     """
-    if settings.devices.remat != "none":
-        importlib.import_module("torch._dynamo")  # checkpointing needs it; ranks that are forked need not import it
     algorithm = compose()
     kind = run_kind(algorithm, settings.examples.data)
     settings = for_kind(settings, kind)

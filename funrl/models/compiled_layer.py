@@ -1,0 +1,59 @@
+"""A layer under torch.compile. Only `compile_layer` imports this, where it is needed: dynamo takes two seconds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+from torch._dynamo.decorators import mark_unbacked
+
+from funrl.compiled_kernels.attention import flash_attention
+from funrl.models.model import Layer
+
+VARIANTS = 64  # compiled versions of the layer that may be kept
+torch._dynamo.assume_constant_result(flash_attention)  # it cannot follow an import that fails
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
+    lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+)
+
+
+def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Callable) -> Layer:
+    """The layer, compiled by `backend`; `note` receives what was compiled and how long it took."""
+    # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+
+    def layer(config, mesh, params, x_BTD, context):
+        before = _graphs()
+        start = time.perf_counter()
+        _mark_dynamic(x_BTD, context)
+        out = compiled(config, mesh, params, x_BTD, context)
+        if _graphs() > before:
+            kind = "decode" if context.kv_cache is not None else "train" if torch.is_grad_enabled() else "score"
+            shape = "x".join(str(n) for n in x_BTD.shape)
+            took = time.perf_counter() - start
+            note(f"compiled one of {config.layers} layers to {kind} {shape} in {took:.1f} s")
+        return out
+
+    return layer
+
+
+def _mark_dynamic(x_BTD, context) -> None:
+    """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
+    rotations = [(x, x.dim() - 2) for x in context.rope or ()]
+    others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.segments_BT, 2), (context.routes_BTK, 2)
+    for x, dims in [(x_BTD, 2), *rotations, *others]:
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])
+    if context.paging is not None:
+        for x in (*context.paging, *context.kv_cache):
+            mark_unbacked(x, 0)
+        mark_unbacked(context.paging.table_SP, 1)
+
+
+def _graphs() -> int:
+    """Number of graphs that have been compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
