@@ -187,8 +187,8 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
     engine.load(engine.weights.named(params))
     module = engine.model
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-    # Twice the pages of 64 rows: the default takes what memory is free.
-    how = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=1024, use_cuda_graph=False)
+    # Twice the pages that 64 rows need: four times as many take 6 GB of the largest model.
+    options = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=1024, use_cuda_graph=False)
 
     def turn(prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
         torch.manual_seed(seed)
@@ -197,7 +197,7 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
         done = module.generate_batch(
             [list(p) for p in prompts],
             config,
-            continuous_batching_config=how,
+            continuous_batching_config=options,
             progress_bar=False,
             warmup=False,
         )
