@@ -5,11 +5,14 @@ import re
 from collections import Counter
 
 import pytest
+from tokenizers import processors
 
 from funrl.data.prompts import prompt_batch
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_config
-from funrl.trainer.jobs.datasets import Given, prompts_of, texts_of
+from funrl.tasks.arithmetic import ALPHABET
+from funrl.tasks.embedded import embedded_task
+from funrl.trainer.jobs.datasets import TEXTS, Given, embedded_prompts, embedded_texts, prompts_of, texts_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of
 
@@ -110,3 +113,20 @@ def test_kto_takes_pairs_and_holds_out_both_texts_of_one(tmp_path):
         (1.0,),
         (0.0,),
     ]
+
+
+@pytest.mark.parametrize("kind", [None, "demonstrations"])
+def test_the_embedded_task_is_in_the_tokens_of_the_tokenizer_that_is_given(kind):
+    own, other, marking = (character_tokenizer(alphabet) for alphabet in (ALPHABET, ALPHABET[::-1], ALPHABET))
+    marking.backend_tokenizer.post_processor = processors.TemplateProcessing("- $A", special_tokens=[("-", 13)])
+    task = embedded_task("arithmetic")
+    for tokenizer in (own, other, own, marking, other):
+        if kind is None:
+            examples = embedded_prompts(settings_of(), tokenizer).prompts
+            prompts = [prompt.prompt for prompt in task.training_prompts(0)]
+        else:
+            examples = [row.texts[0] for row in embedded_texts(settings_of(), kind, tokenizer).examples]
+            prompts = [row[0] for row in task.texts[kind](0, TEXTS, split="train")]
+        for example, prompt in zip(examples[:9], prompts, strict=False):
+            expected = tokenizer.encode(prompt)
+            assert example.tokens[: len(expected)] == expected

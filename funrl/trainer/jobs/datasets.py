@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -219,7 +220,10 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
-    train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
+    if _encode_alike(tokenizer, embedded.tokenizer()):
+        train = list(_own_training_prompts(settings.examples.task, settings.run.seed))
+    else:
+        train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     rewards = (embedded.reward,)
     check_workers(settings, rewards)
@@ -235,6 +239,22 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         readable=embedded.readable,
         demonstration_field=embedded.demonstration_field,
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _own_training_prompts(task: str, seed: int) -> tuple[Example, ...]:
+    """An embedded task's training prompts in the tokens of its own tokenizer; every run in this process reads them."""
+    embedded = embedded_task(task)
+    tokenizer = embedded.tokenizer()
+    return tuple(encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed))
+
+
+def _encode_alike(tokenizer: Any, other: Any) -> bool:
+    """True if two tokenizers of Hugging Face's tokenizers library have the same pipeline and the same end of text."""
+    one, two = (getattr(x, "backend_tokenizer", None) for x in (tokenizer, other))
+    if one is None or two is None or one.get_vocab_size() != two.get_vocab_size():
+        return False
+    return tokenizer.eos_token == other.eos_token and one.to_str() == two.to_str()
 
 
 def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
@@ -372,15 +392,26 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     """
     count = settings.evaluation.eval_prompts
     embedded = embedded_task(settings.examples.task)
+    if _encode_alike(tokenizer, embedded.tokenizer()):
+        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed))
+    else:
+        train = _embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
+    heldout = _embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
+    return Texts(embedded.name, train, heldout, kind, embedded.readable)
+
+
+@functools.lru_cache(maxsize=4)
+def _own_training_texts(task: str, kind: str, seed: int) -> tuple[Any, ...]:
+    """As `_own_training_prompts`, of texts of a kind."""
+    embedded = embedded_task(task)
+    return tuple(_embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, embedded.tokenizer()))
+
+
+def _embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
+    """Tokenize an embedded task's texts: rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
-    train = embedded.texts[kind](settings.run.seed, TEXTS, split="train")
-    heldout = embedded.texts[kind](0, count, split="heldout")
     form = PLAIN_PROMPTS._replace(step_separator="")
-    examples, held = (
-        [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
-        for rows in (train, heldout)
-    )
-    return Texts(embedded.name, examples, held, kind, embedded.readable)
+    return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
 
 
 def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:
