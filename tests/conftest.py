@@ -1,6 +1,6 @@
 """Tests keep their warm starts and kernels to themselves: nothing is read from or left in the user's cache.
 
-The workers of pytest-xdist share the cache of the process that starts them.
+The workers of pytest-xdist share the cache of the process that starts them, and the parts of ./test share one.
 """
 
 import os
@@ -8,7 +8,9 @@ import tempfile
 
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
 
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if "FUNRL_TEST_CACHE" in os.environ:
+    os.environ["XDG_CACHE_HOME"] = os.environ["FUNRL_TEST_CACHE"]
+elif "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

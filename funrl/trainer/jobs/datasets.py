@@ -251,10 +251,13 @@ def _own_training_prompts(task: str, seed: int) -> tuple[Example, ...]:
 
 def _encode_alike(tokenizer: Any, other: Any) -> bool:
     """True if two tokenizers of Hugging Face's tokenizers library have the same pipeline and the same end of text."""
-    one, two = (getattr(x, "backend_tokenizer", None) for x in (tokenizer, other))
-    if one is None or two is None or one.get_vocab_size() != two.get_vocab_size():
+    pipeline = getattr(tokenizer, "backend_tokenizer", None)
+    other_pipeline = getattr(other, "backend_tokenizer", None)
+    if pipeline is None or other_pipeline is None:
         return False
-    return tokenizer.eos_token == other.eos_token and one.to_str() == two.to_str()
+    if pipeline.get_vocab_size() != other_pipeline.get_vocab_size() or tokenizer.eos_token != other.eos_token:
+        return False
+    return pipeline.to_str() == other_pipeline.to_str()
 
 
 def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
