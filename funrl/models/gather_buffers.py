@@ -258,7 +258,7 @@ def unpack(flat: Tensor, buffers: Buffers, number: int) -> Tensor:
     if bucket.in_place:
         return flat
     rows = flat.view(bucket.ranks, bucket.elements)
-    buffer = torch.empty_like(flat)
+    buffer = flat.new_empty(flat.shape)
     for _, place in buffers.places_of(bucket):
         _put_together(rows, whole_of(buffer, place, bucket), place, bucket=bucket)
     return buffer
@@ -342,7 +342,7 @@ def start_scatter(
         for number, flat, summed in zip(together, sent, sums, strict=True):
             places = buffers.places_of(buffers.buckets[number])
             parts = {leaf: slot(summed, place, shape_of[leaf]) for leaf, place in places}
-            casts = [] if reduced == dtype else [(torch.empty_like(x, dtype=dtype), x) for x in parts.values()]
+            casts = [] if reduced == dtype else [(x.new_empty(x.shape, dtype=dtype), x) for x in parts.values()]
             shards |= zip(parts, (cast for cast, _ in casts), strict=True) if casts else parts
             leaving.append(Scatter(summed, flat, casts))
     return [shards[leaf] for leaf in trained]
