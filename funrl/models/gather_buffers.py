@@ -29,7 +29,7 @@ from funrl.mesh.rules import Layout, gather_axes
 ALIGNMENT = 64  # elements: every weight begins where a kernel likes it to
 # Elements of a shard from which on it is a message of its own. For less, latency counts more than a copy: with gloo 7
 # messages of 2^12 float32 over 2 ranks take 7 ms and one of all of them 1 ms, copies included; at 2^16 both take 4 ms.
-LARGE = 1 << 16
+OWN_MESSAGE = 1 << 16
 
 
 class Bucket(NamedTuple):
@@ -141,8 +141,8 @@ def buffers_of(
 ) -> Buffers:
     """Buffers for leaves of these layouts.
 
-    Leaves of `LARGE` shards have one each. The others share one for each distinct set of axes to gather over, trained
-    and not.
+    A leaf whose shard has `OWN_MESSAGE` elements has one of its own. The others share one for each distinct set of axes
+    to gather over, trained and not.
 
     Raises:
       MeshError: a leaf cannot be gathered from one layout to the other.
@@ -157,7 +157,7 @@ def buffers_of(
             places.append(None)
             continue
         elements = math.prod(have.local_shape())
-        alone = elements >= LARGE
+        alone = elements >= OWN_MESSAGE
         number = len(buckets) if alone else shared.setdefault((axes, learns), len(buckets))
         if number == len(buckets):
             sizes = dict(zip(AXES, have.sizes, strict=True))
@@ -222,7 +222,7 @@ def whole_of(buffer: Tensor, place: Place, bucket: Bucket) -> Tensor:
     return buffer.narrow(0, place.begin * bucket.ranks, math.prod(place.whole)).view(place.whole)
 
 
-def pack(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> list[Tensor]:
+def pack_shards(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> list[Tensor]:
     """A rank's buffer of each bucket, flat: shards in a dtype. A shard that fills one is the buffer itself.
 
     Args:
@@ -247,7 +247,7 @@ def pack(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> list[Ten
     return flats
 
 
-def unpack(flat: Tensor, buffers: Buffers, number: int) -> Tensor:
+def assembled(flat: Tensor, buffers: Buffers, number: int) -> Tensor:
     """The buffer of a bucket in which every leaf is whole and contiguous: `flat` itself, or a copy.
 
     Args:
@@ -298,7 +298,7 @@ def start_gather(group: Group) -> collections.deque[Tensor]:
     buffers = group.buffers
     arriving: dict[int, Tensor] = {}
     with torch.no_grad():
-        flats = pack(trees.leaves(group.shards), buffers, group.dtypes.compute)
+        flats = pack_shards(trees.leaves(group.shards), buffers, group.dtypes.compute)
     for axes, numbers in buffers.by_axes(range(len(flats))).items():
         gathers = collectives.start_all_gathers([flats[number] for number in numbers], group.mesh, axes)
         arriving |= zip(numbers, gathers, strict=True)
@@ -309,7 +309,7 @@ def land_gather(group: Group, arriving: collections.deque[Tensor]) -> list[Tenso
     """The ranks' buffers, when they are there, as buffers in which every weight is contiguous."""
     buffers = []
     for number in range(len(group.buffers.buckets)):  # what has been copied goes before the next is
-        buffers.append(unpack(collectives.wait(arriving.popleft()), group.buffers, number))
+        buffers.append(assembled(collectives.wait(arriving.popleft()), group.buffers, number))
     return buffers
 
 

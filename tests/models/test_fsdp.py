@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from own_messages import own_messages
 from selection import quick
 
 from funrl import trees
@@ -89,9 +90,10 @@ def _loss(placed, params):
     return (WEIGHTS[rows].to(logp_BT.dtype) * (logp_BT + values_BT.sin())).sum(), None
 
 
-def _program(config, over, remat, dtype, params, mesh):
+def _program(config, over, remat, dtype, params, mesh, reduce_dtype=None):
     """Loss and whole gradients, summed over all rows."""
     placed = _placed(config, mesh, over, remat, dtype)
+    placed = {name: dataclasses.replace(one, reduce_dtype=reduce_dtype) for name, one in placed.items()}
     stored, compute = ({name: getattr(one, at) for name, one in placed.items()} for at in ("stored", "compute"))
     mine = shard(params, stored, mesh)
     (loss, _), grads = trees.value_and_grad(functools.partial(_loss, placed))(mine)
@@ -99,6 +101,12 @@ def _program(config, over, remat, dtype, params, mesh):
         assert x.shape == own.shape and x.dtype == own.dtype
     grads, loss = sum_rest(grads, loss, stored, compute, mesh)
     return loss, unshard(grads, stored, mesh)
+
+
+def _each_by_itself(program, mesh):
+    """The program where every weight is a message of its own, as large ones are."""
+    with own_messages(0):
+        return program(mesh)
 
 
 CASES = {
@@ -122,16 +130,23 @@ QUICK = (
     "dp2,ep2 over both",
     "dp3, which does not divide",
     "dp2,tp2 gated delta nets",
+    "dp3, which does not divide, each weight by itself",
+    "dp2,ep2 over both, one of which has nothing, each weight by itself",
 )
 
 
-@pytest.mark.parametrize("case", quick([*CASES, "dp2, a compiled layer"], QUICK))
+BY_ITSELF = ", each weight by itself"
+ALONE_CASES = [case + BY_ITSELF for case in CASES if CASES[case][1] is not None]
+
+
+@pytest.mark.parametrize("case", quick([*CASES, "dp2, a compiled layer", *ALONE_CASES], QUICK))
 def test_losses_and_gradients_are_those_of_one_device(case):
-    mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
+    mesh, over, remat, config = CASES.get(case.removesuffix(BY_ITSELF), ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)
     alone = _placed(config, single(), None, "none", torch.float64)
     (expected, _), whole = trees.value_and_grad(functools.partial(_loss, alone))(params)
     program = functools.partial(_program, config, over, remat, torch.float64, params)
+    program = functools.partial(_each_by_itself, program) if case.endswith(BY_ITSELF) else program
     loss, grads = launch(program, parse(mesh), "cpu")
     assert abs(loss - expected) < 1e-12 * abs(expected)
     for (name, x), y in zip(trees.named(grads), trees.leaves(whole), strict=True):
@@ -150,6 +165,32 @@ def test_bfloat16_is_sent_and_float32_is_summed():
     for (name, x), y in zip(trees.named(runs[0][1]), trees.leaves(runs[1][1]), strict=True):
         assert torch.equal(x, y), name
         assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_messages_changes_no_bit(dtype):
+    program = functools.partial(_program, TIED, "data", "full", dtype, _params(TIED, torch.float32))
+    (loss, grads), (loss_by_itself, by_itself) = (
+        launch(run, parse("dp2"), "cpu") for run in (program, functools.partial(_each_by_itself, program))
+    )
+    assert loss == loss_by_itself
+    for (name, x), y in zip(trees.named(grads), trees.leaves(by_itself), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_gradients_may_be_summed_in_bfloat16():
+    program = functools.partial(_program, CONFIG, "data", "none", torch.float64, _params(CONFIG, torch.float64))
+    (loss, exact), (same, rounded) = (
+        launch(functools.partial(program, reduce_dtype=dtype), parse("dp2"), "cpu") for dtype in (None, torch.bfloat16)
+    )
+    assert loss == same
+    placed = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)
+    stored = {name: one.stored for name, one in placed.items()}
+    whole = {name for name, layout in trees.named(stored) if not layout.axes}
+    for (name, x), y in zip(trees.named(rounded), trees.leaves(exact), strict=True):
+        assert x.dtype == torch.float64
+        assert (x - y).norm() < 2**-7 * y.norm(), name
+        assert name in whole or not torch.equal(x, y), name
 
 
 def _watched(remat, mesh):
