@@ -76,7 +76,7 @@ def _noted_gradients(job, mesh):
     observer = Quiet()
     run, state = begin(job, mesh, observer)
     batch, state, _ = scored_batch(run, state)
-    return observer.notes, gradients(run, state, batch)
+    return observer.notes, {name: found.tree for name, found in gradients(run, state, batch).items()}
 
 
 def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
