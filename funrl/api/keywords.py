@@ -82,6 +82,7 @@ class TrainKeywords(SharedKeywords, total=False):
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None
+    grad_reduce_dtype: TextValue
     sequence_parallel: TextValue
     split_residual: TextValue
     remat: TextValue

@@ -35,7 +35,13 @@ from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_le
 from funrl.trainer.settings.settings import settings_flags, settings_of
 from funrl.trainer.sources.observing import Observer
 
-SHARDING = {"fsdp": False, "fsdp_axes": None, "fsdp_models": None, "generate_mesh": None}  # on another mesh
+SHARDING = {  # on another mesh
+    "fsdp": False,
+    "fsdp_axes": None,
+    "fsdp_models": None,
+    "grad_reduce_dtype": "auto",
+    "generate_mesh": None,
+}
 HERE = {
     "run_dir": None,
     "resume": False,

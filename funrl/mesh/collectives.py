@@ -17,6 +17,7 @@ They are `setup_context`-style autograd functions over functional collectives, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,24 +84,34 @@ def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh
     return x if mesh.size(axes) == 1 else _RaggedAllToAll.apply(x, send, receive, mesh.group_name(axes))
 
 
-def start_all_gather(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """Begin to concatenate the shards of `axes` along dim 0; return at once, `wait` for it before use. No gradient.
+def start_all_gathers(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Tensor]:
+    """Begin to concatenate the shards of `axes` of each tensor along dim 0, into new tensors. No gradient.
 
-    `x` must stay as it is until then.
+    Return at once; `wait` for each result before use. The tensors must be contiguous, of one dtype, and stay as they
+    are until then. They are one group of the backend.
     """
+    shards = [x.detach() for x in xs]
     if mesh.size(axes) == 1:
-        return x.detach()
-    return _c10d.all_gather_into_tensor(x.detach().contiguous(), mesh.size(axes), mesh.group_name(axes))
+        return shards
+    arguments = mesh.size(axes), mesh.group_name(axes)
+    if _grouped(shards, mesh, axes):
+        return _c10d.all_gather_into_tensor_coalesced(shards, *arguments)
+    return [_c10d.all_gather_into_tensor(x, *arguments) for x in shards]
 
 
-def start_psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """Begin to sum over `axes` and keep this rank's part of dim 0; return at once, `wait` for it before use.
+def start_psum_scatters(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> list[Tensor]:
+    """Begin to sum each tensor over `axes` and keep this rank's part of dim 0, in its dtype. No gradient.
 
-    No gradient. `x` must be contiguous and stay as it is until then.
+    Return at once; `wait` for each result before use. The tensors must be contiguous, of one dtype, and stay as they
+    are until then. They are one group of the backend.
     """
+    whole = [x.detach() for x in xs]
     if mesh.size(axes) == 1:
-        return x.detach()
-    return _c10d.reduce_scatter_tensor(x.detach(), "sum", mesh.size(axes), mesh.group_name(axes))
+        return whole
+    arguments = "sum", mesh.size(axes), mesh.group_name(axes)
+    if _grouped(whole, mesh, axes):
+        return _c10d.reduce_scatter_tensor_coalesced(whole, *arguments)
+    return [_c10d.reduce_scatter_tensor(x, *arguments) for x in whole]
 
 
 def start_shift(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
@@ -146,6 +157,11 @@ def from_first_rank(value: Any, mesh: Mesh) -> Any:
     values = [value if mesh.rank == 0 else None]
     dist.broadcast_object_list(values, group=mesh.group(AXES), group_src=0)
     return values[0]
+
+
+def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
+    """True if collectives on the tensors are one group of the backend. Gloo would copy them to one buffer and back."""
+    return len(xs) > 1 and dist.get_backend(mesh.group(axes)) != "gloo"
 
 
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:

@@ -2,11 +2,12 @@
 
 What is gathered is the difference of two layouts: how a parameter is stored, and how its layer computes with it.
 `gathered` gives a tree to compute with. Looking at a part of it gathers that part: all shards of a layer that are split
-over the same axes in one collective, cast to the dtype to compute in before they are sent. The parts of a tree are used
-in the order of its names, so while one computes the gather of the next is on its way: `embed`, the layers, `unembed`.
-The backward pass does not find the whole weights in memory either: autograd saves a note of which part of which layer
-each was, and they are gathered again, in the other direction and again one layer ahead. A layer's gradients are summed
-and split over the same axes, in the dtype of the shards, while the layer before it computes.
+over the same axes in one group of collectives, cast to the dtype to compute in before they are sent. A large weight
+whose outermost dim is split is gathered into place; any other is copied once when it has arrived. The parts of a tree
+are used in the order of its names, so while one computes the gather of the next is on its way: `embed`, the layers,
+`unembed`. The backward pass does not find the whole weights in memory either: autograd saves a note of which part of
+which layer each was, and they are gathered again, in the other direction and again one layer ahead. A layer's gradients
+are summed and split over the same axes while the layer before it computes, in the dtype of the shards or a chosen one.
 
     forward    gather 0 | compute 0, gather 1 | compute 1, gather 2 | ...
     backward   ... | back through 2, gather 1 | back through 1, gather 0, scatter 2 | back through 0, scatter 1 | ...
@@ -27,29 +28,36 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.message_sizes import message_bytes
 from funrl.models.gather_buffers import (
-    Buffers,
+    GatherDtypes,
+    Group,
     Place,
+    Scatter,
     buffers_of,
+    land_gather,
+    land_scatters,
     layers_together,
-    put_together,
-    slot,
-    take_apart,
+    start_gather,
+    start_scatter,
     whole_of,
 )
 from funrl.models.weight_dtypes import cast_weights, weight_dtype
 
 
-class Group(NamedTuple):
-    """Leaves that are gathered together, such as a layer's, and the dtype to compute in."""
+class Landed(NamedTuple):
+    """A group whose weights are there.
 
-    shards: trees.Tree
-    buffers: Buffers
-    mesh: Mesh
-    dtype: torch.dtype
+    Attributes:
+      group: its number.
+      buffers: one for each bucket.
+      buckets: the number of the bucket by the address of its buffer's storage.
+    """
+
+    group: int
+    buffers: list[Tensor]
+    buckets: dict[int, int]
 
 
 class Saved(NamedTuple):
@@ -74,10 +82,10 @@ def gathered(
     stored: trees.Tree,
     compute: trees.Tree,
     mesh: Mesh,
-    dtype: torch.dtype,
+    dtypes: GatherDtypes,
     last: str | None = None,
 ) -> trees.Tree:
-    """Weights to compute with, in `dtype`: a model sees them in the layouts `compute`.
+    """Weights to compute with: a model sees them in the layouts `compute`.
 
     A tree whose two layouts are the same is cast and nothing else. Otherwise the result gathers when it is looked at:
     `tree[name]` one leaf or group, iterating over a tuple of layers one layer after the other. Each look gathers again.
@@ -87,8 +95,7 @@ def gathered(
         that require none are gathered and nothing else: nothing is computed, kept or sent for a gradient of theirs.
       stored, compute: layouts of the same structure, of the shards and of the result.
       mesh: the mesh of both.
-      dtype: floating point, of the results and of what is sent, but for `weight_dtypes.WIDE`; gradients are reduced in
-        the dtype of `params`.
+      dtypes: of the results, and of the sums of gradients, which arrive in the dtype of `params`.
       last: name of the part that is looked at once more behind all others, such as an embedding that is the unembedding
         too: it is gathered again while what stands before computes.
 
@@ -96,11 +103,10 @@ def gathered(
       MeshError: a leaf cannot be gathered from one layout to the other.
     """
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
-        return cast_weights(params, dtype)
+        return cast_weights(params, dtypes.compute)
     groups: list[Group] = []
-    tree = _numbered(
-        params, stored, compute, number=functools.partial(_group, groups, mesh, dtype), itemsize=dtype.itemsize
-    )
+    number = functools.partial(_group, groups, mesh, dtypes)
+    tree = _numbered(params, stored, compute, number=number, itemsize=dtypes.compute.itemsize)
     again = None if last is None or not isinstance(tree, dict) else tree.get(last)
     return _view(tree, GatherSchedule(groups, again if isinstance(again, int) else None))
 
@@ -146,11 +152,11 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
     return min(layers_together(buffers, itemsize) for buffers in plans)
 
 
-def _group(groups: list[Group], mesh: Mesh, dtype: torch.dtype, shards: Any, stored: Any, compute: Any) -> int:
+def _group(groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: Any, stored: Any, compute: Any) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
     buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)
-    groups.append(Group(shards, buffers, mesh, dtype=dtype))
+    groups.append(Group(shards, buffers, mesh, dtypes=dtypes))
     return len(groups) - 1
 
 
@@ -187,14 +193,14 @@ class Layers:
 
     Attributes:
       numbers: of its groups in the schedule.
-      at: the group that forward or backward pass is at, and its gathered buffers.
+      at: the group that forward or backward pass is at.
     """
 
     def __init__(self, schedule: GatherSchedule, groups: LayerGroups) -> None:
         self.schedule = schedule
         self.numbers = groups.numbers
         self.count = groups.layers
-        self.at: tuple[int, list[Tensor]] | None = None
+        self.at: Landed | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -203,7 +209,7 @@ class Layers:
         for i in self.numbers:
             self.at = None  # the weights of the layers before go before these come
             weights, buffers = self.schedule.weights(i, i + 1 if i + 1 in self.numbers else self.schedule.after(i))
-            self.at = i, buffers
+            self.at = _landed(i, buffers)
             layers = collections.deque(weights)
             del buffers, weights
             while layers:
@@ -211,22 +217,21 @@ class Layers:
 
     def note(self, x: Tensor) -> Any:
         """Saved form of a tensor for autograd: a note if it is a part of this layer's weights."""
-        if self.at is not None:
-            for bucket, buffer in enumerate(self.at[1]):
-                if _same_memory(x, buffer):
-                    return Saved(self.at[0], bucket, x.shape, stride=x.stride(), offset=int(x.storage_offset()))
-        return x
+        bucket = None if self.at is None else self.at.buckets.get(x.untyped_storage()._cdata)
+        if self.at is None or bucket is None:
+            return x
+        return Saved(self.at.group, bucket, x.shape, stride=x.stride(), offset=int(x.storage_offset()))
 
     def remember(self, kept: Any) -> Tensor:
         """The tensor of a note; its layer is gathered if the backward pass has just come to it."""
         if not isinstance(kept, Saved):
             return kept
-        if self.at is None or self.at[0] != kept.group:
+        if self.at is None or self.at.group != kept.group:
             self.at = None
-            self.at = kept.group, self.schedule.land(kept.group)
+            self.at = _landed(kept.group, self.schedule.land(kept.group))
         if kept.group > self.numbers[0]:
             self.schedule.start(kept.group - 1)
-        return self.at[1][kept.bucket].as_strided(kept.shape, kept.stride, kept.offset)
+        return self.at.buffers[kept.bucket].as_strided(kept.shape, kept.stride, kept.offset)
 
 
 class GatherSchedule:
@@ -239,7 +244,7 @@ class GatherSchedule:
       arriving: gathers that have begun, by group.
       again: the group that is looked at once more behind the last one, if there is such.
       looks, passed: how often each group's weights were made, and their gradients were.
-      leaving: gradients on their way: the summed shards, and what is sent, which must stay until then.
+      leaving: gradients on their way.
     """
 
     def __init__(self, groups: list[Group], again: int | None = None) -> None:
@@ -253,23 +258,23 @@ class GatherSchedule:
             ]
             for group in groups
         ]
-        self.leaving: list[tuple[Tensor, Tensor]] = []
+        self.leaving: list[Scatter] = []
         every = [x for group in split for x in group]
         handles = iter(_Landed.apply(self.leaving, *every) if every else ())
         self.handles = [[next(handles) for _ in group] for group in split]
-        self.arriving: dict[int, list[Tensor]] = {}
+        self.arriving: dict[int, collections.deque[Tensor]] = {}
         self.looks = collections.Counter[int]()
         self.passed = collections.Counter[int]()
 
     def start(self, i: int) -> None:
         """Begin to gather a group, unless that is on its way or nothing of it is gathered."""
         if i not in self.arriving and self.groups[i].buffers.buckets:
-            self.arriving[i] = start(self.groups[i])
+            self.arriving[i] = start_gather(self.groups[i])
 
     def land(self, i: int) -> list[Tensor]:
         """Wait for a group's gather: its buffers, in which every weight is contiguous."""
         self.start(i)
-        return _spread(self.groups[i], self.arriving.pop(i))
+        return land_gather(self.groups[i], self.arriving.pop(i))
 
     def after(self, i: int) -> int | None:
         """The next group that is gathered, if nobody has looked at it before; behind the last the one to come again."""
@@ -294,7 +299,7 @@ class GatherSchedule:
 
         def value(name: str, x: Tensor, place: Place | None) -> Tensor:
             if place is None:
-                return x.to(weight_dtype(name, group.dtype))
+                return x.to(weight_dtype(name, group.dtypes.compute))
             bucket = group.buffers.buckets[place.bucket]
             return next(trained) if bucket.trained else whole_of(landed[place.bucket], place, bucket)
 
@@ -302,35 +307,12 @@ class GatherSchedule:
         return trees.fill(group.shards, [value(name, x, place) for (name, x), place in leaves]), landed
 
 
-def start(group: Group) -> list[Tensor]:
-    """Begin to gather a group, bucket by bucket; the results are not there yet."""
-    buffers = group.buffers
-    mesh = group.mesh
-    flats = [torch.empty(b.elements, dtype=group.dtype, device=mesh.device) for b in buffers.buckets]
-    with torch.no_grad():
-        for x, place in zip(trees.leaves(group.shards), buffers.places, strict=True):
-            if place is not None:
-                slot(flats[place.bucket], place, tuple(x.shape)).copy_(x)
-    return [collectives.start_all_gather(flat, mesh, b.axes) for flat, b in zip(flats, buffers.buckets, strict=True)]
-
-
-def _spread(group: Group, arriving: list[Tensor]) -> list[Tensor]:
-    """The ranks' buffers, when they are there, as buffers in which every weight is contiguous."""
-    buckets = group.buffers.buckets
-    rows = [collectives.wait(x).view(b.ranks, b.elements) for x, b in zip(arriving, buckets, strict=True)]
-    buffers = [x.new_empty(x.numel()) for x in rows]
-    for place in filter(None, group.buffers.places):
-        bucket = buckets[place.bucket]
-        put_together(rows[place.bucket], whole_of(buffers[place.bucket], place, bucket), place, bucket=bucket)
-    return buffers
-
-
-def _same_memory(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+def _landed(i: int, buffers: list[Tensor]) -> Landed:
+    return Landed(i, buffers, {buffer.untyped_storage()._cdata: number for number, buffer in enumerate(buffers)})
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole weights; back, the gradients begin to be summed and split in the dtype of the shards."""
+    """Shards to whole weights; back, the gradients begin to be summed and split."""
 
     @staticmethod
     def forward(schedule, i, landed, *shards):
@@ -349,27 +331,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         schedule = ctx.schedule
-        group = ctx.schedule.groups[ctx.i]
-        buffers = group.buffers
-        mesh = group.mesh
-        places: list[Place] = buffers.trained
-        rows = {
-            number: torch.zeros(bucket.ranks, bucket.elements, dtype=ctx.dtype, device=mesh.device)
-            for number, bucket in enumerate(buffers.buckets)
-            if bucket.trained
-        }
-        for grad, place in zip(grads, places, strict=True):
-            if grad is not None:
-                take_apart(grad, rows[place.bucket], place, bucket=buffers.buckets[place.bucket])
-        _land(schedule.leaving)
-        for number, x in rows.items():
-            axes = buffers.buckets[number].axes
-            schedule.leaving.append((collectives.start_psum_scatter(x.view(-1), mesh, axes), x))
-        summed = dict(zip(rows, (flat for flat, _ in schedule.leaving), strict=True))
+        group = schedule.groups[ctx.i]
+        land_scatters(schedule.leaving)  # first: this one's takes the room of what the last one has sent
+        shards = start_scatter(group, grads, ctx.shapes, dtype=ctx.dtype, leaving=schedule.leaving)
         schedule.passed[ctx.i] += 1
         if schedule.passed[ctx.i] > 1:  # autograd adds it to what has come from another look
-            _land(schedule.leaving)
-        return None, None, None, *(slot(summed[p.bucket], p, n) for p, n in zip(places, ctx.shapes, strict=True))
+            land_scatters(schedule.leaving)
+        return None, None, None, *shards
 
 
 class _Landed(torch.autograd.Function):
@@ -386,11 +354,5 @@ class _Landed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _land(ctx.leaving)
+        land_scatters(ctx.leaving)
         return None, *(grad if grad is None else grad.contiguous() for grad in grads)
-
-
-def _land(leaving: list[tuple[Tensor, Tensor]]) -> None:
-    for summed, _ in leaving:
-        collectives.wait(summed)
-    leaving.clear()

@@ -21,6 +21,7 @@ from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
+from funrl.models.gather_buffers import GatherDtypes
 from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
@@ -48,6 +49,7 @@ class Placed:
       stored: layouts of the weights between steps.
       compute: layouts of the weights while their layer runs.
       dtype: the weights are cast to it to compute; gradients arrive in the dtype of the weights.
+      reduce_dtype: of the sums over ranks of the gradients of weights that are gathered; None: that of the weights.
       layer: the function of one layer, such as a compiled one.
       replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
       splits: whether the residual stream of packed rows is split over `tensor`; see `split_residual`.
@@ -61,6 +63,7 @@ class Placed:
     layer: Layer
     replay: bool = False
     splits: bool = False
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def partial(self) -> trees.Tree:
@@ -152,7 +155,7 @@ class Placed:
         """
         if self.model.value is None:
             raise ModelError("the model has no value head: with_value_head(model) gives it one")
-        weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype)
+        weights = self._gathered(params)
         value_Bt = self.model.value(weights, self._apply(weights, batch).hidden)
         over = (SEQUENCE, "tensor") if self._splits(batch) else SEQUENCE
         return _shifted(gather_replicated(value_Bt, self.mesh, over, dim=1), batch)
@@ -200,7 +203,7 @@ class Placed:
         if self.model.unembed is None:
             raise ModelError("a model with a value head gives no probabilities to tokens")
         tied = "embed" if self.model.config.tied else None  # is the unembedding
-        weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype, last=tied)
+        weights = self._gathered(params, last=tied)
         hidden_BtD, _, aux = self._apply(weights, batch)
         hidden_BtD = all_tokens(hidden_BtD, self.mesh, self._splits(batch))
         load = RouterLoad(**aux) if aux else None
@@ -218,8 +221,13 @@ class Placed:
     def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
         """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""
         with torch.no_grad():
-            weights = gathered(params, self.stored, self.compute, mesh=self.mesh, dtype=self.dtype)
+            weights = self._gathered(params)
             return self._apply(weights, batch).aux["counts_E"]
+
+    def _gathered(self, params: trees.Tree, last: str | None = None) -> trees.Tree:
+        """The weights to compute with, gathered when they are looked at."""
+        dtypes = GatherDtypes(self.dtype, self.reduce_dtype)
+        return gathered(params, self.stored, self.compute, mesh=self.mesh, dtypes=dtypes, last=last)
 
     def _apply(self, weights: trees.Tree, batch: Batch) -> Output:
         """The forward pass over this rank's part of the tokens, with the recorded experts where they are replayed."""
@@ -271,6 +279,7 @@ def place(
     layer: Layer | None = None,
     replay: bool = False,
     splits: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Placed:
     """A model on a mesh.
 
@@ -283,6 +292,7 @@ def place(
       layer: a replacement of `model.layer`, such as a compiled one; None: that one.
       replay: whether tokens go to the experts that a batch says.
       splits: whether the residual stream of packed rows is split over `tensor`.
+      reduce_dtype: the dtype to sum gradients of gathered weights in; None: that of the weights.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
@@ -291,7 +301,15 @@ def place(
         layouts(model.shapes, model.axes, rules, sizes=mesh.sizes) for rules in (stored_rules, compute_rules)
     )
     return Placed(
-        model, mesh, stored, compute=compute, dtype=dtype, layer=layer or model.layer, replay=replay, splits=splits
+        model,
+        mesh,
+        stored,
+        compute=compute,
+        dtype=dtype,
+        layer=layer or model.layer,
+        replay=replay,
+        splits=splits,
+        reduce_dtype=reduce_dtype,
     )
 
 

@@ -32,6 +32,7 @@ from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, f
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.jobs.sharding import learns_sharded
 from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.recovery import Recovery
 from funrl.trainer.settings.settings import scoring_budget
@@ -257,6 +258,8 @@ def begin_run(
     """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
     if problem := products_problem():
         observer.note(problem)
+    if learns_sharded(job.settings, job.algorithm.losses):
+        observer.note(f"--fsdp: gradients are summed over ranks in {str(job.reduce_dtype).removeprefix('torch.')}")
     clock = clock or Clock(mesh.device)
     parts = build(job, mesh, observer.note)._replace(pool=pool)
     folder = shared_folder(observer, mesh)

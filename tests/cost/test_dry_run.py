@@ -315,6 +315,24 @@ def test_the_sharded_gradients_of_many_micro_batches_are_gradients(tmp_path):
         assert policy.phases["update_policy"].peaks[part]["gradients"] >= 0.95 * shards, part
 
 
+def test_gradients_that_are_summed_in_bfloat16_are_half_the_bytes(tmp_path):
+    model = write_config(tmp_path, num_hidden_layers=3, hidden_size=512, intermediate_size=2048)
+    flags = {"model": model, "mesh": "dp4", "fsdp": True, "dtype": "bfloat16", "remat": "full", "minibatches": 2}
+    wide, half = (
+        dry_run.estimate(plain("grpo", batch_prompts=16, grad_reduce_dtype=dtype, **flags), 8, H100)
+        for dtype in ("auto", "bfloat16")
+    )
+    sums = [
+        next(sent for (op, _), sent in found.phases["update_policy"].traffic.items() if op == "reduce_scatter_tensor")
+        for found in (wide, half)
+    ]
+    assert sums[1] == (sums[0].count, sums[0].nbytes / 2)
+    held = [found.phases["update_policy"].peaks["backward"] for found in (wide, half)]
+    layer = sum(x.numel() for x in trees.leaves(wide.job.models["policy"].shapes["layers"][0]) if x.ndim > 1)
+    saved = sum(held[0].values()) - sum(held[1].values())
+    assert 1.5 * layer < saved < 2.5 * layer  # bytes: each gradient of a layer on its way takes 2 instead of 4
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_update_holds_states_and_gradients_and_nothing_of_the_forward_pass(optimizer):
     job = small("grpo", optimizer=optimizer)

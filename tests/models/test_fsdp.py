@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from own_messages import own_messages
 from selection import quick
 
 from funrl import trees
@@ -53,6 +54,7 @@ NEXT = with_fields(
     mixers=(GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
     experts=Experts(4, 2, 8, shared=4, shared_weighted=True),
 )  # fmt: skip
+F64 = gather_buffers.GatherDtypes(torch.float64)
 ALONE = single(), None, "none", torch.float64
 COMPILED = torch.compile(decoder_layer, backend="aot_eager", fullgraph=True)
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
@@ -88,9 +90,10 @@ def _loss(placed, params):
     return (WEIGHTS[rows].to(logp_BT.dtype) * (logp_BT + values_BT.sin())).sum(), None
 
 
-def _program(config, over, remat, dtype, params, mesh):
+def _program(config, over, remat, dtype, params, mesh, reduce_dtype=None):
     """Loss and whole gradients, summed over all rows."""
     placed = _placed(config, mesh, over, remat, dtype)
+    placed = {name: dataclasses.replace(one, reduce_dtype=reduce_dtype) for name, one in placed.items()}
     stored, compute = ({name: getattr(one, at) for name, one in placed.items()} for at in ("stored", "compute"))
     mine = shard(params, stored, mesh)
     (loss, _), grads = trees.value_and_grad(functools.partial(_loss, placed))(mine)
@@ -98,6 +101,12 @@ def _program(config, over, remat, dtype, params, mesh):
         assert x.shape == own.shape and x.dtype == own.dtype
     grads, loss = sum_rest(grads, loss, stored, compute, mesh)
     return loss, unshard(grads, stored, mesh)
+
+
+def _each_by_itself(program, mesh):
+    """The program where every weight is a message of its own, as large ones are."""
+    with own_messages(0):
+        return program(mesh)
 
 
 CASES = {
@@ -121,16 +130,23 @@ QUICK = (
     "dp2,ep2 over both",
     "dp3, which does not divide",
     "dp2,tp2 gated delta nets",
+    "dp3, which does not divide, each weight by itself",
+    "dp2,ep2 over both, one of which has nothing, each weight by itself",
 )
 
 
-@pytest.mark.parametrize("case", quick([*CASES, "dp2, a compiled layer"], QUICK))
+BY_ITSELF = ", each weight by itself"
+ALONE_CASES = [case + BY_ITSELF for case in CASES if CASES[case][1] is not None]
+
+
+@pytest.mark.parametrize("case", quick([*CASES, "dp2, a compiled layer", *ALONE_CASES], QUICK))
 def test_losses_and_gradients_are_those_of_one_device(case):
-    mesh, over, remat, config = CASES.get(case, ("dp2", "data", "compiled", CONFIG))
+    mesh, over, remat, config = CASES.get(case.removesuffix(BY_ITSELF), ("dp2", "data", "compiled", CONFIG))
     params = _params(config, torch.float64)
     alone = _placed(config, single(), None, "none", torch.float64)
     (expected, _), whole = trees.value_and_grad(functools.partial(_loss, alone))(params)
     program = functools.partial(_program, config, over, remat, torch.float64, params)
+    program = functools.partial(_each_by_itself, program) if case.endswith(BY_ITSELF) else program
     loss, grads = launch(program, parse(mesh), "cpu")
     assert abs(loss - expected) < 1e-12 * abs(expected)
     for (name, x), y in zip(trees.named(grads), trees.leaves(whole), strict=True):
@@ -151,16 +167,42 @@ def test_bfloat16_is_sent_and_float32_is_summed():
         assert y.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_messages_changes_no_bit(dtype):
+    program = functools.partial(_program, TIED, "data", "full", dtype, _params(TIED, torch.float32))
+    (loss, grads), (loss_by_itself, by_itself) = (
+        launch(run, parse("dp2"), "cpu") for run in (program, functools.partial(_each_by_itself, program))
+    )
+    assert loss == loss_by_itself
+    for (name, x), y in zip(trees.named(grads), trees.leaves(by_itself), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_gradients_may_be_summed_in_bfloat16():
+    program = functools.partial(_program, CONFIG, "data", "none", torch.float64, _params(CONFIG, torch.float64))
+    (loss, exact), (same, rounded) = (
+        launch(functools.partial(program, reduce_dtype=dtype), parse("dp2"), "cpu") for dtype in (None, torch.bfloat16)
+    )
+    assert loss == same
+    placed = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)
+    stored = {name: one.stored for name, one in placed.items()}
+    whole = {name for name, layout in trees.named(stored) if not layout.axes}
+    for (name, x), y in zip(trees.named(rounded), trees.leaves(exact), strict=True):
+        assert x.dtype == torch.float64
+        assert (x - y).norm() < 2**-7 * y.norm(), name
+        assert name in whole or not torch.equal(x, y), name
+
+
 def _watched(remat, mesh):
     """Counts gathers by dtype, and how many whole layers there are at most at the end of one."""
     policy = _placed(CONFIG, mesh, "data", remat, torch.bfloat16)["policy"]
     mine = shard(_params(CONFIG, torch.float32)["policy"], policy.stored, mesh)
     started, most, alive = [], [0], []
-    start, spread = fsdp.start, fsdp._spread
+    start, spread = fsdp.start_gather, fsdp.land_gather
 
     def watch_start(group):
         if group.buffers.buckets:  # some of it is split
-            started.append(group.dtype)
+            started.append(group.dtypes.compute)
         return start(group)
 
     def watch_spread(group, arriving):
@@ -170,7 +212,7 @@ def _watched(remat, mesh):
         most[0] = max(most[0], sum(ref() is not None for ref in alive))
         return whole
 
-    fsdp.start, fsdp._spread = watch_start, watch_spread
+    fsdp.start_gather, fsdp.land_gather = watch_start, watch_spread
     between = []
 
     def loss(params):
@@ -200,7 +242,12 @@ def _events(config, mesh):
     policy = _placed(config, mesh, "data", "none", torch.float64)["policy"]
     mine = shard(_params(config, torch.float64)["policy"], policy.stored, mesh)
     events = []
-    start, spread, scatter, wait = fsdp.start, fsdp._spread, collectives.start_psum_scatter, collectives.wait
+    start, spread, scatter, wait = (
+        fsdp.start_gather,
+        fsdp.land_gather,
+        collectives.start_psum_scatters,
+        collectives.wait,
+    )
     names = {
         x.data_ptr(): name.split("/attn/o")[0] for name, x in trees.named(mine) if name.endswith(("embed", "attn/o"))
     }
@@ -217,19 +264,19 @@ def _events(config, mesh):
         events.append(("land", name_of(group)))
         return spread(group, arriving)
 
-    def watch_scatter(x, mesh, axes):
-        summed = scatter(x, mesh, axes)
+    def watch_scatter(xs, mesh, axes):
+        (summed,) = scatter(xs, mesh, axes)
         scattered[id(summed)] = summed
         events.append(("scatter", len(scattered)))
-        return summed
+        return [summed]
 
     def watch_wait(x):
         if id(x) in scattered:
             events.append(("wait", list(scattered).index(id(x)) + 1))
         return wait(x)
 
-    fsdp.start, fsdp._spread = watch_start, watch_spread
-    collectives.start_psum_scatter, collectives.wait = watch_scatter, watch_wait
+    fsdp.start_gather, fsdp.land_gather = watch_start, watch_spread
+    collectives.start_psum_scatters, collectives.wait = watch_scatter, watch_wait
 
     def loss(params):
         scores = policy.token_scores(params, Batch(tokens=TOKENS))
@@ -277,11 +324,11 @@ def _together(params, mesh):
     buffers = gather_buffers.buffers_of(("",) * len(stored), tuple(stored), tuple(compute), (True,) * len(stored))
     piece = 8 * buffers.buckets[0].elements
     message_sizes.RANKS_PER_NODE, message_sizes.PIECE_BYTES = 1, 3 * piece // 2
-    sent, starts = [], {name: getattr(collectives, f"start_{name}") for name in ("all_gather", "psum_scatter")}
+    sent, starts = [], {name: getattr(collectives, f"start_{name}") for name in ("all_gathers", "psum_scatters")}
 
-    def watched(name, x, mesh, axes):
-        sent.append((name, x.nbytes))
-        return starts[name](x, mesh, axes)
+    def watched(name, xs, mesh, axes):
+        sent.append((name, sum(x.nbytes for x in xs)))
+        return starts[name](xs, mesh, axes)
 
     for name in starts:
         setattr(collectives, f"start_{name}", functools.partial(watched, name))
@@ -292,8 +339,8 @@ def _together(params, mesh):
 def test_layers_join_where_a_message_of_one_is_small():
     params, alone = (made(CONFIG, *rest)["policy"] for made, rest in ((_params, (torch.float64,)), (_placed, ALONE)))
     piece, sent, grads = launch(functools.partial(_together, params), parse("dp2"), "cpu")
-    assert sent.count(("all_gather", 2 * piece)) == 3  # four layers: two messages there, and one back
-    assert sent.count(("psum_scatter", 4 * piece)) == 2
+    assert sent.count(("all_gathers", 2 * piece)) == 3  # four layers: two messages there, and one back
+    assert sent.count(("psum_scatters", 4 * piece)) == 2
     assert len(sent) == 3 + 2 + 2 * 2  # and those of the embedding and of the unembedding
     _, whole = trees.value_and_grad(functools.partial(_scores, alone))(params)
     stored = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)["policy"].stored
@@ -305,7 +352,7 @@ def _passes_loss(placed, again, params):
     """Three passes over the same weights, which are gathered once and looked at again, or gathered `again`."""
 
     def gather():
-        return fsdp.gathered(params, placed.stored, placed.compute, placed.mesh, torch.float64)
+        return fsdp.gathered(params, placed.stored, placed.compute, placed.mesh, F64)
 
     weights, total = gather(), torch.zeros((), dtype=torch.float64)
     for i in range(3):
@@ -339,7 +386,7 @@ def test_gradients_of_several_passes_and_of_the_shards_themselves_add_up(again):
 def _experts_loss(mesh, places, params):
     """A mixture of experts in which every expert sees every token; this rank's tokens, all experts."""
     stored, compute = places
-    weights = fsdp.gathered(params, stored, compute, mesh, torch.float64)
+    weights = fsdp.gathered(params, stored, compute, mesh, F64)
     tokens, count = mesh.index(mesh.token_axes), mesh.size(mesh.token_axes)
     x_TD = ACTIVATIONS.chunk(count)[tokens]
     gates_TE = (x_TD @ weights["router"].T).softmax(-1)
@@ -416,7 +463,7 @@ def test_experts_are_one_line_of_the_tables(case):
 def test_a_tree_that_is_stored_as_it_computes_is_only_cast():
     params = _params(CONFIG, torch.float64)["policy"]
     table = layouts(params, decoder_model(CONFIG).axes, STORED, parse("dp2"))
-    weights = fsdp.gathered(params, table, table, single(), torch.float64)
+    weights = fsdp.gathered(params, table, table, single(), F64)
     assert weights["layers"][0]["attn"]["q"] is params["layers"][0]["attn"]["q"]
 
 
@@ -424,4 +471,4 @@ def test_a_dim_that_is_computed_otherwise_than_stored_is_refused():
     stored = {"w": Layout((4, 4), (("data", "tensor"), ()), (2, 1, 1, 2))}
     compute = {"w": Layout((4, 4), (("tensor",), ()), (2, 1, 1, 2))}
     with pytest.raises(MeshError, match=r"w: dim 0 of \(4, 4\) is stored over \('data', 'tensor'\) and computed over"):
-        fsdp.gathered({"w": torch.ones(1, 4)}, stored, compute, single(), torch.float32)
+        fsdp.gathered({"w": torch.ones(1, 4)}, stored, compute, single(), F64)

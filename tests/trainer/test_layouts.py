@@ -5,7 +5,19 @@ import functools
 import pytest
 import torch
 from selection import quick
-from small_runs import GRPO, PPO, assert_same, begin, run_steps, scored_batch, small_job, whole_batch
+from small_runs import (
+    GRPO,
+    PPO,
+    Quiet,
+    assert_same,
+    begin,
+    gradients,
+    relative,
+    run_steps,
+    scored_batch,
+    small_job,
+    whole_batch,
+)
 
 from funrl import trees
 from funrl.mesh.launch import launch
@@ -59,6 +71,33 @@ def test_ppo_is_the_same_in_every_layout(layout):
     assert_same(_steps(**LAYOUTS[layout]), _alone(LAYOUTS[layout].get("optimizer", "adamw")), 1e-9)
 
 
+def _noted_gradients(job, mesh):
+    """What a run says, and the gradients of its first step."""
+    observer = Quiet()
+    run, state = begin(job, mesh, observer)
+    batch, state, _ = scored_batch(run, state)
+    return observer.notes, {name: found.tree for name, found in gradients(run, state, batch).items()}
+
+
+def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
+    found = []
+    for dtype in ("auto", "float32", "bfloat16"):
+        job = small_job(PPO, sizes=SIZES, mesh="dp2", fsdp=True, grad_reduce_dtype=dtype)
+        found.append(launch(functools.partial(_noted_gradients, job), job.sizes, "cpu"))
+    notes, (exact, single, half) = zip(*found, strict=True)
+    for said, dtype in zip(notes, ("float64", "float32", "bfloat16"), strict=True):
+        assert f"--fsdp: gradients are summed over ranks in {dtype}" in said
+    assert 0 < relative(single, exact) < 2**-22
+    assert 2**-12 < relative(half, exact) < 2**-7
+
+
+def test_a_run_without_sharded_gradients_says_nothing_of_them():
+    for settings in ({}, {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference"}):
+        job = small_job(PPO, sizes=SIZES, **settings)
+        notes, _ = launch(functools.partial(_noted_gradients, job), job.sizes, "cpu")
+        assert not any("summed over ranks" in text for text in notes)
+
+
 def _of_reference(job, mesh):
     """What policy and reference score before the first update, and the dtypes and memory of all models."""
     run, state = begin(job, mesh)
@@ -99,6 +138,18 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--fsdp_models=reference: this run has no reference; it has policy",
         ),
         ({"mesh": "dp2,ep2"}, "a dense decoder has nothing to split over the expert axis"),
+        (
+            {"mesh": "dp2", "grad_reduce_dtype": "bfloat16"},
+            "--grad_reduce_dtype=bfloat16 does nothing without --fsdp; give --fsdp too",
+        ),
+        (
+            {"mesh": "dp2", "fsdp": True, "grad_reduce_dtype": "float64"},
+            "--grad_reduce_dtype=float64: it must be one of auto, float32, bfloat16",
+        ),
+        (
+            {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference", "grad_reduce_dtype": "bfloat16"},
+            "--grad_reduce_dtype=bfloat16 does nothing: --fsdp_models=reference shards no model that learns; leave",
+        ),
         ({"mesh": "dp2", "sequence_parallel": "ring"}, "--sequence_parallel=ring does nothing: --mesh=dp2 has no sp"),
         (
             {"mesh": "sp3", "sequence_parallel": "ulysses"},

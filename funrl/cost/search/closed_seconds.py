@@ -46,10 +46,9 @@ MOVED = (46, 9, 9)
 DISPATCHED = 8
 COMBINED = 7
 LEARNED = 2.7  # factor of numbers and kernels for forward and backward pass together
-# Memory traffic per weight, in sizes of a number of the forward pass: for each gather, each scattered sum, each
-# micro-batch that gives it a gradient, and in addition for the embedding tables, whose gradient is in float32.
-GATHERED = 5.5
-SCATTERED = 2.5
+# Memory traffic per weight, in sizes of a number of the forward pass: for each gather, each micro-batch that gives it a
+# gradient, and in addition for the embedding tables, whose gradient is in float32.
+GATHERED = 4.7
 GRADIENT = 6.5
 TABLE_GRADIENT = 12.0
 UPDATED = 31  # bytes per weight in an optimizer step
@@ -174,7 +173,6 @@ def _weights(job: Job, split: MeshSplit, hardware: Hardware, name: str, often: t
     if job.base_of(name) is not None:
         return split.item * numbers / _speed(hardware)
     numbers += learning * (GRADIENT * each + TABLE_GRADIENT * tables(model) / split.tensor)
-    numbers += learning * SCATTERED * each * (shards_of(job, split, name) > 1)
     return (split.item * numbers + steps * UPDATED * stored(job, split, name)) / _speed(hardware)
 
 
@@ -195,7 +193,7 @@ def _sharding(
     if shards > 1:
         near = split.reach <= RANKS_PER_NODE
         gathers = scoring + learning * 2
-        nbytes = gathers * weights * split.item + learning * weights * 4
+        nbytes = gathers * weights * split.item + learning * weights * job.reduce_dtype.itemsize
         filled = max(1.0, message_bytes(shards, 0) * layers / (weights * split.item))
         count = gathers * math.ceil(layers / filled)
         gathering = collective_seconds(hardware, "gather", count, nbytes, shards, near)

@@ -29,6 +29,10 @@ from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, 
 from funrl.optim.base import Transformation
 
 _aten = torch.ops.aten
+_SUMS = (
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
+)
 _ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # used to pack and unpack messages
 
 
@@ -45,7 +49,7 @@ def _works() -> dict:
 
 
 class _Message(NamedTuple):
-    """A collective that has begun; `begun`: seconds of the phase's kernels before it started."""
+    """A collective, or a group of them, that has begun; `begun`: seconds of the phase's kernels before it started."""
 
     key: tuple[str, str]
     nbytes: float
@@ -87,7 +91,7 @@ class Tracer(TorchDispatchMode):
         self.now = Costs()
         self.highest = {}
         self.part = "other"
-        self.under_way: dict[int, _Message] = {}  # by the storage of the result
+        self.under_way: dict[int, _Message] = {}  # by the storage of each result
         self.learns = False
         self.optimizes = False
 
@@ -203,7 +207,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "_c10d_functional":
             if x.dim() > 2:  # hidden states of a row, which tensor ranks gather or sum
                 return "activations"
-            summed = self.learns and func is torch.ops._c10d_functional.reduce_scatter_tensor.default
+            summed = self.learns and func in _SUMS
             return "gradients" if summed else "staging"
         if func is _aten.cat.default and x.dim() == 1:
             return "staging"
@@ -243,15 +247,18 @@ class Tracer(TorchDispatchMode):
 
     def _count_message(self, func: Any, operator: Operator, args: tuple, outs: Sequence[Tensor]) -> None:
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            message = self.under_way.pop(args[0].untyped_storage()._cdata, None)
-            if message is not None and self.now.seconds > message.begun:
+            message = self.under_way.get(args[0].untyped_storage()._cdata)
+            if message is None:
+                return
+            self.under_way = {key: other for key, other in self.under_way.items() if other is not message}
+            if self.now.seconds > message.begun:
                 add_traffic(self.now.early, message.key, 1, message.nbytes)
             return
-        key = operator.name, next(a for a in reversed(args) if isinstance(a, str))
+        key = operator.name.removesuffix("_coalesced"), next(a for a in reversed(args) if isinstance(a, str))
         nbytes = max(nbytes_of(args[:1]), nbytes_of(outs))
         add_traffic(self.now.traffic, key, 1, nbytes)
-        for x in outs:
-            self.under_way[x.untyped_storage()._cdata] = _Message(key, nbytes, self.now.seconds)
+        message = _Message(key, nbytes, self.now.seconds)
+        self.under_way |= {x.untyped_storage()._cdata: message for x in outs}
 
     def _count(self, key: Any, count_work: Callable[[], OperatorWork | None]) -> None:
         """Add the work of a call to the phase.

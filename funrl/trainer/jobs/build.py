@@ -110,6 +110,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             layer=layer,
             replay=replay,
             splits=split,
+            reduce_dtype=job.reduce_dtype,
         )
 
     begin = placed(job.main_role, job.model)

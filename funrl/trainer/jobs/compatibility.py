@@ -21,7 +21,14 @@ from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.datasets import Task, Texts
-from funrl.trainer.jobs.sharding import check_experts, check_forms, check_layouts, check_roles, generate_sizes
+from funrl.trainer.jobs.sharding import (
+    check_experts,
+    check_forms,
+    check_layouts,
+    check_roles,
+    generate_sizes,
+    learns_sharded,
+)
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
@@ -52,6 +59,7 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
         raise SettingsError(f"{error}{advice}") from error
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
+    _check_reduction(algorithm, settings)
 
 
 def _check_roles(algorithm: Algorithm) -> None:
@@ -70,6 +78,16 @@ def _check_roles(algorithm: Algorithm) -> None:
             raise SettingsError(
                 f"the algorithm declares the role {name!r} and reads nothing that it writes ({fields}); leave it out"
             )
+
+
+def _check_reduction(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse a dtype of sums that a run does not have. Raises: SettingsError."""
+    dtype = settings.devices.grad_reduce_dtype
+    if dtype != "auto" and not learns_sharded(settings, algorithm.losses):
+        raise SettingsError(
+            f"--grad_reduce_dtype={dtype} does nothing: --fsdp_models={settings.devices.fsdp_models} shards no model "
+            f"that learns; leave it out, or shard {', '.join(algorithm.losses)}"
+        )
 
 
 def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from funrl.algos.core import Algorithm
 from funrl.models import Model
 from funrl.models.model import Lora
+from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.role_kinds import BASE, RoleKind
 from funrl.rollout.sampling_parameters import Sampling
@@ -66,6 +67,11 @@ class BaseJob:
     def master(self) -> torch.dtype:
         """The dtype of the weights that an optimizer keeps."""
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of sharded weights are summed over ranks."""
+        return TORCH_DTYPES.get(self.settings.devices.grad_reduce_dtype, self.master)
 
     @property
     def reward_names(self) -> tuple[str, ...]:

@@ -31,6 +31,11 @@ def is_sharded(settings: Settings, role: str) -> bool:
     return role in (parts(settings.devices.fsdp_models) or (role,))
 
 
+def learns_sharded(settings: Settings, learning: Collection[str]) -> bool:
+    """True if --fsdp shards the weights of some of the roles that learn."""
+    return settings.devices.fsdp and any(is_sharded(settings, role) for role in learning)
+
+
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
     """Check that --fsdp_models names roles that a run has.
 

@@ -60,6 +60,13 @@ class DeviceSettings:
         requires="fsdp",
         effect="ranks",
     )
+    grad_reduce_dtype: str = flag(
+        "auto",
+        "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
+        "partial sum to 8 bits; auto: that of the weights, which is float32, or float64 with --dtype=float64",
+        one_of("auto", "float32", "bfloat16"),
+        requires="fsdp",
+    )
     sequence_parallel: str = flag(
         "auto",
         "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
