@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
+C = TypeVar("C")
 # Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
 # between one whose weights are being sent and one whose gradients are.
 DEPTHS = (3, 4)
@@ -169,11 +170,15 @@ def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
     return few, few + joined
 
 
-def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
+def of_all_layers(
+    job: Job, costs: Callable[[Job], dict[str, C]], extrapolate: Callable[..., C] = along
+) -> dict[str, C]:
     """Costs by phase of a job, extrapolated from shallower ones.
 
     Args:
+      job: at full depth.
       costs: job -> costs by phase.
+      extrapolate: as `along`, for costs of another form.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
     joined = {path: _together(job, path) for path in models}
@@ -189,7 +194,7 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
         )
         for path, layers in deep.items()
     ]
-    return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
+    return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
 
 def _together(job: Job, path: str | None) -> int:
