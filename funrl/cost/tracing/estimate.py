@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -146,10 +146,18 @@ def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> tree
     return params
 
 
+class Phased(Protocol):
+    """Dispatch mode that counts by phase."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Count what runs inside the context as a phase."""
+        ...
+
+
 class TracedClock(Clock):
     """A clock that marks the phases of a tracer."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Phased) -> None:
         super().__init__()
         self.tracer = tracer
 
