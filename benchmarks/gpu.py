@@ -42,6 +42,7 @@ from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
 
 from funrl.cost.tracing.hardware import hardware_of
+from funrl.mesh.launch import gpu_problem
 from funrl.processes.device_memory import expand_segments
 
 SECONDS = flags.DEFINE_float("seconds", 520, "seconds of all parts together", lower_bound=1)
@@ -147,8 +148,8 @@ def measure(part: Part, sender: Connection) -> None:
     device = torch.device("cuda:0" if DEVICE.value == "cuda" else "cpu")
     try:
         if device.type == "cuda":
-            if not torch.cuda.is_available():
-                raise RuntimeError("torch sees no GPU here")
+            if (problem := gpu_problem()) is not None:
+                raise RuntimeError(problem)
             expand_segments()
             torch.cuda.set_device(device)
         for row in part.rows(Bench(device, hardware_of(device.type), SMALL.value)):

@@ -28,7 +28,7 @@ from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
-C = TypeVar("C")
+Counted = TypeVar("Counted")
 # Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
 # between one whose weights are being sent and one whose gradients are.
 DEPTHS = (3, 4)
@@ -179,8 +179,8 @@ def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
 
 
 def of_all_layers(
-    job: Job, costs: Callable[[Job], dict[str, C]], extrapolate: Callable[..., C] = along
-) -> dict[str, C]:
+    job: Job, costs: Callable[[Job], dict[str, Counted]], extrapolate: Callable[..., Counted] = along
+) -> dict[str, Counted]:
     """Costs by phase of a job, extrapolated from shallower ones.
 
     Args:
