@@ -54,7 +54,7 @@ DEVICE_VARIABLES = ("CUDA", "HIP", "ROCR", "NVIDIA", "LD_LIBRARY_PATH")  # prefi
 
 
 class PeerOptions(NamedTuple):
-    """How vLLM runs.
+    """Options of vLLM.
 
     Attributes:
       python: interpreter of an environment that has it.

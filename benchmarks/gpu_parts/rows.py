@@ -18,7 +18,7 @@ Run = Callable[[], object]
 
 
 class Bench(NamedTuple):
-    """Where and how large.
+    """Device and sizes of a measurement.
 
     Attributes:
       device: the device that is measured.

@@ -135,7 +135,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def gpu_kernels() -> list[tuple[str, str]]:
-    """What computes attention on the GPU; a small call tries the kernel over pages."""
+    """Kernels of attention on the GPU; a small call tries the kernel over pages."""
     import torch
 
     from funrl.compiled_kernels.flash_kernel import attention_by

@@ -40,8 +40,6 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
     Raises:
       RuntimeError: the program reads numbers of the device that the host does not know.
     """
-    settings = with_flags(job.settings, epochs=1, minibatches=1)
-    job = dataclasses.replace(job, settings=settings)
     with pretended(job.sizes) as mesh:
         mesh = dataclasses.replace(mesh, device=DEVICE)
         return of_all_layers(job, lambda shallow: _calls(shallow, mesh, tokens), calls_along)
@@ -49,7 +47,8 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
 
 def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
     parts = build(job, mesh, lambda _: None)
-    calls = training_calls(job, parts, tokens)
+    once = dataclasses.replace(job, settings=with_flags(job.settings, epochs=1, minibatches=1))
+    calls = training_calls(once, parts, tokens)
     if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.engine, NativeEngine):
         calls |= decoding_calls(job, parts.generator.engine)
     return calls
@@ -62,11 +61,12 @@ def training_calls(job: Job, parts: Parts, tokens: int) -> dict[str, DeviceCalls
     for phase, budget in (("score_", scoring_budget(job.settings)), (UPDATES, job.settings.updates.token_budget)):
         piece = rows_of_a_pass(budget, width, parts.mesh)
         learns = phase == UPDATES
-        one, two = (step_calls(job, parts, tokens, count * piece, learns).phases for count in (1, 2))
-        for name in (name for name in one if name.startswith(phase)):
-            calls[f"{name}: a micro-batch"] = calls_along(DeviceCalls(), (two[name], 1), (one[name], -1))
+        single, double = (step_calls(job, parts, tokens, count * piece, learns).phases for count in (1, 2))
+        for name in (name for name in single if name.startswith(phase)):
+            calls[f"{name}: a micro-batch"] = calls_along(DeviceCalls(), (double[name], 1), (single[name], -1))
             if learns:
-                calls[f"{name}: the rest of an update"] = calls_along(DeviceCalls(), (one[name], 2), (two[name], -1))
+                rest = calls_along(DeviceCalls(), (single[name], 2), (double[name], -1))
+                calls[f"{name}: the rest of an update"] = rest
     return calls
 
 
@@ -74,7 +74,7 @@ def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = T
     """Count a step by phase.
 
     Args:
-      job: of the run.
+      job: of the run, with one update a step.
       parts: on `DEVICE`.
       tokens: of a prompt or text.
       local: rows of each rank.
@@ -82,7 +82,8 @@ def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = T
     """
     counter = DeviceCounter()
     rows = mapped(full_rows(job, parts, tokens, local), counter.put)
-    own, frozen = {}, {}
+    own = {}
+    frozen = {}
     for name, role in parts.roles.items():
         if role.loss is not None:
             own[name] = empty_weights(role.stored, job.master)

@@ -160,6 +160,10 @@ def test_a_decoding_iteration_calls_the_same_operators_as_one_that_computes(monk
     assert AS_GRAPH not in other and other[DECODE].to_device > 0, "the host makes each pass"
 
 
+def test_old_log_probabilities_are_scored_where_a_step_has_several_updates():
+    assert "score_policy: a micro-batch" in device_calls(small("grpo", minibatches=2, sizes={"layers": 1}), 8)
+
+
 def test_deep_models_are_on_the_line():
     deep, deeper = (device_calls(small("sft", sizes={"layers": layers}), 8) for layers in (4, 9))
     whole = small("sft", sizes={"layers": 9})

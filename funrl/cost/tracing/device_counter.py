@@ -33,7 +33,7 @@ def _is_composite(func: Any) -> bool:
 
 
 class DeviceCalls(NamedTuple):
-    """What a program asks of a device.
+    """Launches and copies of a program.
 
     Attributes:
       launches: calls of operators that compute on the device; a few, such as a sort, are several kernels.
