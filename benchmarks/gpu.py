@@ -126,15 +126,16 @@ def rows_of(part: Part, deadline: float) -> Iterator[Row]:
     sender.close()
     try:
         while receiver.poll(max(0.0, limit - time.monotonic())):
-            yield receiver.recv()
-    except EOFError:
-        process.join()
-        if process.exitcode:
-            yield Row(part.name, None, "", note=f"its process ended with {process.exitcode}", failed=True)
-    else:
+            row = receiver.recv()
+            if row is None:
+                return
+            yield row
         late = limit == deadline
         of = f"--seconds={SECONDS.value:g} were over" if late else f"its {part.seconds:g} s were over"
         yield Row(part.name, None, "", note=f"cut off: {of}", failed=not late)
+    except EOFError:
+        process.join()
+        yield Row(part.name, None, "", note=f"its process ended with {process.exitcode}", failed=True)
     finally:
         process.kill()
         with contextlib.suppress(ProcessLookupError):  # of the processes that it has started
@@ -158,7 +159,7 @@ def measure(part: Part, sender: Connection) -> None:
         traceback.print_exc()
         note = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         sender.send(Row(part.name, None, "", note=note, failed=True))
-    sender.close()
+    sender.send(None)  # the end, whoever else has the pipe open
 
 
 def device_rows(bench: Bench) -> Rows:

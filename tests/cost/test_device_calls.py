@@ -40,6 +40,10 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.calls = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # the guard imports dynamo
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         names = "CompositeImplicitAutograd", "CPU"
         composite, own = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name) for name in names)
