@@ -15,24 +15,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
+from random_trainer import clear_peak, device_rows, random_trainer, resident
 
-from funrl import trees
 from funrl.algos import ppo
 from funrl.cost import dry_run
-from funrl.cost.full_rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rules import shard
 from funrl.models import with_fields, with_value_head
 from funrl.trainer import loop
-from funrl.trainer.jobs.build import build, first_state, first_weights, sync
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
-from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 
 PROMPT, NEW = 64, 64
@@ -91,37 +87,17 @@ def measure(shape: str) -> None:
         torch.nn.functional.silu(a @ a).sum().backward()
         parts = build(job, mesh, lambda _: None)
         ranks = mesh.size(mesh.row_axes)
-        rows = [full_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)]
+        rows = device_rows(job, parts, PROMPT, SHAPES[shape.partition("/")[0]][1] // ranks)
         clear_peak()
         before = resident("VmHWM")
-        generator = torch.Generator().manual_seed(0)
-        begin = trees.map(lambda x, layout: _piece(x, layout, mesh, generator), job.model.shapes, parts.begin.stored)
-        weights = first_weights(job, parts, begin)
-        frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
-        state = sync(parts, first_state(job, parts, weights, ()))
-        no_source = Source(dict, lambda state, step: (rows.pop(), state, {}), lambda roles, step: {})
-        trainer = loop.Trainer(job, parts, no_source, frozen, Clock())
+        trainer, state = random_trainer(job, parts, rows, Clock())
+        del rows
         drawn, state, _ = loop.draw_batch(trainer, state)
         drawn, state, _ = loop.score_batch(trainer, state, drawn)
         loop.learn_batch(trainer, state, drawn)
         return resident("VmHWM") - before
 
     print(json.dumps(launch.launch(program, job.sizes, "cpu")))
-
-
-def _piece(x: torch.Tensor, layout, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
-    return shard(torch.randn(x.shape, generator=generator) * 0.02, layout, mesh)
-
-
-def clear_peak() -> None:
-    """Set the high-water mark of this process to what is resident."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def resident(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].removesuffix("kB")) * 1024
 
 
 if __name__ == "__main__":

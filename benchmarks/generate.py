@@ -18,27 +18,22 @@ measured here, or its products at the rate of a large matrix product, whichever 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import torch
 from absl import app, flags
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from vllm_peer import Peer, PeerOptions
 
 from funrl import trees
 from funrl.models import Config, Model, decoder_config, decoder_model
-from funrl.models.huggingface import directories as hf
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -57,40 +52,6 @@ PROMPT, NEW = 32, 128
 now: Callable[[], float] = getattr(time, CLOCK)
 
 Turn = Callable[[Sequence[Sequence[int]], Sequence[int], int], float]  # (prompts, new tokens, seed) -> seconds
-
-PEER = """
-import json, os, sys, time
-from vllm import LLM, SamplingParams
-folder, dtype, mode, clock = sys.argv[1:]
-now = getattr(time, clock)
-llm = LLM(folder, dtype=dtype, enforce_eager=mode == "eager", kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
-          enable_prefix_caching=False, max_num_seqs=256, disable_log_stats=True)
-print("ready", flush=True)
-for line in sys.stdin:
-    prompts, new, seed = json.loads(line)
-    how = [SamplingParams(max_tokens=n, ignore_eos=True, seed=seed + i, logprobs=0, detokenize=False)
-           for i, n in enumerate(new)]
-    begin = now()
-    done = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
-    seconds = now() - begin
-    assert [len(d.outputs[0].token_ids) for d in done] == new
-    print("took", seconds, flush=True)
-"""
-ENGINE_PEER = """
-import json, sys, torch
-sys.path.insert(0, "benchmarks")
-from generate import engine_turn
-from funrl.mesh.mesh import SINGLE
-from funrl.models.huggingface import directories as hf
-from funrl.rollout.vllm.engine import vllm_engine, VLLMOptions
-folder, name, _, _ = sys.argv[1:]
-dtype = getattr(torch, name)
-model, params = hf.load(folder, dtype)
-turn = engine_turn(vllm_engine(model, SINGLE, dtype, VLLMOptions(256, 1 << 30)), params)
-print("ready", flush=True)
-for line in sys.stdin:
-    print("took", turn(*json.loads(line)), flush=True)
-"""
 
 
 def main(argv: list[str]) -> None:
@@ -130,7 +91,8 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     turns["continuous"] = continuous_turn(model, params)
     if VLLM.value:
         for mode in VLLM_MODES.value:
-            turns[f"vllm {mode}"] = stack.enter_context(Peer(model, params, dtype, mode)).turn
+            options = PeerOptions(VLLM.value, mode, CLOCK)
+            turns[f"vllm {mode}"] = stack.enter_context(Peer(model, params, dtype, options)).turn
     ratios = []
     for batch in BATCHES.value:
         prompts, new = work(batch, config.vocab)
@@ -206,52 +168,6 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
         return seconds
 
     return turn
-
-
-class Peer:
-    """vLLM in a process of its own, which reads its work line by line.
-
-    Args:
-      mode: "eager" or "compiled", vLLM by itself; "engine", funrl's engine over it.
-    """
-
-    def __init__(self, model: Model, params: trees.Tree, dtype: str, mode: str):
-        self.folder = tempfile.TemporaryDirectory()
-        hf.save(self.folder.name, model, params)
-        threads = str(torch.get_num_threads())
-        environment = {
-            "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": threads, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        }  # fmt: skip
-        program = ENGINE_PEER if mode == "engine" else PEER
-        self.process = subprocess.Popen(
-            [VLLM.value or sys.executable, "-c", program, self.folder.name, dtype, mode, CLOCK],
-            cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-
-    def __enter__(self) -> Peer:
-        self._read("ready")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-        self.folder.cleanup()
-
-    def turn(self, prompts: Sequence[Sequence[int]], new: Sequence[int], seed: int) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([prompts, new, 1000 * seed]) + "\n")
-        self.process.stdin.flush()
-        return float(self._read("took").split()[1])
-
-    def _read(self, word: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(word):
-                return line
-        raise RuntimeError(f"vLLM ended with exit code {self.process.wait()}")
 
 
 def roofline(

@@ -23,7 +23,7 @@ import time
 import numpy as np
 import torch
 from absl import app, flags
-from dry_run_memory import clear_peak, resident
+from random_trainer import clear_peak, resident
 
 from funrl import trees
 from funrl.batch import Batch

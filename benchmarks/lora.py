@@ -18,7 +18,7 @@ import sys
 
 import torch
 from absl import app, flags
-from dry_run_memory import clear_peak, resident
+from random_trainer import clear_peak, resident
 
 from funrl import trees
 from funrl.algos import grpo

@@ -114,7 +114,7 @@ def machine() -> list[tuple[str, str]]:
     import torch
 
     from funrl.compiled_kernels.kernel_library import library_problem
-    from funrl.mesh.launch import communication_backends, cores
+    from funrl.mesh.launch import communication_backends, cores, gpu_problem
     from funrl.processes.processor import processor_facts
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -128,11 +128,21 @@ def machine() -> list[tuple[str, str]]:
         rows.append(
             (f"GPU {number}", f"{torch.cuda.get_device_name(number)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
         )
-    if not torch.cuda.device_count():
-        rows.append(("GPU", "none that torch sees"))
+    rows += [("GPU", problem)] if (problem := gpu_problem()) else gpu_kernels()
     rows.append(("communication", ", ".join(communication_backends()) or "none"))
     rows.append(("sandbox", _sandbox()))
     return [*rows, ("C++ kernels", library_problem() or "can be compiled")]
+
+
+def gpu_kernels() -> list[tuple[str, str]]:
+    """Kernels of attention on the GPU; a small call tries the kernel over pages."""
+    import torch
+
+    from funrl.compiled_kernels.flash_kernel import attention_by
+    from funrl.compiled_kernels.paged_attention import paged_kernel
+
+    paged = "by a kernel" if paged_kernel() else "gathers the pages, which is slow: no kernel takes them here"
+    return [("attention, bfloat16", attention_by(torch.bfloat16)), ("attention over pages", paged)]
 
 
 def _sandbox() -> str:

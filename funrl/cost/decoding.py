@@ -19,6 +19,7 @@ from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.tracer import Tracer
+from funrl.mesh.mesh import Mesh
 from funrl.rollout.native.backends import PassWork, TorchBackend
 from funrl.rollout.native.engine import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
@@ -70,7 +71,7 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     generator = work.whole
     assert isinstance(generator.engine, NativeEngine)
     model = generator.engine.model
-    rows = own_prompts(job, generator) * sampling.samples
+    rows = own_prompts(job, generator.mesh) * sampling.samples
     page = _page_tokens(work.hardware)
     pages = -(-(work.prompt_tokens + sampling.max_new_tokens) // page)
     assert model.init_cache is not None
@@ -81,9 +82,9 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     return [(full, most)] + [(1, rest)] * (rest > 0)
 
 
-def own_prompts(job: RLJob, generator: Generator) -> int:
+def own_prompts(job: RLJob, mesh: Mesh) -> int:
     """Prompts that a rank of the engine completes."""
-    return -(-job.settings.run.batch_prompts // generator.mesh.size(generator.mesh.row_axes))
+    return -(-job.settings.run.batch_prompts // mesh.size(mesh.row_axes))
 
 
 def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:

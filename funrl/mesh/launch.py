@@ -93,6 +93,17 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpu_problem() -> str | None:
+    """Reason why torch sees no GPU; None: it sees one."""
+    if torch.cuda.is_available():
+        return None
+    build = torch.version.cuda or torch.version.hip
+    if build is None:
+        return f"torch {torch.__version__} is built for CPUs; the build for this machine's GPUs is on pytorch.org"
+    name = "CUDA" if torch.version.cuda else "ROCm"
+    return f"torch {torch.__version__}, built for {name} {build}, sees no GPU; the driver may be missing or older"
+
+
 def communication_backends() -> tuple[str, ...]:
     """Backends of torch.distributed that ranks use and this build has."""
     there = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}

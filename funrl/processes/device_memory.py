@@ -37,6 +37,14 @@ def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device, non_blocking=True)
 
 
+def copy_to_host(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on the host; where it is on a device its numbers are there once the device's work has come so far."""
+    if x.device.type == "cpu":
+        return x
+    here = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type in PINNED_FOR)
+    return here.copy_(x, non_blocking=True)
+
+
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of a GPU on which tensors leave it and come back."""

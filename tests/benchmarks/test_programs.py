@@ -24,8 +24,9 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
     ),
-    "generate_gpu": (
-        "--device=cpu --layers=1 --batches=1 --new=4 --prompt=8 --repeats=2", rf"^ +1 \| tokens/s: .* {NUMBER}",
+    "gpu": (
+        "--device=cpu --small --tests --parts=kernels,train,compile,tests --out=table",
+        rf"^\| compile \| compile a layer, 0.2M, warm \| {NUMBER} s",
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
     "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1", rf"^compiled +{NUMBER} +{NUMBER}"),
@@ -43,7 +44,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
         rf"^total +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
     ),
 }  # fmt: skip
-PARTS = {"weightless"}  # of the others
+PARTS = {"random_trainer", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 

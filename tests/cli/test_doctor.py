@@ -3,9 +3,10 @@
 import re
 
 import pytest
+import torch
 
 from funrl.cli import main as cli
-from funrl.cli.doctor import collective_rates, experiment_of, rates
+from funrl.cli.doctor import collective_rates, experiment_of, machine, rates
 
 
 def call(capsys, *words):
@@ -32,6 +33,26 @@ def test_a_machine_and_its_rates(capsys):
         "matrix product, float32",
     ):
         assert re.search(rf"^  {name} +\S", out, re.MULTILINE), name
+
+
+def test_a_gpu_is_described_and_why_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "is built for CPUs; the build for this machine's GPUs is on pytorch.org" in dict(machine())["GPU"]
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "built for CUDA 12.8, sees no GPU; the driver may be missing or older" in dict(machine())["GPU"]
+    monkeypatch.setattr("funrl.mesh.launch.gpu_problem", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    rows = dict(machine())
+    assert rows["GPU 0"] == "NVIDIA H100 80GB HBM3, 70.0 of 80.0 GB free"
+    assert rows["attention, bfloat16"].startswith("torch ") and "GPU" not in rows
+    assert rows["attention over pages"] in (
+        "by a kernel",
+        "gathers the pages, which is slow: no kernel takes them here",
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funrl.algos.core import Algorithm
+from funrl.cost.device_calls import device_calls
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
@@ -16,6 +17,7 @@ from funrl.cost.reports.search_report import search_json, search_text
 from funrl.cost.search.mesh_search import Traced, search
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.costs import MEMORY_KINDS
+from funrl.cost.tracing.device_counter import DeviceCalls
 from funrl.cost.tracing.estimate import Estimate, stage_of
 from funrl.cost.tracing.hardware import HARDWARE, Hardware
 from funrl.mesh import mesh as meshes
@@ -26,6 +28,7 @@ from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
+CALLS = ("launches", "to_device_bytes", "to_host_bytes")  # names of `DeviceCalls` in JSON
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str] = ()) -> str:
@@ -48,7 +51,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
         return searched(settings, algorithm, costs, line)
     node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
     settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
-    text = report(settings, costs)
+    text = report(settings, costs, tokens)
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
 
 
@@ -75,24 +78,33 @@ def searched(
     return search_text(result, line, needed, describe)
 
 
-def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate]) -> str:
+def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], tokens: int) -> str:
     """Tables and verdict, or with --json one object.
 
     Args:
       settings: the flags.
       costs: estimates settings.
+      tokens: of a prompt or text.
     """
     hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
     estimate = costs(settings, hardware)
     fits = verdict_of(estimate, settings, hardware, lambda settings: costs(settings, hardware))
+    calls = {}
+    if hardware.accelerator:
+        try:
+            calls = device_calls(estimate.job, tokens)
+        except (RuntimeError, NotImplementedError) as error:  # a piece that reads numbers of the device
+            estimate = estimate._replace(left_out=(*estimate.left_out, f"launches and copies: {error}"))
     if settings.estimate.json:
-        return json.dumps(as_object(estimate, fits, hardware), indent=1)
+        named = {name: dict(zip(CALLS, x, strict=True)) for name, x in calls.items()}
+        return json.dumps(as_object(estimate, fits, hardware) | {"device_calls": named}, indent=1)
     parts = [
         title(estimate, settings),
         memory(estimate),
         work(estimate, hardware),
         rate(estimate, hardware),
         traffic(estimate),
+        *([on_device(calls)] if calls else []),
     ]
     return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(estimate.left_out)}"])
 
@@ -166,6 +178,12 @@ def traffic(estimate: Estimate) -> str:
     if not rows:
         return "nothing is sent"
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
+
+
+def on_device(calls: Mapping[str, DeviceCalls]) -> str:
+    """Launches, and bytes between the host and its device."""
+    rows = [(name, f"{x.launches:,.0f}", *(size(n) if n else "-" for n in x[1:])) for name, x in calls.items()]
+    return "\n".join(table(("on the device of a rank", "launches", "to it", "to the host"), rows))
 
 
 def rate(estimate: Estimate, hardware: Hardware) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
+Counted = TypeVar("Counted")
 # Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
 # between one whose weights are being sent and one whose gradients are.
 DEPTHS = (3, 4)
@@ -145,10 +146,18 @@ def make_weights(tracer: Tracer, stored: trees.Tree, dtype: torch.dtype) -> tree
     return params
 
 
+class Phased(Protocol):
+    """Dispatch mode that counts by phase."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Count what runs inside the context as a phase."""
+        ...
+
+
 class TracedClock(Clock):
     """A clock that marks the phases of a tracer."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Phased) -> None:
         super().__init__()
         self.tracer = tracer
 
@@ -169,11 +178,15 @@ def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
     return few, few + joined
 
 
-def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[str, Costs]:
+def of_all_layers(
+    job: Job, costs: Callable[[Job], dict[str, Counted]], extrapolate: Callable[..., Counted] = along
+) -> dict[str, Counted]:
     """Costs by phase of a job, extrapolated from shallower ones.
 
     Args:
+      job: at full depth.
       costs: job -> costs by phase.
+      extrapolate: as `along`, for costs of another form.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
     joined = {path: _together(job, path) for path in models}
@@ -189,7 +202,7 @@ def of_all_layers(job: Job, costs: Callable[[Job], dict[str, Costs]]) -> dict[st
         )
         for path, layers in deep.items()
     ]
-    return {name: along(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
+    return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
 
 def _together(job: Job, path: str | None) -> int:

@@ -8,22 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.processes.device_memory import copy_to_device
+from funrl.processes.device_memory import copy_to_device, copy_to_host
 
 
 class HostCopy:
     """Tensors on their way to the host; on a CPU they are there already."""
 
     def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = [copy_to_host(x) for x in tensors]
         self._ready: torch.cuda.Event | None = None
-        if not tensors[0].is_cuda:
-            self._tensors = list(tensors)
-            return
-        self._tensors = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
-        for here, x in zip(self._tensors, tensors, strict=True):
-            here.copy_(x, non_blocking=True)
-        self._ready = torch.cuda.Event()
-        self._ready.record()
+        if tensors[0].is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
 
     def arrays(self) -> list[np.ndarray]:
         """The numbers; the host waits for them where they have not come yet."""

@@ -9,7 +9,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
-from funrl.mesh.launch import check_devices, device_type
+from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
@@ -189,8 +189,8 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
     sizes = settings.devices.train.chosen
     device = settings.devices.device or device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device=cuda: torch sees no GPU; use --device=cpu")
+    if device == "cuda" and (problem := gpu_problem()) is not None:
+        raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")
     check_devices(sizes, device)
     return sizes, device
 

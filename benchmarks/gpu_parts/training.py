@@ -1,0 +1,120 @@
+"""A training step by phase, and its memory beside the dry run's."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from gpu_parts.models import PIECES, UPDATES, Training, fitting, peak_bytes
+from gpu_parts.rows import Bench, Row, Rows, timed_row
+from random_trainer import clear_peak, device_rows, random_trainer, resident
+
+from funrl.cost.tracing.estimate import Estimate
+from funrl.mesh.mesh import Mesh
+from funrl.optim.base import Transformation
+from funrl.trainer import loop
+from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.state import State
+
+TURNS = 3  # timed steps
+TIMED_S = 20.0  # in which no further step is begun
+
+
+def training_rows(bench: Bench, model: str, tokens: int, row: int) -> Rows:
+    """Phases of a step in micro-batches of `tokens`, made of rows of `row` tokens."""
+    name = f"{model}, {tokens:,} tokens"
+    training, estimate, what = fitting(bench, model, tokens, row)
+    if training is None:
+        yield Row(name, None, "ms", note=f"left out: {what}")
+        return
+    seconds, held = measured_step(bench, training)
+    plain = training.estimate(bench, remat="none").phases  # what is computed again is not useful
+    passes = UPDATES * PIECES
+    score = plain["score_policy"].flops
+    learned = plain["update_policy"].flops
+    update = seconds["update_policy"] - seconds["optimizer"]
+    yield timed_row(bench, f"{name}: score a micro-batch", seconds["score_policy"] / passes, score / passes)
+    yield timed_row(bench, f"{name}: forward and backward (share: MFU)", update / passes, learned / passes, note=what)
+    nbytes = optimizer_bytes(estimate)
+    yield timed_row(bench, f"{name}: optimizer", seconds["optimizer"] / UPDATES, 0.0, nbytes)
+    yield Row(f"{name}: memory", held / 1e9, "GB", peak_bytes(estimate) / 1e9, note=what)
+
+
+def optimizer_bytes(estimate: Estimate) -> float:
+    """Bytes of an update: gradients are read, and float32 weights and moments read and written."""
+    return 4.0 * (1 + 2 * 3) * estimate.trained
+
+
+def measured_step(bench: Bench, training: Training) -> tuple[dict[str, float], float]:
+    """Median seconds of each phase of a step, after a first one which compiles; and the bytes held at most."""
+    job = training.job(bench)
+    mode = "auto" if bench.device.type == "cuda" else "off"
+    settings = with_flags(job.settings, compile=mode, device=bench.device.type)
+    job = dataclasses.replace(job, settings=settings, device=bench.device.type)
+    mesh = Mesh(job.sizes, 0, bench.device)
+    clock = Clock(bench.device)
+    parts = with_timed_optimizers(build(job, mesh, lambda _: None), clock)
+    rows = device_rows(job, parts, training.prompt, training.rows)
+    before = held_memory(bench.device)
+    trainer, state = random_trainer(job, parts, rows, clock)
+    del rows
+    reset_peak(bench.device)  # making random weights takes more than holding them
+    state, _ = one_step(trainer, state)
+    held = peak_memory(bench.device) - before
+    steps: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    while len(steps) < TURNS and (not steps or time.perf_counter() - begin < TIMED_S):
+        state, seconds = one_step(trainer, state)
+        steps.append(seconds)
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}, held
+
+
+def one_step(trainer: loop.Trainer, state: State) -> tuple[State, dict[str, float]]:
+    """Score the rows and learn from them; seconds by phase."""
+    trainer.clock.take()
+    rows, state, _ = loop.draw_batch(trainer, state)
+    rows, state, _ = loop.score_batch(trainer, state, rows)
+    state, _ = loop.learn_batch(trainer, state, rows)
+    return state, trainer.clock.take()
+
+
+def with_timed_optimizers(parts: Parts, clock: Clock) -> Parts:
+    """The parts whose optimizers are a phase of the clock, inside of the update's."""
+
+    def timed(optimizer: Transformation) -> Transformation:
+        def update(*given: Any, **named: Any) -> Any:
+            with clock.phase("optimizer"):
+                return optimizer.update(*given, **named)
+
+        return optimizer._replace(update=update)
+
+    roles = {
+        name: role if role.optimizer is None else role._replace(optimizer=timed(role.optimizer))
+        for name, role in parts.roles.items()
+    }
+    return parts._replace(roles=roles)
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes held now: by the device's allocator, or resident on the host."""
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident("VmRSS")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        clear_peak()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes held at most since then."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")

@@ -1,0 +1,97 @@
+"""The program of all GPU measurements, on a CPU: its rows, what fails, and what has no time left."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run(folder, *flags, program=(str(BENCHMARKS / "gpu.py"),)):
+    """Run the program; its exit status, its output, and its table."""
+    command = [sys.executable, *program, "--device=cpu", "--small", f"--out={folder}/table", *flags]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    table = folder / "table.json"
+    return done, json.loads(table.read_text())["rows"] if table.exists() else []
+
+
+def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
+    done, rows = run(tmp_path, "--parts=kernels,train,decode,vllm")
+    assert done.returncode == 0, done.stderr
+    by_part = {part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "vllm")}
+    assert [len(x) for x in by_part.values()] == [12, 4, 3, 1]
+    measured = [row for row in rows if row["part"] != "vllm"]
+    assert all(row["value"] > 0 and row["bound"] > 0 and row["share"] > 0 for row in measured)
+    attention = next(row for row in rows if row["name"] == "varlen attention, one row of 64, forward")
+    heads, head, tokens = 2, 16, 64
+    assert attention["flops"] == 4 * heads * head * (tokens * (tokens + 1) // 2)
+    assert attention["share"] == pytest.approx(attention["bound"] / attention["value"])
+    learned = next(row for row in rows if "forward and backward" in row["name"])
+    scored = next(row for row in rows if "score" in row["name"])
+    assert 3 < learned["flops"] / scored["flops"] < 4, "three times the forward pass, and the logits once more"
+    text = (tmp_path / "table.md").read_text()
+    assert text.count("\n| kernels | ") == 12 and "torch" in text.splitlines()[0]
+    assert all(line in done.stdout for line in text.splitlines()[2:])
+
+
+BROKEN = """
+import sys, time
+import gpu
+from gpu_parts.rows import Row
+
+def broken(bench):
+    yield Row("before", 1.0, "ms", 0.5)
+    raise ValueError("no such kernel")
+
+def ended(bench):
+    sys.stdout.flush()
+    import os
+    os._exit(3)
+    yield
+
+def slow(bench):
+    yield Row("first turn", 1.0, "ms")
+    time.sleep(100)
+
+def last(bench):
+    yield Row("after all", 2.0, "tokens/s", 4.0)
+
+gpu.parts = lambda: [gpu.Part("broken", 9, broken), gpu.Part("ended", 9, ended), gpu.Part("slow", 1, slow),
+                     gpu.Part("last", 9, last), gpu.Part("long", 99, slow), gpu.Part("never", 9, last)]
+gpu.app.run(gpu.main)
+"""
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path):
+    done, rows = run(tmp_path, "--seconds=8", program=("-c", BROKEN))
+    assert done.returncode == 1 and "failed: broken, ended, slow" in done.stderr
+    notes = [(row["part"], row["value"], row["failed"], row["note"]) for row in rows]
+    assert notes == [
+        ("broken", 1.0, False, ""),
+        ("broken", None, True, "ValueError: no such kernel"),
+        ("ended", None, True, "its process ended with 3"),
+        ("slow", 1.0, False, ""),
+        ("slow", None, True, "cut off: its 1 s were over"),
+        ("last", 2.0, False, ""),
+        ("long", 1.0, False, ""),
+        ("long", None, False, "cut off: --seconds=8 were over"),
+        ("never", None, False, "left out: no time left of --seconds=8"),
+    ]
+    assert [row["share"] for row in rows if row["bound"]] == [0.5, 0.5]
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_says_how_to_try_it(tmp_path):
+    done, rows = run(tmp_path, "--device=cuda", "--parts=kernels")
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert "RuntimeError: torch 2." in done.stderr and "; --device=cpu --small tries the program" in done.stderr
+    assert not rows
+    done, _ = run(tmp_path, "--parts=kernel")
+    assert done.returncode != 0 and "--parts=kernel: the parts are kernels, train, decode" in done.stdout + done.stderr
