@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.linear import add_products_, product
-from funrl.compiled_kernels.linear_logprob import cap_slope, project
+from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.logit_rows.plain import cap_slope
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
