@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from funrl.compiled_kernels.linear import add_products_, is_plain, product
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
+from funrl.compiled_kernels.logit_rows.settings import RowSettings
 from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
@@ -160,7 +161,7 @@ def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
 
 @functools.cache
 def has_wide_products(dtype: torch.dtype) -> bool:
-    """Whether this machine's GPU gives products of 16-bit matrices in float32; a small one is tried, logged if not."""
+    """True if this machine's GPU sums products of 16-bit numbers in float32 results; a small one is tried."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
     try:
@@ -239,7 +240,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 class _Upstream(NamedTuple):
-    """What the gradients of logits are made of, beside the logits: of T tokens, with N picked ones each.
+    """Inputs of the gradients of logits, beside the logits: of T tokens, with N picked ones each.
 
     Attributes:
       row_TN, mine_TN: of `_local`.
@@ -260,7 +261,7 @@ class _Upstream(NamedTuple):
         """That of some tokens."""
         results, grads = ({name: x[tokens] for name, x in xs.items()} for xs in (self.results, self.grads))
         row_TN, mine_TN, normalizer_T = (x[tokens] for x in self[:3])
-        return _Upstream(row_TN, mine_TN, normalizer_T, results, grads, self.temperature, self.cap)
+        return self._replace(row_TN=row_TN, mine_TN=mine_TN, normalizer_T=normalizer_T, results=results, grads=grads)
 
 
 def _plain_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream, part: slice, chunk: int) -> Tensor:
@@ -288,12 +289,17 @@ def _kernel_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream,
     facts_P6 = operators.row_facts(given.normalizer_T, given.results, given.grads)
     grad_PN = torch.where(given.mine_TN, given.grads["logp"], 0) if "logp" in given.grads else facts_P6[:, :0]
     row_PN = given.row_TN[:, : grad_PN.shape[1]]
-    settings = given.temperature, given.cap or 0.0, *(name in given.grads for name in EXTRAS)
-    d_PV = hidden_TD.new_empty(len(row_PN), len(unembed_VD))
+    settings = _settings(given.temperature, given.cap, given.grads)
+    d_PV = unembed_VD.new_empty(len(row_PN), len(unembed_VD), dtype=hidden_TD.dtype)
     chunks = (x.split(chunk) for x in (d_PV, hidden_TD[part], row_PN, grad_PN, facts_P6))
     for d_CV, hidden_CD, row_CN, grad_CN, facts_C6 in zip(*chunks, strict=True):
-        operators.d_logits(d_CV, _products(hidden_CD, unembed_VD), row_CN, grad_CN, facts_C6, *settings)
+        operators.logit_gradients(d_CV, _products(hidden_CD, unembed_VD), row_CN, grad_CN, facts_C6, settings)
     return d_PV
+
+
+def _settings(temperature: float, cap: float | None, names: Collection[str]) -> RowSettings:
+    """Settings of kernels, with the extras among some names."""
+    return RowSettings(temperature, cap or 0.0, "entropy" in names, "sum_pi_squared" in names)
 
 
 def _parts(hidden_TD: Tensor, chunk: int, wide: torch.dtype) -> Iterator[slice]:
@@ -361,8 +367,8 @@ def _sums(
     """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
     if operators.by_kernels(hidden_CD):
         logits_CV = _products(hidden_CD, unembed_VD)
-        wanted = (name in extras for name in EXTRAS)
-        sums_CS, picked_CN = operators.row_sums(logits_CV, row_CN, temperature, cap or 0.0, *wanted)
+        settings = _settings(temperature, cap, extras)
+        sums_CS, picked_CN = operators.logit_row_sums(logits_CV, row_CN, settings)
         top_C, *sums = sums_CS.unbind(1)
         return [top_C, picked_CN, *sums]
     x_CV = _tempered(hidden_CD, unembed_VD, temperature, cap)

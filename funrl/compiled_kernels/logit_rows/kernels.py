@@ -6,15 +6,19 @@ runs it on a CPU where TRITON_INTERPRET=1 stands in the environment before trito
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
+
+from funrl.compiled_kernels.logit_rows.settings import RowSettings
 
 # Columns of a program, a power of two: each thread of 256 then holds 8 of them, and with up to four running sums of
 # each about 40 registers, far from the limit of any GPU (a CDNA wave of 64 lanes holds half as many). Nothing but the
 # last reductions needs shared memory.
-BLOCK = 2048
+_WIDTH = 2048
 _WARPS = 8
 _LOWEST = tl.constexpr(-1e30)  # below every logit and finite, so that no difference of two is not a number
 
@@ -92,9 +96,8 @@ def _row_sums(
 
 
 @triton.jit
-def _d_logit(x, facts_ptr, temperature, cap, capped: tl.constexpr, entropy: tl.constexpr, squared: tl.constexpr):
-    """Gradient of a logit that is not picked, and the slope of the cap at it."""
-    y, slope = _tempered(x, temperature, cap, capped)
+def _d_logit(y, facts_ptr, entropy: tl.constexpr, squared: tl.constexpr):
+    """Gradient of a tempered logit that is not picked."""
     logp = y - tl.load(facts_ptr)
     p = tl.exp(logp)
     factor = logp * 0.0 - tl.load(facts_ptr + 1)
@@ -102,7 +105,7 @@ def _d_logit(x, facts_ptr, temperature, cap, capped: tl.constexpr, entropy: tl.c
         factor -= tl.load(facts_ptr + 3) * (logp + tl.load(facts_ptr + 2))
     if squared:
         factor += 2.0 * tl.load(facts_ptr + 5) * (p - tl.load(facts_ptr + 4))
-    return p * factor, slope
+    return p * factor
 
 
 @triton.jit
@@ -128,68 +131,68 @@ def _d_logits(
     facts_ptr += c * 6
     column = tl.program_id(1) * width + tl.arange(0, width)
     x = tl.load(x_ptr + c * V + column, mask=column < V, other=0.0)
-    d, slope = _d_logit(x, facts_ptr, temperature, cap, capped, entropy, squared)
-    tl.store(out_ptr + c * V + column, d * slope, mask=column < V)
+    y, slope = _tempered(x, temperature, cap, capped)
+    tl.store(out_ptr + c * V + column, _d_logit(y, facts_ptr, entropy, squared) * slope, mask=column < V)
     if tl.program_id(1) == 0:
         for begin in range(0, N, picks):
             n = begin + tl.arange(0, picks)
             picked = tl.load(row_ptr + c * N + n, mask=n < N, other=0)
             picked_x = tl.load(x_ptr + c * V + picked, mask=n < N, other=0.0)
-            picked_d, its_slope = _d_logit(picked_x, facts_ptr, temperature, cap, capped, entropy, squared)
+            picked_y, picked_slope = _tempered(picked_x, temperature, cap, capped)
+            picked_d = _d_logit(picked_y, facts_ptr, entropy, squared)
             for other in range(0, N):  # a token may be picked twice
                 same = picked == tl.load(row_ptr + c * N + other)
                 picked_d += tl.where(same, tl.load(grad_ptr + c * N + other), 0.0)
-            tl.store(at_picked_ptr + c * N + n, picked_d * its_slope, mask=n < N)
+            tl.store(at_picked_ptr + c * N + n, picked_d * picked_slope, mask=n < N)
 
 
-def row_sums(
-    x_CV: Tensor, row_CN: Tensor, temperature: float, cap: float, entropy: bool, squared: bool
-) -> tuple[Tensor, Tensor]:
+def launch_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     """Sums over the columns of logits, by one read of them.
 
-    Args: those of `funrl.compiled_kernels.logit_rows.operators.row_sums`; cap: 0: logits stay.
+    Args: those of `funrl.compiled_kernels.logit_rows.operators.logit_row_sums`.
 
     Returns: [C, S] float32 of z = logit / temperature, capped, and its maximum m: m, sum e^(z - m), and those wanted of
       sum (z - m) e^(z - m) and sum e^2(z - m); [C, N] z - m of the picked columns.
     """
+    temperature, cap, entropy, squared = settings
+    scale = temperature, cap or 1.0
     C, V = x_CV.shape
     N = row_CN.shape[1]
     sums_CS = torch.empty(C, 2 + entropy + squared, dtype=torch.float32, device=x_CV.device)
     picked_CN = torch.empty(C, N, dtype=torch.float32, device=x_CV.device)
     if C:
-        flags = bool(cap), entropy, squared, *_widths(V, N)
         tensors = x_CV.contiguous(), row_CN.contiguous(), sums_CS, picked_CN
-        _row_sums[(C,)](*tensors, V, N, temperature, cap or 1.0, *flags, num_warps=_WARPS)
+        flags = bool(cap), entropy, squared, *_widths(V, N)
+        _launch(_row_sums, (C,), tensors, (V, N, *scale), flags)
     return sums_CS, picked_CN
 
 
-def d_logits(
-    out_CV: Tensor,
-    x_CV: Tensor,
-    row_CN: Tensor,
-    grad_CN: Tensor,
-    facts_C6: Tensor,
-    temperature: float,
-    cap: float,
-    entropy: bool,
-    squared: bool,
+def launch_gradients(
+    out_CV: Tensor, x_CV: Tensor, row_CN: Tensor, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
 ) -> None:
     """Write the gradient of logits to `out_CV`, which shares no memory with them, by one read and one write.
 
-    Args: those of `funrl.compiled_kernels.logit_rows.operators.d_logits`; cap: 0: logits stay.
+    Args: those of `funrl.compiled_kernels.logit_rows.operators.logit_gradients`.
     """
+    temperature, cap, entropy, squared = settings
+    scale = temperature, cap or 1.0
     C, V = x_CV.shape
     N = row_CN.shape[1]
     assert out_CV.is_contiguous(), "rows of gradients stand end to end"
     at_picked_CN = torch.empty(C, N, dtype=out_CV.dtype, device=x_CV.device)
     if C:
-        flags = bool(cap), entropy, squared, *_widths(V, N)
         inputs = (x.contiguous() for x in (x_CV, row_CN, grad_CN, facts_C6))
-        grid = C, triton.cdiv(V, flags[3])
-        _d_logits[grid](*inputs, out_CV, at_picked_CN, V, N, temperature, cap or 1.0, *flags, num_warps=_WARPS)
+        tensors = *inputs, out_CV, at_picked_CN
+        width, picks = _widths(V, N)
+        flags = bool(cap), entropy, squared, width, picks
+        _launch(_d_logits, (C, triton.cdiv(V, width)), tensors, (V, N, *scale), flags)
         out_CV.scatter_(1, row_CN, at_picked_CN)  # of a token that is picked twice the two are equal
+
+
+def _launch(kernel: Any, programs: tuple[int, ...], tensors: tuple, numbers: tuple, flags: tuple) -> None:
+    kernel[programs](*tensors, *numbers, *flags, num_warps=_WARPS)
 
 
 def _widths(V: int, N: int) -> tuple[int, int]:
     """Columns of a program, and picked columns at a time."""
-    return min(BLOCK, triton.next_power_of_2(V)), min(BLOCK, triton.next_power_of_2(max(1, N)))
+    return min(_WIDTH, triton.next_power_of_2(V)), min(_WIDTH, triton.next_power_of_2(max(1, N)))

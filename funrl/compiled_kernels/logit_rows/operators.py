@@ -6,13 +6,13 @@ Triton is imported where one of them first runs.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 
 import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
+from funrl.compiled_kernels.logit_rows.settings import RowSettings
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of hidden states whose logits are in float32
@@ -20,34 +20,53 @@ _PROBED = "cuda"  # where the kernels are tried
 _TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
-@torch.library.custom_op("funrl::logit_row_sums", mutates_args=())
-def row_sums(
-    x_CV: Tensor, row_CN: Tensor, temperature: float, cap: float, entropy: bool, squared: bool
-) -> tuple[Tensor, Tensor]:
+def logit_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
     """`row_sums_` of logits before cap and temperature, which stay as they are.
 
     Args:
       x_CV: logits.
       row_CN: picked columns, int64.
-      temperature: above 0.
-      cap: logits x become cap tanh(x / cap), before the temperature; 0: they stay.
-      entropy, squared: whether the sums of the extras "entropy" and "sum_pi_squared" are wanted.
+      settings: with the extras that are wanted.
 
     Returns: [C, S] float32 maxima, sums of e^x and of the extras; [C, N] the picked columns' x.
     """
+    return _row_sums(x_CV, row_CN, *settings)
+
+
+@torch.no_grad()  # in a backward pass, which is not differentiated again
+def logit_gradients(
+    out_CV: Tensor, x_CV: Tensor, row_CN: Tensor, grad_CN: Tensor, facts_C6: Tensor, settings: RowSettings
+) -> None:
+    """`to_d_logits_` of logits before cap and temperature, written to other memory in its dtype.
+
+    Args:
+      out_CV: takes the gradients.
+      x_CV, row_CN: as in `logit_row_sums`.
+      grad_CN: gradients of picked columns, over the temperature; 0: the column is another rank's.
+      facts_C6: of `row_facts`.
+      settings: with the extras that have a gradient.
+    """
+    _d_logits(out_CV, x_CV, row_CN, grad_CN, facts_C6, *settings)
+
+
+# Flat arguments: torch.library takes tensors and numbers, no records.
+@torch.library.custom_op("funrl::logit_row_sums", mutates_args=())
+def _row_sums(
+    x_CV: Tensor, row_CN: Tensor, temperature: float, cap: float, entropy: bool, squared: bool
+) -> tuple[Tensor, Tensor]:
     from funrl.compiled_kernels.logit_rows import kernels
 
-    return kernels.row_sums(x_CV, row_CN, temperature, cap, entropy, squared)
+    return kernels.launch_row_sums(x_CV, row_CN, RowSettings(temperature, cap, entropy, squared))
 
 
-@row_sums.register_fake
+@_row_sums.register_fake
 def _(x_CV, row_CN, temperature, cap, entropy, squared):
     sums_CS = x_CV.new_empty(x_CV.shape[0], 2 + entropy + squared, dtype=torch.float32)
     return sums_CS, x_CV.new_empty(row_CN.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("funrl::logit_row_gradients", mutates_args=("out_CV",))
-def d_logits(
+def _d_logits(
     out_CV: Tensor,
     x_CV: Tensor,
     row_CN: Tensor,
@@ -58,27 +77,19 @@ def d_logits(
     entropy: bool,
     squared: bool,
 ) -> None:
-    """`to_d_logits_` of logits before cap and temperature, written to other memory in its dtype.
-
-    Args:
-      out_CV: takes the gradients.
-      x_CV, row_CN, temperature, cap: as in `row_sums`.
-      grad_CN: gradients of picked columns, over the temperature; 0: the column is another rank's.
-      facts_C6: of `row_facts`.
-      entropy, squared: whether the extras "entropy" and "sum_pi_squared" have a gradient.
-    """
     from funrl.compiled_kernels.logit_rows import kernels
 
-    kernels.d_logits(out_CV, x_CV, row_CN, grad_CN, facts_C6, temperature, cap, entropy, squared)
+    settings = RowSettings(temperature, cap, entropy, squared)
+    kernels.launch_gradients(out_CV, x_CV, row_CN, grad_CN, facts_C6, settings)
 
 
-@d_logits.register_fake
-def _(out_CV, x_CV, row_CN, grad_CN, facts_C6, temperature, cap, entropy, squared):
+@_d_logits.register_fake
+def _(out_CV, *_):
     return None
 
 
 def row_facts(normalizer_T: Tensor, result: dict[str, Tensor], grad: dict[str, Tensor]) -> Tensor:
-    """Numbers of each row that `d_logits` takes, [T, 6] float32.
+    """Numbers of each row that `logit_gradients` takes, [T, 6] float32.
 
     Args:
       normalizer_T: log sum e^z over the whole vocabulary.
@@ -101,7 +112,7 @@ def by_kernels(hidden_TD: Tensor) -> bool:
 
 @functools.cache
 def kernels_run() -> bool:
-    """Whether the kernels compute on this machine's GPU what the plain passes do; logged once."""
+    """True if the kernels compute what the plain passes do on this machine's GPU; logged once."""
     problem = _problem()
     if problem is None:
         log.info("each pass over logits on the GPU is one Triton kernel")
@@ -112,10 +123,9 @@ def kernels_run() -> bool:
 
 def _problem() -> str | None:
     """Reason why the kernels are not for this machine's GPU, where a small call is tried; None: they are."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed, which torch for CUDA or ROCm brings along"
     generator = torch.Generator().manual_seed(0)
-    x_CV, row_C1 = torch.randn(3, 70, generator=generator), torch.tensor([[0], [69], [7]])
+    x_CV = torch.randn(3, 70, generator=generator)
+    row_C1 = torch.tensor([[0], [69], [7]])
     logp_CV = x_CV.double().log_softmax(-1)
     expected_CV = logp_CV.clone()
     to_d_logits_(expected_CV, row_C1, row_C1 >= 0, {}, {"logp": torch.ones(3, 1, dtype=torch.float64)})
@@ -124,10 +134,12 @@ def _problem() -> str | None:
     x_CV, row_C1, facts_C6 = (x.to(_PROBED) for x in (x_CV, row_C1, facts_C6))
     out_CV = torch.empty_like(x_CV)
     try:
-        sums_CS, picked_here_C1 = row_sums(x_CV, row_C1, 1.0, 0.0, False, False)
-        d_logits(out_CV, x_CV, row_C1, torch.ones_like(picked_here_C1), facts_C6, 1.0, 0.0, False, False)
+        sums_CS, picked_here_C1 = logit_row_sums(x_CV, row_C1, RowSettings())
+        logit_gradients(out_CV, x_CV, row_C1, torch.ones_like(picked_here_C1), facts_C6, RowSettings())
         pairs = (sums_CS, torch.stack([top_C, sum_C], 1)), (picked_here_C1, picked_C1), (out_CV, expected_CV)
         error = max((here.cpu() - there).abs().max().item() for here, there in pairs)
+    except ImportError as problem:
+        return f"{problem}; torch for CUDA and ROCm brings triton along"
     except Exception as problem:  # a compiler's errors share no type
         return f"{type(problem).__name__}: {problem}".partition("\n")[0]
     return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
