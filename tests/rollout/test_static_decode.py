@@ -308,6 +308,36 @@ def test_decoding_copies_once_a_pass_and_reads_one_pass_later(on_device):
     assert CountedCopy.ages[1:] == [1] * 29  # each is read while the next pass computes
 
 
+def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monkeypatch):
+    """On a GPU, which this machine need not have: each call that would be made there, in order."""
+    calls = []
+    empty, copy = torch.empty, torch.Tensor.copy_
+
+    class Event:
+        def record(self):
+            calls.append("record")
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+    def pinned(shape, dtype, pin_memory):
+        calls.append(f"pinned {pin_memory}")
+        return empty(shape, dtype=dtype)
+
+    def copied(to, source, non_blocking=False):
+        calls.append(f"asynchronous {non_blocking}")
+        return copy(to, source)
+
+    x = torch.arange(3)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    host = HostCopy([x])
+    assert calls == ["pinned True", "asynchronous True", "record"]
+    assert host.arrays()[0].tolist() == [0, 1, 2] and calls[3:] == ["synchronize"]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
     sound = static_decode.decode_pass
