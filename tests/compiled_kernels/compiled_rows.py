@@ -12,28 +12,31 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from funrl.compiled_kernels.logit_rows import kernels
+from funrl.compiled_kernels.logit_rows import divergence_kernels, kernels
 
 GPUS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 TYPES = {
     kernels._row_sums: ("*fp32", "*i64", "*fp32", "*fp32", "i32", "i32", "fp32", "fp32"),
     kernels._d_logits: ("*fp32", "*i64", "*fp32", "*fp32", "*bf16", "*bf16", "i32", "i32", "fp32", "fp32"),
+    divergence_kernels._divergence_sums: ("*fp32",) * 4 + ("i32",) + ("fp32",) * 5,
+    divergence_kernels._divergence_gradients: ("*fp32",) * 3 + ("*bf16", "i32") + ("fp32",) * 5,
 }
 
 
-def compiled(kernel, gpu, everything, picks):
+def compiled(kernel, gpu, everything):
+    """Assembly with all that a kernel can do, or with the least."""
     types = TYPES[kernel]
     names = kernel.arg_names
-    known = dict.fromkeys(("capped", "entropy", "squared"), everything) | {"width": kernels._WIDTH, "picks": picks}
-    signature = dict(zip(names, (*types, *["constexpr"] * len(known)), strict=True))
+    flags = {"width": kernels._WIDTH, "picks": 64 if everything else 1, "kind": 2 if everything else 0}
+    known = {name: flags.get(name, everything) for name in names[len(types) :]}
     whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] == "V"]
     source = ASTSource(
         kernel,
-        signature,
+        dict(zip(names, (*types, *["constexpr"] * len(known)), strict=True)),
         constexprs={(names.index(name),): value for name, value in known.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in whole},
     )
-    return triton.compile(source, target=gpu, options={"num_warps": kernels._WARPS})
+    return triton.compile(source, target=gpu, options={"num_warps": kernels._WARPS}).asm
 
 
 def facts(assembly):
@@ -49,8 +52,7 @@ def facts(assembly):
 def main():
     results = {}
     for (name, gpu), kernel, everything in itertools.product(GPUS.items(), TYPES, (True, False)):
-        assembly = compiled(kernel, gpu, everything, picks=64 if everything else 1).asm
-        results[f"{name} {kernel.__name__} {everything}"] = facts(assembly)
+        results[f"{name} {kernel.__name__} {everything}"] = facts(compiled(kernel, gpu, everything))
     print(json.dumps(results))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.library import opcheck
 
 from funrl.compiled_kernels import linear_logprob as head
+from funrl.compiled_kernels.linear_divergence import divergence, divergence_error, linear_divergence
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, topk
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.settings import RowSettings
@@ -131,9 +132,7 @@ def scores_equal_float64():
         for want, further, (temperature, cap) in (
             (("logp",), False, SETTINGS[0]),
             (("entropy",), False, SETTINGS[1]),
-            (WANTS, True, SETTINGS[1]),
-            (WANTS, False, SETTINGS[2]),
-            ((), True, SETTINGS[2]),
+            (WANTS, True, SETTINGS[2]),
         ):
             hidden, unembed, ids_T, topk_TK = inputs(dtype)
             topk_TK = topk_TK if further else None
@@ -149,6 +148,42 @@ def scores_equal_float64():
             grads = torch.autograd.grad(total_of(got), (hidden, unembed))
             for a, b in zip(grads, torch.autograd.grad(total_of(expected), wide), strict=True):
                 assert a.dtype == dtype and (a.double() - b).norm() < ratio * b.norm()
+
+
+def divergences_equal_float64():
+    """Of several chunks, kinds, caps and dtypes, and where each of two ranks has half of the vocabulary."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(n, d, generator=generator) for n, d in ((7, D), (44, D), (7, 4), (44, 4))]
+    for (beta, caps), dtype in zip(
+        ((0, (None, None)), (1, (3.0, None)), (0.3, (None, 2.0)), (0.5, (3.0, 2.0))),
+        (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+        strict=True,
+    ):
+        given = [x.to(dtype).requires_grad_() for x in tensors]
+        wide = [x.detach().double().requires_grad_() for x in given]
+        capped = [tempered(h @ w.T, 1.0, cap) for (h, w), cap in zip((wide[:2], wide[2:]), caps, strict=True)]
+        student, teacher = ((x / 0.7).log_softmax(-1) for x in capped)
+        expected = divergence(student, teacher.detach(), beta)
+        d_hidden, d_unembed = torch.autograd.grad((expected * COTANGENTS[0]).sum(), wide[:2])
+        got = linear_divergence(*given, beta, temperature=0.7, chunk=4, caps=caps)
+        close(got, expected, 1e-5)
+        grads = torch.autograd.grad((got * COTANGENTS[0]).sum(), given[:2])
+        for a, b in zip(grads, (d_hidden, d_unembed), strict=True):
+            assert a.dtype == dtype and (a.double() - b).norm() < (1e-5 if dtype is torch.float32 else 0.02) * b.norm()
+        if dtype is torch.bfloat16:
+            continue
+        with simulate("tp2") as mesh:
+            local = [x.detach() for x in given]
+            for i in (1, 3):
+                shards = local[i].chunk(2)
+                local[i] = per_rank(2, lambda rank, shards=shards: shards[rank].clone())
+            local[0].requires_grad_()
+            got = linear_divergence(*local, beta, mesh, 0.7, chunk=4, caps=caps)
+            (grad,) = torch.autograd.grad((got * COTANGENTS[0]).sum(), local[0])
+            ranks = [gather((got, grad), rank) for rank in range(2)]
+        for value, d_local in ranks:
+            close(value, expected, 1e-5)
+            close(d_local, d_hidden, 1e-4)
 
 
 def vocabulary_is_split():
@@ -186,6 +221,9 @@ def operators_keep_their_promises():
     out_CV, grad_CN, facts_C6 = torch.empty(C, V, dtype=torch.bfloat16), draw(C, N).float(), draw(C, 6).float()
     tests = ("test_schema", "test_faketensor")
     opcheck(operators._row_sums, (x_CV, row_CN, 0.7, 0.0, True, False), test_utils=tests)
+    given = x_CV, 2 * x_CV, facts_C6[:, :4], 0.3, 0.7, 0.0, 3.0
+    opcheck(operators._divergence_sums, given, test_utils=tests)
+    opcheck(operators._divergence_gradients, (out_CV, *given), test_utils=tests)
     opcheck(operators._d_logits, (out_CV, x_CV, row_CN, grad_CN, facts_C6, 0.7, 3.0, True, True), test_utils=tests)
 
 
@@ -201,22 +239,23 @@ def no_tokens_and_one_input():
 
 def wrong_kernels_are_found():
     operators._PROBED = "cpu"
-    assert operators._problem() is None
+    assert operators._problem(operators.row_error) is None and operators._problem(divergence_error) is None
     right = kernels.launch_gradients
     kernels.launch_gradients = lambda out_CV, *given: right(out_CV, *given[:2], 2 * given[2], *given[3:])
     try:
-        assert "differ by 1 from" in operators._problem()
+        assert "differ by 1 from" in operators._problem(operators.row_error)
     finally:
         kernels.launch_gradients = right
 
 
 def main():
     kernels._WIDTH = 32  # two programs, or turns, for a row
-    head.operators.by_kernels = lambda hidden_TD: True
+    head.operators.by_kernels = lambda *hidden, **trial: True
     cases = (
         sums_equal_float64,
         gradients_equal_float64,
         scores_equal_float64,
+        divergences_equal_float64,
         vocabulary_is_split,
         what_is_not_finite_stays_so,
         operators_keep_their_promises,

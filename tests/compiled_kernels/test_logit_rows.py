@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.compiled_kernels import linear_logprob as head
+from funrl.compiled_kernels.linear_divergence import divergence_error, linear_divergence, linear_divergence_reference
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
 from funrl.compiled_kernels.logit_rows import operators
 
@@ -26,6 +27,7 @@ CASES = (
     "sums_equal_float64",
     "gradients_equal_float64",
     "scores_equal_float64",
+    "divergences_equal_float64",
     "vocabulary_is_split",
     "what_is_not_finite_stays_so",
     "operators_keep_their_promises",
@@ -64,21 +66,21 @@ def test_interpreted_kernels(case, interpreted):
 def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
     """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens."""
     compiled = output_of("compiled_rows.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(compiled) == 8 and all(x == {"spills": False, "wide": True} for x in compiled.values()), compiled
+    assert len(compiled) == 16 and all(x == {"spills": False, "wide": True} for x in compiled.values()), compiled
 
 
 def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):
     on_gpu = [SimpleNamespace(is_cuda=True, dtype=x) for x in (torch.bfloat16, torch.float32, torch.float64)]
-    monkeypatch.setattr(operators, "kernels_run", lambda: True)
+    monkeypatch.setattr(operators, "kernels_run", lambda trial: True)
     assert [operators.by_kernels(x) for x in (*on_gpu, torch.zeros(1))] == [True, True, False, False]
     monkeypatch.undo()
-    monkeypatch.setattr(operators, "_problem", lambda: "no triton")
-    assert operators.kernels_run.__wrapped__() is False
-    assert caplog.messages == ["passes over logits on the GPU are torch's, several times as many: no triton"]
-    monkeypatch.setattr(operators, "_problem", lambda: None)
+    monkeypatch.setattr(operators, "_problem", lambda trial: "no triton")
+    assert operators.kernels_run.__wrapped__(operators.row_error) is False
+    assert caplog.messages == ["passes over logits on the GPU are torch's (row), several times as many: no triton"]
+    monkeypatch.setattr(operators, "_problem", lambda trial: None)
     with caplog.at_level("INFO", operators.__name__):
-        assert operators.kernels_run.__wrapped__() is True
-    assert caplog.messages[-1] == "each pass over logits on the GPU is one Triton kernel"
+        assert operators.kernels_run.__wrapped__(operators.row_error) is True
+    assert caplog.messages[-1] == "each pass over logits on the GPU is one Triton kernel (row)"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_what_fails_leaves_plain_passes(error, text, monkeypatch):
 
     monkeypatch.setattr(operators, "_PROBED", "cpu")
     monkeypatch.setattr(operators, "logit_row_sums", refuse)
-    assert operators._problem().startswith(text)
+    assert operators._problem(operators.row_error).startswith(text)
 
 
 def test_a_gpu_without_wide_products_of_16_bits_takes_float32(monkeypatch, caplog):
@@ -145,7 +147,7 @@ class LogitOperators(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_logits_are_read_once_a_pass(dtype, monkeypatch):
     """Without a GPU: on tensors without numbers."""
-    monkeypatch.setattr(operators, "by_kernels", lambda hidden_TD: True)
+    monkeypatch.setattr(operators, "by_kernels", lambda *hidden: True)
     hidden, unembed = (torch.empty(n, 16, device="meta", dtype=dtype, requires_grad=True) for n in (8, 1000))
     ids_T = torch.empty(8, device="meta", dtype=torch.int64)
     with LogitOperators((4, 8), 1000) as forward:
@@ -158,6 +160,18 @@ def test_logits_are_read_once_a_pass(dtype, monkeypatch):
     assert d_hidden.dtype == d_unembed.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_of_a_divergence_are_read_twice_and_once(dtype, monkeypatch):
+    monkeypatch.setattr(operators, "by_kernels", lambda *hidden, trial: True)
+    hidden, unembed, *teacher = (torch.empty(n, 16, device="meta", dtype=dtype) for n in (8, 1000, 8, 1000))
+    with LogitOperators((4,), 1000) as forward:
+        value = linear_divergence(hidden.requires_grad_(), unembed, *teacher, 0.3, chunk=4, caps=(30.0, None))
+    with LogitOperators((4,), 1000) as backward:
+        torch.autograd.grad(value.sum(), hidden)
+    assert forward.names == ["mm", "mm", "logit_row_sums", "logit_row_sums", "divergence_row_sums"] * 2
+    assert backward.names == ["mm", "mm", "new_empty", "divergence_row_gradients", "mm"] * 2
+
+
 @pytest.mark.gpu
 @needs_triton
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -165,7 +179,7 @@ def test_logits_are_read_once_a_pass(dtype, monkeypatch):
 @pytest.mark.parametrize("vocab", [5003, 6000])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_a_gpu_equals_the_reference(dtype, tolerance, vocab, cap):
-    assert operators.kernels_run()
+    assert operators.kernels_run(operators.row_error) and operators.kernels_run(divergence_error)
     generator = torch.Generator().manual_seed(0)
     hidden, unembed = (torch.randn(n, 64, generator=generator).to("cuda", dtype).requires_grad_() for n in (70, vocab))
     ids_T = torch.randint(vocab, (70,), generator=generator).cuda()
@@ -177,3 +191,12 @@ def test_a_gpu_equals_the_reference(dtype, tolerance, vocab, cap):
     grads = torch.autograd.grad(sum(x.sum() for x in got[:3]), (hidden, unembed))
     for a, b in zip(grads, torch.autograd.grad(sum(x.sum() for x in expected[:3]), wide), strict=True):
         assert a.dtype == dtype and (a.double() - b).norm() < tolerance * b.norm()
+    generator = torch.Generator().manual_seed(1)
+    teacher = [torch.randn(n, 48, generator=generator).to("cuda", dtype) for n in (70, vocab)]
+    for beta in (0, 0.3, 1):
+        got = linear_divergence(hidden, unembed, *teacher, beta, temperature=0.7, chunk=32)
+        expected = linear_divergence_reference(*wide, *teacher, beta, 0.7)
+        assert (got - expected).abs().max() < 1e-3
+        grads = torch.autograd.grad(got.sum(), (hidden, unembed))
+        for a, b in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
+            assert a.dtype == dtype and (a.double() - b).norm() < tolerance * b.norm()

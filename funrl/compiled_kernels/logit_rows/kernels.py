@@ -4,6 +4,8 @@ The source asks for no compute capability and no size of a warp: NVIDIA and ROCm
 runs it on a CPU where TRITON_INTERPRET=1 stands in the environment before triton is imported.
 """
 
+# A kernel is in Triton's language, whose types a checker of Python's does not know.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +26,7 @@ _LOWEST = tl.constexpr(-1e30)  # below every logit and finite, so that no differ
 
 
 @triton.jit
-def _tempered(x, temperature, cap, capped: tl.constexpr):
+def tempered(x, temperature, cap, capped: tl.constexpr):
     """A capped and tempered logit, and the slope of the cap at it.
 
     tanh z is 1 - 2 / (e^2z + 1), whose absolute error is an ulp of 1.
@@ -64,7 +66,7 @@ def _row_sums(
     for begin in range(0, V, width):
         inside = begin + lanes < V
         x = tl.load(x_ptr + c * V + begin + lanes, mask=inside, other=0.0)
-        y, _ = _tempered(x, temperature, cap, capped)
+        y, _ = tempered(x, temperature, cap, capped)
         y = tl.where(inside, y, _LOWEST)
         higher = tl.maximum(top, y)
         shift = top - higher
@@ -91,7 +93,7 @@ def _row_sums(
         n = begin + tl.arange(0, picks)
         column = tl.load(row_ptr + c * N + n, mask=n < N, other=0)
         picked_x = tl.load(x_ptr + c * V + column, mask=n < N, other=0.0)
-        picked_y, _ = _tempered(picked_x, temperature, cap, capped)
+        picked_y, _ = tempered(picked_x, temperature, cap, capped)
         tl.store(picked_ptr + c * N + n, picked_y - most, mask=n < N)
 
 
@@ -131,14 +133,14 @@ def _d_logits(
     facts_ptr += c * 6
     column = tl.program_id(1) * width + tl.arange(0, width)
     x = tl.load(x_ptr + c * V + column, mask=column < V, other=0.0)
-    y, slope = _tempered(x, temperature, cap, capped)
+    y, slope = tempered(x, temperature, cap, capped)
     tl.store(out_ptr + c * V + column, _d_logit(y, facts_ptr, entropy, squared) * slope, mask=column < V)
     if tl.program_id(1) == 0:
         for begin in range(0, N, picks):
             n = begin + tl.arange(0, picks)
             picked = tl.load(row_ptr + c * N + n, mask=n < N, other=0)
             picked_x = tl.load(x_ptr + c * V + picked, mask=n < N, other=0.0)
-            picked_y, picked_slope = _tempered(picked_x, temperature, cap, capped)
+            picked_y, picked_slope = tempered(picked_x, temperature, cap, capped)
             picked_d = _d_logit(picked_y, facts_ptr, entropy, squared)
             for other in range(0, N):  # a token may be picked twice
                 same = picked == tl.load(row_ptr + c * N + other)
@@ -162,8 +164,8 @@ def launch_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tupl
     picked_CN = torch.empty(C, N, dtype=torch.float32, device=x_CV.device)
     if C:
         tensors = x_CV.contiguous(), row_CN.contiguous(), sums_CS, picked_CN
-        flags = bool(cap), entropy, squared, *_widths(V, N)
-        _launch(_row_sums, (C,), tensors, (V, N, *scale), flags)
+        flags = bool(cap), entropy, squared, *widths(V, N)
+        run_kernel(_row_sums, (C,), tensors, (V, N, *scale), flags)
     return sums_CS, picked_CN
 
 
@@ -183,16 +185,17 @@ def launch_gradients(
     if C:
         inputs = (x.contiguous() for x in (x_CV, row_CN, grad_CN, facts_C6))
         tensors = *inputs, out_CV, at_picked_CN
-        width, picks = _widths(V, N)
+        width, picks = widths(V, N)
         flags = bool(cap), entropy, squared, width, picks
-        _launch(_d_logits, (C, triton.cdiv(V, width)), tensors, (V, N, *scale), flags)
+        run_kernel(_d_logits, (C, triton.cdiv(V, width)), tensors, (V, N, *scale), flags)
         out_CV.scatter_(1, row_CN, at_picked_CN)  # of a token that is picked twice the two are equal
 
 
-def _launch(kernel: Any, programs: tuple[int, ...], tensors: tuple, numbers: tuple, flags: tuple) -> None:
+def run_kernel(kernel: Any, programs: tuple[int, ...], tensors: tuple, numbers: tuple, flags: tuple) -> None:
+    """Run a kernel of one of these files."""
     kernel[programs](*tensors, *numbers, *flags, num_warps=_WARPS)
 
 
-def _widths(V: int, N: int) -> tuple[int, int]:
+def widths(V: int, N: int) -> tuple[int, int]:
     """Columns of a program, and picked columns at a time."""
     return min(_WIDTH, triton.next_power_of_2(V)), min(_WIDTH, triton.next_power_of_2(max(1, N)))

@@ -18,3 +18,18 @@ class RowSettings(NamedTuple):
     cap: float = 0.0
     entropy: bool = False
     squared: bool = False
+
+
+class DivergenceSettings(NamedTuple):
+    """Scales of a student's and a teacher's logits, and the kind of their divergence.
+
+    Attributes:
+      beta: as in `funrl.compiled_kernels.linear_divergence.divergence`.
+      temperature: of both, above 0.
+      cap, teacher_cap: as in `RowSettings`.
+    """
+
+    beta: float
+    temperature: float
+    cap: float
+    teacher_cap: float
