@@ -169,7 +169,7 @@ def test_logits_of_a_divergence_are_read_twice_and_once(dtype, monkeypatch):
     with LogitOperators((4,), 1000) as backward:
         torch.autograd.grad(value.sum(), hidden)
     assert forward.names == ["mm", "mm", "logit_row_sums", "logit_row_sums", "divergence_row_sums"] * 2
-    assert backward.names == ["mm", "mm", "new_empty", "divergence_row_gradients", "mm"] * 2
+    assert backward.names == ["mm", "mm", "empty_like", "divergence_row_gradients", "mm"] * 2
 
 
 @pytest.mark.gpu

@@ -67,12 +67,12 @@ def _row_sums(
         inside = begin + lanes < V
         x = tl.load(x_ptr + c * V + begin + lanes, mask=inside, other=0.0)
         y, _ = tempered(x, temperature, cap, capped)
-        y = tl.where(inside, y, _LOWEST)
+        y = tl.where(inside, y, _LOWEST)  # counts as 0, at the latest when lanes meet
         higher = tl.maximum(top, y)
         shift = top - higher
         decay = tl.exp(shift)
         z = y - higher
-        e = tl.where(inside, tl.exp(z), 0.0)
+        e = tl.exp(z)
         if entropy:
             weighted = decay * (weighted + shift * total) + z * e
         if squared:
