@@ -229,6 +229,15 @@ def test_a_model_is_called_by_its_record_and_not_by_the_module_that_made_it():
     assert [str(file.relative_to(root)) for file in outside if named.search(file.read_text())] == []
 
 
+def test_only_what_needs_it_asks_for_a_kind_of_gpu():
+    """A compute capability, a size of warps or e4m3fn elsewhere would leave out ROCm."""
+    root = Path(__file__).parents[1] / "funrl"
+    asks = re.compile(r"get_device_capability|warp_?size|multi_processor_count|gcnArchName|float8_e4m3fn\b", re.I)
+    files = {str(file.relative_to(root)) for file in root.rglob("*.py") if asks.search(file.read_text())}
+    # FA3 or FA4 of NVIDIA; the dtype of files.
+    assert files == {"compiled_kernels/flash_kernel.py", "models/huggingface/fp8_files.py"}
+
+
 def test_no_package_exceeds_the_bounds_of_its_figures():
     bounds = json.loads(measure.BOUNDS.read_text())
     assert measure.over_bounds(measure.by_package(), bounds) == []

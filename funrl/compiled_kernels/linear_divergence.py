@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.linear import add_products_, product
-from funrl.compiled_kernels.linear_logprob import cap_slope, project
+from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.logit_rows import operators
+from funrl.compiled_kernels.logit_rows.plain import cap_slope
+from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
 from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
@@ -139,12 +142,12 @@ def linear_divergence_reference(
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, beta, mesh, temperature, chunk, caps):
-        rows = []
-        for h_CD, t_CE in zip(hidden_TD.split(chunk), teacher_TE.split(chunk), strict=True):
-            z_2CV = _logits(h_CD, unembed_VD, temperature, caps[0]), _logits(t_CE, teacher_VE, temperature, caps[1])
-            normalizer_2C = _normalizers(*z_2CV, mesh)
-            logp_CV, teacher_CV = (z.sub_(n[:, None]) for z, n in zip(z_2CV, normalizer_2C, strict=True))
-            rows.append(torch.cat([_sums(logp_CV, teacher_CV, beta), normalizer_2C]))
+        settings = DivergenceSettings(beta, temperature, *(cap or 0.0 for cap in caps))
+        rows_of = _kernel_rows if operators.by_kernels(hidden_TD, teacher_TE, trial=divergence_error) else _plain_rows
+        rows = [
+            rows_of((h_CD, t_CE), (unembed_VD, teacher_VE), settings, mesh)
+            for h_CD, t_CE in zip(hidden_TD.split(chunk), teacher_TE.split(chunk), strict=True)
+        ]
         sums_2T, normalizer_2T = torch.cat(rows, 1).split(2)
         to_teacher_T, to_student_T = psum(sums_2T, mesh, "tensor").unbind(0)
         return to_teacher_T + to_student_T, to_student_T, *normalizer_2T.unbind(0)
@@ -163,15 +166,14 @@ class _LinearDivergence(torch.autograd.Function):
         d_unembed = None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
+        settings = DivergenceSettings(beta, temperature, *(cap or 0.0 for cap in caps))
+        d_logits_of = (
+            _kernel_d_logits if operators.by_kernels(hidden_TD, teacher_TE, trial=divergence_error) else _plain_d_logits
+        )
+        facts_T4 = torch.stack([normalizer_T, teacher_T, to_student_T, grad_T / temperature], 1)
         for low in range(0, max(1, len(hidden_TD)), chunk):
             part = slice(low, low + chunk)
-            logp_CV = _logits(hidden_TD[part], unembed_VD, temperature, caps[0])
-            slope_CV = None if caps[0] is None else cap_slope(logp_CV * temperature, caps[0])
-            logp_CV = logp_CV.sub_(normalizer_T[part, None])
-            teacher_CV = _logits(teacher_TE[part], teacher_VE, temperature, caps[1]).sub_(teacher_T[part, None])
-            d_CV = _d_logits(logp_CV, teacher_CV, to_student_T[part, None], beta)
-            d_CV = d_CV if slope_CV is None else d_CV.mul_(slope_CV)
-            d_CV = d_CV.mul_(grad_T[part, None] / temperature).to(hidden_TD.dtype)
+            d_CV = d_logits_of((hidden_TD[part], teacher_TE[part]), (unembed_VD, teacher_VE), facts_T4[part], settings)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_CV, unembed_VD.T))
             if d_unembed is not None:
@@ -180,9 +182,99 @@ class _LinearDivergence(torch.autograd.Function):
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 7
 
 
-def _logits(hidden_CD: Tensor, unembed_VD: Tensor, temperature: float, cap: float | None) -> Tensor:
-    x_CV = project(hidden_CD, unembed_VD, cap)
-    return x_CV if temperature == 1 else x_CV.div_(temperature)  # a pass less
+def _plain_rows(
+    hidden: tuple[Tensor, Tensor], unembed: tuple[Tensor, Tensor], settings: DivergenceSettings, mesh: Mesh
+) -> Tensor:
+    """Both parts of the divergence over this rank's tokens, and both normalizers over all: [4, C].
+
+    Args:
+      hidden, unembed: of the student and of the teacher.
+    """
+    student_CV, teacher_CV = _both_logits(hidden, unembed, settings)
+    normalizer_2C = _normalizers(student_CV, teacher_CV, mesh)
+    logp_CV, teacher_logp_CV = (
+        z.sub_(n[:, None]) for z, n in zip((student_CV, teacher_CV), normalizer_2C, strict=True)
+    )
+    return torch.cat([_sums(logp_CV, teacher_logp_CV, settings.beta), normalizer_2C])
+
+
+def _kernel_rows(
+    hidden: tuple[Tensor, Tensor], unembed: tuple[Tensor, Tensor], settings: DivergenceSettings, mesh: Mesh
+) -> Tensor:
+    """`_plain_rows` by two reads of both logits."""
+    student_CV = project(hidden[0], unembed[0])
+    teacher_CV = project(hidden[1], unembed[1])
+    none_C0 = torch.zeros(len(student_CV), 0, dtype=torch.int64, device=student_CV.device)
+    sums = [
+        operators.logit_row_sums(x_CV, none_C0, RowSettings(settings.temperature, cap))[0]
+        for x_CV, cap in ((student_CV, settings.cap), (teacher_CV, settings.teacher_cap))
+    ]
+    top_2C, total_2C = torch.stack(sums).unbind(-1)
+    most_2C = pmax(top_2C, mesh, "tensor")
+    normalizer_2C = most_2C + psum(total_2C * (top_2C - most_2C).exp(), mesh, "tensor").log()
+    facts_C4 = torch.cat([normalizer_2C, torch.zeros_like(normalizer_2C)]).T
+    to_teacher_C, to_student_C = operators.divergence_sums(student_CV, teacher_CV, facts_C4, settings).unbind(1)
+    beta = settings.beta
+    weighted_2C = torch.stack([to_teacher_C * (beta or 1), to_student_C * (1 - beta if beta < 1 else 1)])
+    return torch.cat([weighted_2C, normalizer_2C])
+
+
+def _plain_d_logits(
+    hidden: tuple[Tensor, Tensor], unembed: tuple[Tensor, Tensor], facts_C4: Tensor, settings: DivergenceSettings
+) -> Tensor:
+    """Gradients of the student's logits in the dtype of hidden states.
+
+    Args:
+      hidden, unembed: of the student and of the teacher.
+      facts_C4: both normalizers, the student's part of the divergence, its gradient over the temperature.
+    """
+    normalizer_C, teacher_C, to_student_C, grad_C = facts_C4.unbind(1)
+    student_CV, teacher_CV = _both_logits(hidden, unembed, settings)
+    slope_CV = cap_slope(student_CV * settings.temperature, settings.cap) if settings.cap else None
+    logp_CV = student_CV.sub_(normalizer_C[:, None])
+    d_CV = _d_logits(logp_CV, teacher_CV.sub_(teacher_C[:, None]), to_student_C[:, None], settings.beta)
+    d_CV = d_CV if slope_CV is None else d_CV.mul_(slope_CV)
+    return d_CV.mul_(grad_C[:, None]).to(hidden[0].dtype)
+
+
+def _kernel_d_logits(
+    hidden: tuple[Tensor, Tensor], unembed: tuple[Tensor, Tensor], facts_C4: Tensor, settings: DivergenceSettings
+) -> Tensor:
+    """`_plain_d_logits` by one read of both logits and one write."""
+    student_CV = project(hidden[0], unembed[0])
+    teacher_CV = project(hidden[1], unembed[1])
+    d_CV = torch.empty_like(student_CV, dtype=hidden[0].dtype)
+    operators.divergence_gradients(d_CV, student_CV, teacher_CV, facts_C4, settings)
+    return d_CV
+
+
+def divergence_error(device: str) -> float:
+    """Largest error of a small divergence and its gradient by the kernels, on a device."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, unembed, teacher, teacher_unembed = (torch.randn(n, 8, generator=generator) for n in (3, 70, 3, 70))
+    student = hidden.double().requires_grad_()
+    with torch.enable_grad():
+        value_C = linear_divergence_reference(student, unembed, teacher, teacher_unembed)
+    (d_hidden,) = torch.autograd.grad(value_C.sum(), student)
+    states = hidden.to(device), teacher.to(device)
+    weights = unembed.to(device), teacher_unembed.to(device)
+    settings = DivergenceSettings(0.5, 1.0, 0.0, 0.0)
+    to_teacher_C, to_student_C, *normalizers = _kernel_rows(states, weights, settings, SINGLE)
+    facts_C4 = torch.stack([*normalizers, to_student_C, torch.ones_like(to_student_C)], 1)
+    d_CV = _kernel_d_logits(states, weights, facts_C4, settings)
+    pairs = (to_teacher_C + to_student_C, value_C.detach()), (d_CV @ weights[0], d_hidden)
+    return operators.largest_error(pairs)
+
+
+def _both_logits(
+    hidden: tuple[Tensor, Tensor], unembed: tuple[Tensor, Tensor], settings: DivergenceSettings
+) -> tuple[Tensor, Tensor]:
+    """Tempered logits [C, V] of the student and of the teacher."""
+    caps = settings.cap or None, settings.teacher_cap or None
+    student_CV, teacher_CV = (project(h, w, cap) for h, w, cap in zip(hidden, unembed, caps, strict=True))
+    if settings.temperature == 1:  # a pass less
+        return student_CV, teacher_CV
+    return student_CV.div_(settings.temperature), teacher_CV.div_(settings.temperature)
 
 
 def _normalizers(student_CV: Tensor, teacher_CV: Tensor, mesh: Mesh) -> Tensor:

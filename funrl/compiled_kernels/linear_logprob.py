@@ -1,18 +1,25 @@
 """Log-probabilities, entropies and collision probabilities of tokens straight from hidden states.
 
-The logits [T, V] are never whole in memory: a chunk of tokens at a time, computed again in the backward pass. Under
-tensor parallelism each rank holds some rows of the vocabulary, and the ranks' partial sums meet in two collectives.
+The logits [T, V] are never whole in memory: a chunk of tokens at a time, computed again in the backward pass. On CUDA
+and ROCm each of the two reads the logits once, by the kernels of `logit_rows`; a CPU goes over what its cache holds.
+Under tensor parallelism each rank holds some rows of the vocabulary, and the ranks' partial sums meet in two
+collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.linear import add_products_, is_plain, product
+from funrl.compiled_kernels.logit_rows import operators
+from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
+from funrl.compiled_kernels.logit_rows.settings import RowSettings
 from funrl.mesh.collectives import all_gather, pmax, psum
 from funrl.mesh.mesh import SINGLE, Mesh
 
@@ -20,6 +27,9 @@ EXTRAS = ("entropy", "sum_pi_squared")
 _CACHED = 2**18  # numbers that a CPU's cache holds, some of them twice
 _CHUNKS = 4  # of tokens, at most, whose gradients of logits become one part of the weight's gradient
 WANTS = ("logp", *EXTRAS)
+_PROBED = "cuda"  # where products are tried
+_TOLERANCE = 1e-3  # of sums of 64 products of size 1 that are not rounded to 16 bits
+log = logging.getLogger(__name__)
 
 
 class TokenScores(NamedTuple):
@@ -141,17 +151,30 @@ def project(hidden_TD: Tensor, unembed_VD: Tensor, cap: float | None = None) -> 
     return x_TV if cap is None else x_TV.div_(cap).tanh_().mul_(cap)
 
 
-def cap_slope(capped: Tensor, cap: float) -> Tensor:
-    """Derivative of cap tanh(x / cap) by x, from its value."""
-    return 1 - (capped / cap).square_()
-
-
 def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
     if hidden_TD.element_size() > 2:
         return product(hidden_TD, unembed_VD)
-    if hidden_TD.is_cuda:
+    if hidden_TD.is_cuda and has_wide_products(hidden_TD.dtype):
         return torch.mm(hidden_TD, unembed_VD.T, out_dtype=torch.float32)
     return hidden_TD.float() @ unembed_VD.T.float()
+
+
+@functools.cache
+def has_wide_products(dtype: torch.dtype) -> bool:
+    """True if this machine's GPU sums products of 16-bit numbers in float32 results; a small one is tried."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
+    try:
+        wide = torch.mm(a.to(_PROBED), b.to(_PROBED).T, out_dtype=torch.float32).cpu()
+        error = (wide - a.double() @ b.double().T).abs().max().item()
+        problem = None if error < _TOLERANCE else f"results differ by {error:.2g} from the reference's"
+    except (RuntimeError, NotImplementedError, TypeError) as refusal:
+        problem = str(refusal).partition("\n")[0]
+    if problem is not None:
+        log.warning(
+            "logits are products in float32, which is slow: the GPU has none of %s in float32: %s", dtype, problem
+        )
+    return problem is None
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -194,37 +217,19 @@ class _LinearLogprob(torch.autograd.Function):
         mesh, temperature, chunk, extras, cap = ctx.args
         names = ("logp", *extras)
         grads = (None if grad is None else grad / temperature for grad in grads[:-1])
-        given = {
-            name: (_columns(x), _columns(grad))
-            for name, x, grad in zip(names, rows, grads, strict=True)
-            if grad is not None
-        }
+        given = {name: _columns(grad) for name, grad in zip(names, grads, strict=True) if grad is not None}
         if not given:
             return (None,) * 8
-        row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
+        results = {name: _columns(x) for name, x in zip(names, rows, strict=True) if name in given}
+        upstream = _Upstream(*_local(ids_TN, unembed_VD, mesh), normalizer_T, results, given, temperature, cap)
         d_hidden = []
         d_unembed = None
         if ctx.needs_input_grad[1]:
             d_unembed = torch.zeros(unembed_VD.shape, dtype=normalizer_T.dtype, device=unembed_VD.device)
 
-        def d_logits_of(part: slice) -> Tensor:
-            x_CV = _tempered(hidden_TD[part], unembed_VD, temperature, cap)
-            for low, rows_RV in _cached(x_CV):
-                some = slice(part.start + low, part.start + low + len(rows_RV))
-                slope_RV = None if cap is None else cap_slope(rows_RV * temperature, cap)
-                _to_d_logits_(
-                    rows_RV.sub_(normalizer_T[some, None]),
-                    row_TN[some],
-                    mine_TN[some],
-                    {name: x[some] for name, (x, _) in given.items()},
-                    {name: grad[some] for name, (_, grad) in given.items()},
-                )
-                if slope_RV is not None:
-                    rows_RV.mul_(slope_RV)
-            return x_CV.to(hidden_TD.dtype)
-
+        d_logits_of = _kernel_d_logits if operators.by_kernels(hidden_TD) else _plain_d_logits
         for part in _parts(hidden_TD, chunk, normalizer_T.dtype):
-            d_logits = _of_chunks(d_logits_of, part, chunk)
+            d_logits = d_logits_of(hidden_TD, unembed_VD, upstream, part, chunk)
             if ctx.needs_input_grad[0]:
                 d_hidden.append(product(d_logits, unembed_VD.T))
             if d_unembed is not None:
@@ -232,6 +237,69 @@ class _LinearLogprob(torch.autograd.Function):
             del d_logits  # before the next ones are made
         whole = psum(torch.cat(d_hidden), mesh, "tensor") if d_hidden else None
         return whole, None if d_unembed is None else d_unembed.to(unembed_VD.dtype), *(None,) * 6
+
+
+class _Upstream(NamedTuple):
+    """Inputs of the gradients of logits, beside the logits: of T tokens, with N picked ones each.
+
+    Attributes:
+      row_TN, mine_TN: of `_local`.
+      normalizer_T: log sum e^z over the whole vocabulary.
+      results, grads: by name [T, 1], or [T, N] of "logp"; the gradients over the temperature.
+      temperature, cap: of the logits.
+    """
+
+    row_TN: Tensor
+    mine_TN: Tensor
+    normalizer_T: Tensor
+    results: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    temperature: float
+    cap: float | None
+
+    def of(self, tokens: slice) -> _Upstream:
+        """That of some tokens."""
+        results, grads = ({name: x[tokens] for name, x in xs.items()} for xs in (self.results, self.grads))
+        row_TN, mine_TN, normalizer_T = (x[tokens] for x in self[:3])
+        return self._replace(row_TN=row_TN, mine_TN=mine_TN, normalizer_T=normalizer_T, results=results, grads=grads)
+
+
+def _plain_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream, part: slice, chunk: int) -> Tensor:
+    """Gradients of the logits of some tokens in the dtype of hidden states, a chunk at a time by plain passes."""
+    temperature = upstream.temperature
+    cap = upstream.cap
+
+    def of_chunk(tokens: slice) -> Tensor:
+        x_CV = _tempered(hidden_TD[tokens], unembed_VD, temperature, cap)
+        for low, rows_RV in _cached(x_CV):
+            some = upstream.of(slice(tokens.start + low, tokens.start + low + len(rows_RV)))
+            slope_RV = None if cap is None else cap_slope(rows_RV * temperature, cap)
+            rows_RV.sub_(some.normalizer_T[:, None])
+            to_d_logits_(rows_RV, some.row_TN, some.mine_TN, some.results, some.grads)
+            if slope_RV is not None:
+                rows_RV.mul_(slope_RV)
+        return x_CV.to(hidden_TD.dtype)
+
+    return _of_chunks(of_chunk, part, chunk)
+
+
+def _kernel_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream, part: slice, chunk: int) -> Tensor:
+    """`_plain_d_logits` by one read of the logits of each chunk and one write of their gradients."""
+    given = upstream.of(part)
+    facts_P6 = operators.row_facts(given.normalizer_T, given.results, given.grads)
+    grad_PN = torch.where(given.mine_TN, given.grads["logp"], 0) if "logp" in given.grads else facts_P6[:, :0]
+    row_PN = given.row_TN[:, : grad_PN.shape[1]]
+    settings = _settings(given.temperature, given.cap, given.grads)
+    d_PV = unembed_VD.new_empty(len(row_PN), len(unembed_VD), dtype=hidden_TD.dtype)
+    chunks = (x.split(chunk) for x in (d_PV, hidden_TD[part], row_PN, grad_PN, facts_P6))
+    for d_CV, hidden_CD, row_CN, grad_CN, facts_C6 in zip(*chunks, strict=True):
+        operators.logit_gradients(d_CV, _products(hidden_CD, unembed_VD), row_CN, grad_CN, facts_C6, settings)
+    return d_PV
+
+
+def _settings(temperature: float, cap: float | None, names: Collection[str]) -> RowSettings:
+    """Settings of kernels, with the extras among some names."""
+    return RowSettings(temperature, cap or 0.0, "entropy" in names, "sum_pi_squared" in names)
 
 
 def _parts(hidden_TD: Tensor, chunk: int, wide: torch.dtype) -> Iterator[slice]:
@@ -297,40 +365,12 @@ def _sums(
     cap: float | None,
 ) -> list[Tensor]:
     """Over this rank's rows: the maximum m; of x = logit - m: x[picked], sum e^x; of the extras sum x e^x, sum e^2x."""
+    if operators.by_kernels(hidden_CD):
+        logits_CV = _products(hidden_CD, unembed_VD)
+        settings = _settings(temperature, cap, extras)
+        sums_CS, picked_CN = operators.logit_row_sums(logits_CV, row_CN, settings)
+        top_C, *sums = sums_CS.unbind(1)
+        return [top_C, picked_CN, *sums]
     x_CV = _tempered(hidden_CD, unembed_VD, temperature, cap)
-    parts = [_row_sums_(x_RV, row_CN[low : low + len(x_RV)], extras) for low, x_RV in _cached(x_CV)]
+    parts = [row_sums_(x_RV, row_CN[low : low + len(x_RV)], extras) for low, x_RV in _cached(x_CV)]
     return parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
-
-
-def _row_sums_(x_RV: Tensor, row_RN: Tensor, extras: tuple[str, ...]) -> list[Tensor]:
-    """`_sums` of some logits, which are used up."""
-    top_R = x_RV.amax(-1)
-    x_RV.sub_(top_R.unsqueeze(-1))
-    picked_RN = x_RV.gather(1, row_RN)
-    e_RV = x_RV.exp() if "entropy" in extras else x_RV.exp_()
-    sums = [top_R, picked_RN, e_RV.sum(-1)]
-    if "entropy" in extras:
-        sums.append(torch.linalg.vecdot(e_RV, x_RV))
-    if "sum_pi_squared" in extras:
-        sums.append(torch.linalg.vecdot(e_RV, e_RV))
-    return sums
-
-
-def _to_d_logits_(logp_CV: Tensor, row_CN: Tensor, mine_CN: Tensor, result: dict, grad: dict) -> None:
-    """Make log-probabilities into the gradient of this rank's logits, in place.
-
-    With p = e^logp: d logp[t] / dz_j = [j = t] - p_j; d entropy / dz_j = -p_j (logp_j + entropy);
-    d sum p^2 / dz_j = 2 p_j (p_j - sum p^2).
-    """
-    if len(grad) == 1 and "logp" in grad:
-        logp_CV.exp_().mul_(-grad["logp"].sum(-1, keepdim=True))
-    else:
-        p_CV = logp_CV.exp()
-        factor_CV = logp_CV.add_(result["entropy"]).mul_(-grad["entropy"]) if "entropy" in grad else logp_CV.zero_()
-        if "logp" in grad:
-            factor_CV.sub_(grad["logp"].sum(-1, keepdim=True))
-        if "sum_pi_squared" in grad:
-            factor_CV.add_(2 * grad["sum_pi_squared"] * (p_CV - result["sum_pi_squared"]))
-        factor_CV.mul_(p_CV)
-    if "logp" in grad:
-        logp_CV.scatter_add_(1, row_CN, torch.where(mine_CN, grad["logp"], 0))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 from funrl.compiled_kernels.flash_kernel import faster_attention
+from funrl.processes.device_memory import copy_to_device
 
 KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
 KERNEL_HEAD = 256  # numbers of a head at most, in eights
@@ -78,7 +79,7 @@ def paging_of(
     pages_G = np.minimum(pages_S[starts_G], table.shape[1])
     groups_G5 = np.stack([begins_S[starts_G], starts_G, many_G, new_S[starts_G], pages_G], 1)
     offsets_S1, ends_S = (torch.from_numpy(x.astype(np.int32)) for x in (np.append(begins_S, new_S.sum()), last_S))
-    on = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+    on = functools.partial(copy_to_device, device=torch.device(device))
     return Paging(on(places_N), on(positions_N), on(table), on(offsets_S1), on(ends_S), torch.from_numpy(groups_G5))
 
 

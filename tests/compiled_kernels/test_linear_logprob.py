@@ -113,8 +113,8 @@ def test_what_no_loss_depends_on_is_not_in_the_backward_pass(monkeypatch):
     """The entropy that is only looked at: its gradient is not computed, not even as zeros."""
     hidden, unembed, targets, _ = _inputs()
     seen = []
-    d_logits = kernel._to_d_logits_
-    monkeypatch.setattr(kernel, "_to_d_logits_", lambda *args: seen.append(set(args[-1])) or d_logits(*args))
+    d_logits = kernel.to_d_logits_
+    monkeypatch.setattr(kernel, "to_d_logits_", lambda *args: seen.append(set(args[-1])) or d_logits(*args))
     both = linear_logprob(hidden, unembed, targets, temperature=0.7, want=WANTS)
     got = torch.autograd.grad(both.logp.sin().sum(), (hidden, unembed))
     alone = linear_logprob(hidden, unembed, targets, temperature=0.7).logp

@@ -5,18 +5,18 @@ from typing import ClassVar
 
 import pytest
 import torch
+from device_waits import FAULTS, META, WAITS, no_waits
 from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 from test_engine_families import CONFIGS as OTHERS
 from test_engine_families import EXPERTS
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
-from funrl.rollout.native import static_decode
+from funrl.rollout.native import sequences, static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
 from funrl.rollout.native.decode_state import STOP, DecodeForm, decode_pass, empty_state
@@ -30,25 +30,6 @@ ROWS = (1, 2, 4, 8, 16)
 SLOTS, PAGES = 17, 4
 KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
 FAMILIES = {"qwen3 window": CONFIGS["qwen3 window"], "gemma2": OTHERS["gemma2"]} | EXPERTS
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait for a device, or what a graph of it cannot hold; counts the rest."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name()
-        refused = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "repeat_interleave.Tensor")
-        assert not any(f"aten::{one}" == name or f"aten::{one}." in name for one in refused), f"{name} waits"
-        found = func(*args, **kwargs or {})
-        if not name.startswith("funrl::"):  # the plan of attention is on the host
-            tensors = [x for x in trees.leaves((args, kwargs, found)) if isinstance(x, torch.Tensor) and x.numel() > 1]
-            assert len({x.device.type for x in tensors}) < 2, f"{name} goes from one device to another"
-        self.calls.append(name)
-        return found
 
 
 def decoder_on(device, config, dtype):
@@ -68,18 +49,11 @@ def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family, dtype):
         backend, state = decoder_on("meta", FAMILIES[family], dtype)
         for rows in ROWS:
             rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
-            with NoWaiting() as seen:
+            with no_waits() as seen:
                 found = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), PAGES - 1)
             assert all(x.shape == (rows,) and x.is_meta for x in found)
-            counts.append(seen.calls)
+            counts.append(seen.names)
     assert len(counts[0]) > 50 and all(calls == counts[0] for calls in counts)
-
-
-def test_what_waits_is_found():
-    x = torch.zeros(3)
-    for waits in (lambda: x.nonzero(), lambda: x[0].item(), lambda: x.to("meta"), lambda: x.equal(x)):
-        with pytest.raises(AssertionError, match=r"waits|goes from"), NoWaiting():
-            waits()
 
 
 def recorded(self, key, compute):
@@ -286,37 +260,101 @@ def test_tensor_ranks_replay_together_or_not_at_all(refused):
 
 
 class CountedCopy(HostCopy):
-    """Counts copies to the host, and the passes that had begun when each was read."""
+    """Counts copies to the host, and the passes that had begun when each was read; the numbers are 0."""
 
     made = 0
     ages: ClassVar[list[int]] = []
 
     def __init__(self, tensors):
-        super().__init__(tensors)
+        self._tensors = [torch.zeros(x.shape, dtype=x.dtype) for x in tensors]
         type(self).made += 1
         self.number = type(self).made
 
     def arrays(self):
         type(self).ages.append(type(self).made - self.number)
-        return super().arrays()
+        return [x.numpy() for x in self._tensors]
 
 
-def test_decoding_copies_once_a_pass_and_reads_one_pass_later(monkeypatch):
-    """Between two passes the host asks the device for nothing else, so that it is a pass ahead."""
-    monkeypatch.setattr(static_decode, "HostCopy", CountedCopy)
+@pytest.fixture
+def on_device(monkeypatch):
+    """An engine on a device of which nothing can be read but by `CountedCopy`."""
+    for module in (static_decode, sequences):
+        monkeypatch.setattr(module, "HostCopy", CountedCopy)
     monkeypatch.setattr(CountedCopy, "made", 0)
     monkeypatch.setattr(CountedCopy, "ages", [])
-    engine = engine_of(CONFIGS["llama"], packed=False, static=True, max_rows=16)
-    engine.submit(requests_of(PROMPTS, Sampling(max_new_tokens=40), 0))
-    while engine._scheduler.only_decoding() is None:  # prompts
-        engine.step()
-    before = engine.cost().passes
-    with NoWaiting() as calls:
+    options = NativeOptions(packed=False, static=True, max_rows=16, cache_bytes=10**7)
+    model = decoder_model(CONFIGS["llama"])
+    engine = native_engine(model, Mesh(parse("dp1"), 0, META), torch.bfloat16, options=options)
+    engine.load(
+        engine.weights.named(trees.map(lambda x: torch.empty(x.shape, dtype=torch.bfloat16, device=META), model.shapes))
+    )
+    return engine
+
+
+def test_decoding_copies_once_a_pass_and_reads_one_pass_later(on_device):
+    """Between two passes the host asks the device for nothing else, so that it is a pass ahead."""
+    on_device.submit(requests_of(PROMPTS, Sampling(max_new_tokens=40, samples=2, top_p=0.9), 0))
+    with no_waits() as prompts:  # passes with prompts in them do not wait either, and some copy pages
+        while on_device._scheduler.only_decoding() is None:
+            assert not on_device.step()
+    assert "aten::index_copy_" in prompts.names
+    before = on_device.cost().passes
+    CountedCopy.made = 0
+    CountedCopy.ages.clear()
+    with no_waits() as decoding:
         for _ in range(30):
-            assert not engine.step()
-    passes = engine.cost().passes - before
-    assert passes == 30 == CountedCopy.made and calls.calls
-    assert CountedCopy.ages == [1] * 29  # the first of them is read while the second computes
+            assert not on_device.step()
+    assert on_device.cost().passes - before == 30 == CountedCopy.made and decoding.names
+    assert CountedCopy.ages[1:] == [1] * 29  # each is read while the next pass computes
+
+
+def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monkeypatch):
+    """On a GPU, which this machine need not have: each call that would be made there, in order."""
+    calls = []
+    empty, copy = torch.empty, torch.Tensor.copy_
+
+    class Event:
+        def record(self):
+            calls.append("record")
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+    def pinned(shape, dtype, pin_memory):
+        calls.append(f"pinned {pin_memory}")
+        return empty(shape, dtype=dtype)
+
+    def copied(to, source, non_blocking=False):
+        calls.append(f"asynchronous {non_blocking}")
+        return copy(to, source)
+
+    x = torch.arange(3)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    host = HostCopy([x])
+    assert calls == ["pinned True", "asynchronous True", "record"]
+    assert host.arrays()[0].tolist() == [0, 1, 2] and calls[3:] == ["synchronize"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
+    sound = static_decode.decode_pass
+
+    def waiting(*args, **kwargs):
+        sampled = sound(*args, **kwargs)
+        FAULTS[fault](sampled[0])
+        return sampled
+
+    on_device.submit(requests_of(PROMPTS, Sampling(max_new_tokens=40), 0))
+    while on_device._scheduler.only_decoding() is None:
+        on_device.step()
+    with no_waits():
+        on_device.step()
+    monkeypatch.setattr(static_decode, "decode_pass", waiting)
+    with pytest.raises(AssertionError, match=WAITS), no_waits():
+        on_device.step()
 
 
 @pytest.mark.gpu

@@ -1,12 +1,13 @@
 """No micro-batch waits for the device: on "meta", of which the host can read nothing, every such wait is an error."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from device_waits import FAULTS, META, WAITS, no_waits
 from small_runs import SIZES, begin, scored_batch, small_job
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.algos.recipes.distillation import distillation
@@ -19,16 +20,15 @@ from funrl.compiled_kernels.varlen_attention import planned_segments
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
-from funrl.processes import device_memory
 from funrl.tasks import arithmetic
 from funrl.trainer.sources.completion_scores import as_read, end_values
+from funrl.trainer.steps import micro, score, step
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step import LossTotals, gradient, train_step
 from funrl.trainer.steps.step_rows import rows_of
 
-META = torch.device("meta")
 BUDGET = 24  # tokens: a row or two in a micro-batch
 CASES = {
     "a critic, a reference and a reward model": (functools.partial(ppo, entropy_coef=0.1), {"reward_model": "value"}),
@@ -37,17 +37,6 @@ CASES = {
     "a teacher beside the policy": (gkd, {"teacher": "decoder"}),
     "pairs": (dpo, {"reward": None}),
 }
-
-
-class NoBlockingCopies(TorchDispatchMode):
-    """Copies from the host to the device must not wait for it either."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
-            assert kwargs.get("non_blocking"), f"a copy of {args[0].shape} to the device waits for it"
-            assert getattr(args[0], "pinned", False), f"a copy of {args[0].shape} from pageable memory waits for it"
-        return func(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +48,6 @@ def models(tmp_path_factory):
         hf.save(folder, model, model.init(torch.Generator().manual_seed(3)), arithmetic.tokenizer())
         made[name] = str(folder)
     return made
-
-
-@pytest.fixture(autouse=True)
-def pinned_memory(monkeypatch):
-    """Tensors in "pinned" memory, which this machine need not have, are marked."""
-
-    def pin_memory(x):
-        copy = x.clone()
-        copy.pinned = True
-        return copy
-
-    monkeypatch.setattr(device_memory, "PINNED_FOR", ("cuda", "meta"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
 
 
 def on_device(rows, mask="mask"):
@@ -94,7 +70,7 @@ def test_no_micro_batch_waits_for_the_device(case, models):
     totals = {name: [den.to(META) for den in dens] for name, (dens, _) in totals.items()}
     read = on_device(as_read(rows, job.pad)) if "reward_model" in frozen else None
     there, pieces = {role.mask: on_device(rows, role.mask) for role in run.parts.roles.values()}, 0
-    with NoBlockingCopies():
+    with no_waits():
         for name, role in run.parts.roles.items():
             if role.writes:
                 assert all(x.device == META for x in score_role(role, params[name], there["mask"], BUDGET).values())
@@ -112,6 +88,24 @@ def test_no_micro_batch_waits_for_the_device(case, models):
     assert pieces > 2 * len(learning)
 
 
+def meta_update(state, rows, role, name, totals):
+    """An update of a role on the device: its state, micro-batches and totals."""
+    pieces = [piece.batch for piece in own_micro_batches(on_device(rows, role.mask), BUDGET)]
+    before = trees.map(lambda x: x.to(META), state.roles[name])
+    total = LossTotals(tuple(x.to(META) for x in totals[name].denominators), totals[name].tokens.to(META))
+    return before, pieces, total
+
+
+def read_numbers(reads):
+    """`Tensor.cpu` that gives 1s for numbers on the device, and notes their shapes."""
+
+    def read(x):
+        reads.extend([tuple(x.shape)] * (x.device == META))
+        return torch.ones(x.shape, dtype=x.dtype) if x.device == META else x
+
+    return read
+
+
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", "cosine"), ("muon", "linear")])
 def test_an_update_waits_once(optimizer, schedule, monkeypatch):
     """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
@@ -120,18 +114,54 @@ def test_an_update_waits_once(optimizer, schedule, monkeypatch):
     learning = {name: role for name, role in run.parts.roles.items() if role.loss is not None}
     (totals,) = denominators(learning, rows, [np.arange(len(rows.owner))])
     reads = []
-
-    def read(x):
-        reads.extend([x.shape] * (x.device == META))
-        return torch.ones(x.shape, dtype=x.dtype) if x.device == META else x
-
-    monkeypatch.setattr(torch.Tensor, "cpu", read)
     for name, role in learning.items():
-        there = on_device(rows, role.mask)
-        pieces = [piece.batch for piece in own_micro_batches(there, BUDGET)]
-        before = trees.map(lambda x: x.to(META), state.roles[name])
-        total = LossTotals(tuple(x.to(META) for x in totals[name].denominators), totals[name].tokens.to(META))
-        with NoBlockingCopies():
-            after, metrics = train_step(role, before, pieces, total)
+        given = meta_update(state, rows, role, name, totals)
+        with no_waits():
+            monkeypatch.setattr(torch.Tensor, "cpu", read_numbers(reads))
+            after, metrics = train_step(role, *given)
         assert all(x.device == META for x in (*trees.leaves(after.params), *metrics.values()))
     assert reads == [(3,)] * len(learning)
+
+
+PLACES = {  # a function of a micro-batch that scores, of one that learns, and of an update
+    "scoring": (score, "unpack_tokens"),
+    "micro-batch": (step, "value_of"),
+    "packing": (micro, "pack_tokens"),
+    "update": (step, "apply_updates_"),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [pytest.param(p, f, marks=[] if f == "item" else pytest.mark.slow) for p, f in itertools.product(PLACES, FAULTS)],
+)
+def test_what_waits_is_found(place, fault, monkeypatch):
+    """A fault in each place, which the tests above would be failed by."""
+    run, state = begin(small_job(ppo), single())
+    rows, _, _ = scored_batch(run, state)
+    role = run.parts.roles["policy"]
+    (totals,) = denominators({"policy": role}, rows, [np.arange(len(rows.owner))])
+    given = meta_update(state, rows, role, "policy", totals)
+    there = on_device(rows)
+
+    def updated():
+        with no_waits(), pytest.MonkeyPatch.context() as patch:
+            read = torch.Tensor.cpu
+            patch.setattr(torch.Tensor, "cpu", lambda x: torch.ones(3) if x.shape == (3,) else read(x))
+            score.score_role(role, given[0].params, there, BUDGET)
+            train_step(role, *given)
+
+    updated()
+    module, name = PLACES[place]
+    sound = getattr(module, name)
+
+    def waiting(*args, **kwargs):
+        out = sound(*args, **kwargs)
+        for x in trees.leaves(out)[:1]:
+            if x.device == META:
+                FAULTS[fault](x)
+        return out
+
+    monkeypatch.setattr(module, name, waiting)
+    with pytest.raises(AssertionError, match=WAITS):
+        updated()

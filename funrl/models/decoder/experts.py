@@ -7,8 +7,8 @@ Every token goes to its k experts, which may be on other ranks of `expert`. Ther
 | gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
 | ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more |
 
-The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so twice in a
-layer's forward pass.
+The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so three
+times in a layer's forward pass.
 
 Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. A shared expert is
 such a layer, to which every token of a rank goes at home.

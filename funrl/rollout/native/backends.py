@@ -21,6 +21,7 @@ from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kern
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Inputs, Layer, Model
+from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -163,16 +164,16 @@ class TorchBackend:
         return torch.nn.functional.pad(ids_TC, (0, 0, 0, tokens - len(ids_TC)), value=-1)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        from_P, to_P = (device_copy(np.asarray(x, dtype=np.int64), self.mesh.device) for x in (sources, targets))
         for x in [*trees.leaves(self._cache), self._routes]:
-            x[list(targets)] = x[list(sources)]
+            x.index_copy_(0, to_P, x[from_P])
 
     def forward(self, work: PassWork) -> Tensor:
         """Hidden states [M, D]."""
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, page_tokens=self.page_tokens, device=device)
-        return self.hidden(work.tokens_N, paging)[
-            torch.tensor(work.sampled_positions, dtype=torch.int64, device=device)
-        ]
+        sampled_M = device_copy(np.asarray(work.sampled_positions, dtype=np.int64), device)
+        return self.hidden(work.tokens_N, paging)[sampled_M]
 
     def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor:
         """Hidden states [N, D] of new tokens, whose keys and values are written."""

@@ -15,6 +15,7 @@ import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
 from funrl.rollout.native.backends import PassWork
+from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.native.pages import PagePool
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
@@ -245,12 +246,12 @@ class Scheduler:
         if drafts.any():
             pairs = zip(decoding.tolist(), drafts.tolist(), strict=True)
             texts = [self._sequences.tokens_at(slot, int(self._known[slot]), count + 1) for slot, count in pairs]
-            tokens = [torch.from_numpy(np.concatenate(texts)).to(last.device)]
+            tokens = [device_copy(np.concatenate(texts), last.device)]
         else:
             tokens = [last]
         for sequence, count in chunks:
             new = self._sequences.tokens_at(sequence.slot, int(self._known[sequence.slot]), count)
-            tokens.append(torch.from_numpy(new).to(last.device))
+            tokens.append(device_copy(new, last.device))
         return torch.cat(tokens)
 
     def _read(self, end: int) -> int:

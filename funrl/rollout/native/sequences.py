@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funrl.rollout.native.backends import Backend
-from funrl.rollout.native.host_copy import HostCopy
+from funrl.rollout.native.host_copy import HostCopy, device_copy
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.slot_noise import NOISE_STEPS, SlotNoise
@@ -192,7 +192,7 @@ class RunningSequences:
 
     def last_tokens(self, slots: np.ndarray) -> Tensor:
         """The last token of each of some slots, on the device."""
-        return self._last[torch.from_numpy(slots).to(self._device)]
+        return self._last[device_copy(slots, self._device)]
 
     def text_of(self, sequence: RunningSequence, count: int) -> list[int]:
         """The first tokens of a sequence that has a slot."""
@@ -233,7 +233,7 @@ class RunningSequences:
         slots_R = np.asarray(slots, dtype=np.int64)
         ahead_R = np.zeros_like(slots_R) if ahead is None else np.asarray(ahead, dtype=np.int64)
         lengths_R = self.lengths[slots_R] + ahead_R
-        source_R = torch.tensor(sources, device=self._device)
+        source_R = device_copy(np.asarray(sources, dtype=np.int64), self._device)
         noise_R = self._noise.at(slots_R, lengths_R - self._prompts[slots_R])
         samplings = list(self._sampling_groups)
         groups = np.unique(self._group[slots_R])
@@ -242,7 +242,7 @@ class RunningSequences:
         for group in groups:  # nearly always one
             rows = np.flatnonzero(self._group[slots_R] == group)
             sampling = samplings[group]
-            index = torch.from_numpy(rows).to(self._device)
+            index = device_copy(rows, self._device)
             noise = None if sampling.greedy else noise_R[index]
             seen = self._seen(sampling, slots_R[rows], lengths_R[rows], backend)
             parts.append(backend.sample(output_M, source_R[index], noise, sampling, seen))
@@ -267,7 +267,7 @@ class RunningSequences:
 
     def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
         """Append one token per slot."""
-        self._last.index_copy_(0, torch.from_numpy(slots_R).to(self._device), sampled[0])
+        self._last.index_copy_(0, device_copy(slots_R, self._device), sampled[0])
         self.append(slots_R, HostCopy(sampled))
 
     def _append_accepted(
@@ -291,7 +291,7 @@ class RunningSequences:
             self.accepted += accepted
         for level in range(int(ahead_R.max()) + 1):
             rows = np.flatnonzero(kept_R & (ahead_R == level))
-            index = torch.from_numpy(rows).to(self._device)
+            index = device_copy(rows, self._device)
             token_R, sampling_R, raw_R = (x[index] for x in sampled)
             self._append(slots_R[rows], (token_R, sampling_R, raw_R))
 

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.processes.device_memory import copy_to_device
+from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import stream_noise
 
 NOISE_STEPS = 64  # numbers of a stream that are computed at a time
@@ -39,11 +41,11 @@ class SlotNoise:
         """Noise of each of some slots at a step of its stream, [R]."""
         lacking = self._blocks[slots] != steps // NOISE_STEPS
         old = slots[lacking]
-        slots_R = torch.from_numpy(slots).to(self._held.device)
+        slots_R = device_copy(slots, self._held.device)
         if len(old):
             block = steps[lacking] // NOISE_STEPS
             steps_RS = torch.from_numpy(block)[:, None] * NOISE_STEPS + torch.arange(NOISE_STEPS)
             fresh = stream_noise(torch.from_numpy(self.seeds[old])[:, None], steps_RS)
-            self._held[torch.from_numpy(old).to(self._held.device)] = fresh.to(self._held.device)
+            self._held[device_copy(old, self._held.device)] = copy_to_device(fresh, self._held.device)
             self._blocks[old] = block
-        return self._held[slots_R, torch.from_numpy(steps % NOISE_STEPS).to(self._held.device)]
+        return self._held[slots_R, device_copy(steps % NOISE_STEPS, self._held.device)]

@@ -1,0 +1,202 @@
+"""Passes over rows of logits by Triton kernels: under its interpreter, compiled for two GPUs, and on one."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.compiled_kernels import linear_logprob as head
+from funrl.compiled_kernels.linear_divergence import divergence_error, linear_divergence, linear_divergence_reference
+from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
+from funrl.compiled_kernels.logit_rows import operators
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton, on Linux"
+)
+CASES = (
+    "sums_equal_float64",
+    "gradients_equal_float64",
+    "scores_equal_float64",
+    "divergences_equal_float64",
+    "vocabulary_is_split",
+    "what_is_not_finite_stays_so",
+    "operators_keep_their_promises",
+    "no_tokens_and_one_input",
+    "wrong_kernels_are_found",
+)
+
+
+def output_of(program, **variables):
+    """What a program beside this file prints, as JSON; a new process, since triton reads variables at imports."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / program)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return output_of("interpreted_rows.py", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_kernels(case, interpreted):
+    assert tuple(interpreted) == CASES
+    assert interpreted[case] is None, interpreted[case]
+
+
+@needs_triton
+def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
+    """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens."""
+    compiled = output_of("compiled_rows.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(compiled) == 8 and all(x == {"spills": False, "wide": True} for x in compiled.values()), compiled
+
+
+def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):
+    on_gpu = [SimpleNamespace(is_cuda=True, dtype=x) for x in (torch.bfloat16, torch.float32, torch.float64)]
+    monkeypatch.setattr(operators, "kernels_run", lambda trial: True)
+    assert [operators.by_kernels(x) for x in (*on_gpu, torch.zeros(1))] == [True, True, False, False]
+    monkeypatch.undo()
+    monkeypatch.setattr(operators, "_problem", lambda trial: "no triton")
+    assert operators.kernels_run.__wrapped__(operators.row_error) is False
+    assert caplog.messages == ["passes over logits on the GPU are torch's (row), several times as many: no triton"]
+    monkeypatch.setattr(operators, "_problem", lambda trial: None)
+    with caplog.at_level("INFO", operators.__name__):
+        assert operators.kernels_run.__wrapped__(operators.row_error) is True
+    assert caplog.messages[-1] == "each pass over logits on the GPU is one Triton kernel (row)"
+
+
+@pytest.mark.parametrize(
+    "error,text",
+    [
+        (ImportError("No module named 'triton'"), "No module named 'triton'; torch for"),
+        (KeyError("a\nb"), "KeyError: "),
+    ],
+)
+def test_what_fails_leaves_plain_passes(error, text, monkeypatch):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(operators, "_PROBED", "cpu")
+    monkeypatch.setattr(operators, "logit_row_sums", refuse)
+    assert operators._problem(operators.row_error).startswith(text)
+
+
+def test_a_gpu_without_wide_products_of_16_bits_takes_float32(monkeypatch, caplog):
+    """One that refuses them, one that rounds their sums, and one that has them."""
+    mm = torch.mm
+
+    def refusing(a, b, out_dtype=None):
+        raise NotImplementedError("mm of bfloat16 in float32 is for CUDA 12\nand more")
+
+    ways = {
+        "is for CUDA 12": refusing,
+        "differ by": lambda a, b, out_dtype: mm(a, b).to(out_dtype),
+        "": lambda a, b, out_dtype: mm(a.to(out_dtype), b.to(out_dtype)),
+    }
+    monkeypatch.setattr(head, "_PROBED", "cpu")
+    for text, way in ways.items():
+        caplog.clear()
+        monkeypatch.setattr(torch, "mm", way)
+        assert head.has_wide_products.__wrapped__(torch.bfloat16) is (not text)
+        assert text in caplog.text and bool(caplog.messages) is bool(text) and "and more" not in caplog.text
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_logits_on_a_gpu_are_in_float32(wide, monkeypatch):
+    """Without a GPU: on tensors that only say that they are on one."""
+    monkeypatch.setattr(head, "has_wide_products", lambda dtype: wide)
+    with FakeTensorMode():
+        hidden, unembed = (torch.empty(n, 16, device="cuda", dtype=torch.bfloat16) for n in (3, 40))
+        assert project(hidden, unembed).dtype == torch.float32
+
+
+class LogitOperators(TorchDispatchMode):
+    """Names of the operators that read or write a tensor [rows, V], transposed or not, for some numbers of rows."""
+
+    def __init__(self, rows, V):
+        super().__init__()
+        self.shapes = [{count, V} for count in rows]
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        tensors = [x for x in trees.leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if not func.is_view and any(set(x.shape) in self.shapes for x in tensors):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_are_read_once_a_pass(dtype, monkeypatch):
+    """Without a GPU: on tensors without numbers."""
+    monkeypatch.setattr(operators, "by_kernels", lambda *hidden: True)
+    hidden, unembed = (torch.empty(n, 16, device="meta", dtype=dtype, requires_grad=True) for n in (8, 1000))
+    ids_T = torch.empty(8, device="meta", dtype=torch.int64)
+    with LogitOperators((4, 8), 1000) as forward:
+        scores = linear_logprob(hidden, unembed, ids_T, temperature=0.7, want=WANTS, chunk=4, cap=30.0)
+    with LogitOperators((4, 8), 1000) as backward:
+        d_hidden, d_unembed = torch.autograd.grad((scores.logp + scores.entropy).sum(), (hidden, unembed))
+    assert forward.names == ["mm", "logit_row_sums"] * 2
+    d_weight = "addmm_" if dtype is torch.float32 else "mm"  # added where it is the sum's dtype
+    assert backward.names == ["new_empty", *["mm", "logit_row_gradients"] * 2, "mm", d_weight]
+    assert d_hidden.dtype == d_unembed.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_of_a_divergence_are_read_twice_and_once(dtype, monkeypatch):
+    monkeypatch.setattr(operators, "by_kernels", lambda *hidden, trial: True)
+    hidden, unembed, *teacher = (torch.empty(n, 16, device="meta", dtype=dtype) for n in (8, 1000, 8, 1000))
+    with LogitOperators((4,), 1000) as forward:
+        value = linear_divergence(hidden.requires_grad_(), unembed, *teacher, 0.3, chunk=4, caps=(30.0, None))
+    with LogitOperators((4,), 1000) as backward:
+        torch.autograd.grad(value.sum(), hidden)
+    assert forward.names == ["mm", "mm", "logit_row_sums", "logit_row_sums", "divergence_row_sums"] * 2
+    assert backward.names == ["mm", "mm", "empty_like", "divergence_row_gradients", "mm"] * 2
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 0.02), (torch.float32, 1e-4)], ids=str)
+@pytest.mark.parametrize("vocab", [5003, 6000])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_a_gpu_equals_the_reference(dtype, tolerance, vocab, cap):
+    assert operators.kernels_run(operators.row_error) and operators.kernels_run(divergence_error)
+    generator = torch.Generator().manual_seed(0)
+    hidden, unembed = (torch.randn(n, 64, generator=generator).to("cuda", dtype).requires_grad_() for n in (70, vocab))
+    ids_T = torch.randint(vocab, (70,), generator=generator).cuda()
+    got = linear_logprob(hidden, unembed, ids_T, temperature=0.7, chunk=32, want=WANTS, cap=cap)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, unembed)]
+    expected = linear_logprob_reference(*wide, ids_T, 0.7, cap)
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        assert (a - b).abs().max() < 1e-3
+    grads = torch.autograd.grad(sum(x.sum() for x in got[:3]), (hidden, unembed))
+    for a, b in zip(grads, torch.autograd.grad(sum(x.sum() for x in expected[:3]), wide), strict=True):
+        assert a.dtype == dtype and (a.double() - b).norm() < tolerance * b.norm()
+    generator = torch.Generator().manual_seed(1)
+    teacher = [torch.randn(n, 48, generator=generator).to("cuda", dtype) for n in (70, vocab)]
+    for beta in (0, 0.3, 1):
+        got = linear_divergence(hidden, unembed, *teacher, beta, temperature=0.7, chunk=32)
+        expected = linear_divergence_reference(*wide, *teacher, beta, 0.7)
+        assert (got - expected).abs().max() < 1e-3
+        grads = torch.autograd.grad(got.sum(), (hidden, unembed))
+        for a, b in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
+            assert a.dtype == dtype and (a.double() - b).norm() < tolerance * b.norm()
