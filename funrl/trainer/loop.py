@@ -17,6 +17,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
+from funrl.models.compile_cache import CompileCache
 from funrl.processes import heartbeat
 from funrl.processes.processor import products_problem
 from funrl.processes.workers import stops_when_asked
@@ -28,6 +29,13 @@ from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
+from funrl.trainer.compile_phase import (
+    compile_generation,
+    compile_scoring,
+    compile_updates,
+    is_first_on_machine,
+    loaded_cache,
+)
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -80,6 +88,7 @@ class Trainer(NamedTuple):
       frozen: weights of the roles that do not learn.
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
+      compile_cache: keeps the code of compiled layers; None: no layer is compiled.
     """
 
     job: Job
@@ -89,6 +98,7 @@ class Trainer(NamedTuple):
     clock: Clock
     skips: Skips | None = None
     folder: str | None = None
+    compile_cache: CompileCache | None = None
 
 
 def train_loop(
@@ -158,6 +168,7 @@ def run_steps(
     profiler = StepProfiler(settings, parts.mesh, run_dir, observer.note)
     failure = stopped = None
     try:
+        trainer, state, compiled = compile_ahead(trainer, state, recovery.enter)
         proof = verify(trainer, state, True)
         if not done.first and state.step < settings.run.steps:
             done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
@@ -169,6 +180,8 @@ def run_steps(
             metrics = record.metrics
             if step == 1:  # as it was before the first update
                 metrics = proof | metrics | done.first
+            metrics |= compiled
+            compiled = {}
             if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
@@ -189,6 +202,33 @@ def run_steps(
     finally:
         profiler.close()
     return ended(done, failure, stopped, parts.mesh), recovery.to_save(trainer, state)
+
+
+def compile_ahead(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, State, dict[str, float]]:
+    """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
+
+    The code of an equal run is loaded from the user's cache, and new code is kept there.
+
+    Args:
+      enter: as in `one_step`.
+
+    Returns: trainer and state, with the tensors where an update needs them, and metrics.
+    """
+    job = trainer.job
+    parts = trainer.parts
+    compilations = parts.compilations
+    if compilations is None or state.step >= job.settings.run.steps:
+        return trainer, state, {}
+    with trainer.clock.phase("compile"), compilations.ahead():
+        trainer, state = enter(trainer, state, "generate")
+        compile_generation(job, parts)
+        trainer, state = enter(trainer, state, "score")
+        compile_scoring(job, parts, state.roles, trainer.frozen)
+        trainer, state = enter(trainer, state, "update")
+        compile_updates(job, parts, state.roles, trainer.frozen)
+        if trainer.compile_cache is not None and is_first_on_machine(parts.mesh):
+            trainer.compile_cache.save()
+    return trainer, state, {"compile/variants": float(compilations.variants)}
 
 
 def ended(done: Evaluations, failure: Exception | None, stopped: int | None, mesh: Mesh) -> Outcome:
@@ -259,12 +299,13 @@ def begin_run(
         observer.note(problem)
     clock = clock or Clock(mesh.device)
     parts = build(job, mesh, observer.note)._replace(pool=pool)
+    cache = None if parts.compilations is None else loaded_cache(job, mesh, observer.note)
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
+    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder, compile_cache=cache)
     return trainer, first_state(job, parts, weights, rows_source.init())
 
 

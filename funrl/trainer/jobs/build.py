@@ -20,6 +20,7 @@ from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
+from funrl.models.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
 from funrl.models.deployed import deployed
 from funrl.models.huggingface import directories as hf
@@ -72,6 +73,7 @@ class Parts(NamedTuple):
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
       judge: None where no model writes verdicts.
+      compilations: of the layers of all models; None where no layer is compiled.
     """
 
     mesh: Mesh
@@ -81,6 +83,7 @@ class Parts(NamedTuple):
     generator: Generator | None
     pool: Pool | None = None
     judge: Judge | None = None
+    compilations: Compilations | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -89,11 +92,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     if mesh.device.type == "cuda":
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
+    compilations = Compilations(note)
+    mode = settings.models.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
             compiled[model.layer] = compile_layer(
-                model, settings.models.compile, mesh.device.type, note, remat=settings.devices.remat
+                model, mode, mesh.device.type, compilations.add, remat=settings.devices.remat
             )
         return compiled[model.layer]
 
@@ -126,7 +131,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
-    return Parts(mesh, begin, job.main_role, ordered, generator, judge=judge)
+    models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
+    some = any(is_compiled(model, mode, mesh.device.type) for model in models)
+    return Parts(
+        mesh, begin, job.main_role, ordered, generator, judge=judge, compilations=compilations if some else None
+    )
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
