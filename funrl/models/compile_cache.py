@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.processes.processor import processor_facts
@@ -123,7 +122,7 @@ def compiled_libraries() -> dict[Path, str]:
     They are the kernels that this process has loaded, and small ones by which torch finds out what the processor can
     do, which it loads elsewhere. None outside of Linux, where they are compiled again.
     """
-    folder = Path(cache_dir())
+    folder = _torch_folder()
     try:
         with open("/proc/self/maps") as maps:
             loaded = {Path(fields[5].strip()) for line in maps if len(fields := line.split(maxsplit=5)) == 6}
@@ -137,9 +136,16 @@ def compiled_libraries() -> dict[Path, str]:
 def _restore_libraries(archive: zipfile.ZipFile) -> None:
     """Write the libraries of an archive to torch's folder, but for those that are there."""
     for name in archive.namelist():
-        file = Path(cache_dir()) / name
+        file = _torch_folder() / name
         if name != ARTIFACTS and not file.exists():
             _replace(file, archive.read(name), mode=0o755)
+
+
+def _torch_folder() -> Path:
+    """Folder in which torch keeps compiled code on this machine."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # takes two seconds
+
+    return Path(cache_dir())
 
 
 def _count(name: str) -> int:
