@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,14 +31,68 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE
+from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.roles import Role, RoleState, weights_of
+from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step import present_scores
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 EXAMPLES = 8  # whose length is taken for that of all
 PROMPT_TOKENS = 16  # of a prompt that an engine completes
 ENGINE_ROWS = 64  # prompts that an engine completes together, at most
+
+
+class CompiledRun(Protocol):
+    """A run with its parts, frozen weights and clock, and the file of its compiled code."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def parts(self) -> Parts: ...
+
+    @property
+    def frozen(self) -> Mapping[str, trees.Tree]: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def compile_cache(self) -> CompileCache | None: ...
+
+
+Run = TypeVar("Run", bound=CompiledRun)
+Enter = Callable[[Run, State, str], tuple[Run, State]]
+
+
+def compile_ahead(run: Run, state: State, enter: Enter[Run]) -> tuple[Run, State, dict[str, float]]:
+    """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
+
+    The code of an equal run is loaded from the user's cache, and new code is kept there.
+
+    Args:
+      run: whose layers may be compiled.
+      state: before the first of the steps.
+      enter: called as `enter(run, state, stage)` before a stage; returns both with tensors where the stage needs them.
+
+    Returns: run and state, with the tensors where an update needs them, and metrics.
+    """
+    job = run.job
+    parts = run.parts
+    compilations = parts.compilations
+    if compilations is None or state.step >= job.settings.run.steps:
+        return run, state, {}
+    with run.clock.phase("compile"), compilations.ahead():
+        run, state = enter(run, state, "generate")
+        compile_generation(job, parts)
+        run, state = enter(run, state, "score")
+        compile_scoring(job, parts, state.roles, run.frozen)
+        run, state = enter(run, state, "update")
+        compile_updates(job, parts, state.roles, run.frozen)
+        if run.compile_cache is not None and is_first_on_machine(parts.mesh):
+            run.compile_cache.save()
+    return run, state, {"compile/variants": float(compilations.variants)}
 
 
 def loaded_cache(job: Job, mesh: Mesh, note: Callable[[str], None]) -> CompileCache:

@@ -18,24 +18,19 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.models.compile_cache import CompileCache
+from funrl.models.deployed import deployed
 from funrl.processes import heartbeat
 from funrl.processes.processor import products_problem
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import SyncError, certify
+from funrl.rollout.certificate import SyncError, certify, weight_digests
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
-from funrl.trainer.compile_phase import (
-    compile_generation,
-    compile_scoring,
-    compile_updates,
-    is_first_on_machine,
-    loaded_cache,
-)
+from funrl.trainer.compile_phase import compile_ahead, loaded_cache
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -185,6 +180,7 @@ def run_steps(
             if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
+            metrics = proof_metrics(parts) | metrics
             state = state._replace(source=trainer.source.observed(state.source, metrics))
             metrics |= memory_metrics(parts.mesh)
             recovery.commit(state, done, metrics)
@@ -196,39 +192,13 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
+        settle(parts)
     except ENDING as error:
         failure = error
         recovery.save_last(saver)
     finally:
         profiler.close()
     return ended(done, failure, stopped, parts.mesh), recovery.to_save(trainer, state)
-
-
-def compile_ahead(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, State, dict[str, float]]:
-    """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
-
-    The code of an equal run is loaded from the user's cache, and new code is kept there.
-
-    Args:
-      enter: as in `one_step`.
-
-    Returns: trainer and state, with the tensors where an update needs them, and metrics.
-    """
-    job = trainer.job
-    parts = trainer.parts
-    compilations = parts.compilations
-    if compilations is None or state.step >= job.settings.run.steps:
-        return trainer, state, {}
-    with trainer.clock.phase("compile"), compilations.ahead():
-        trainer, state = enter(trainer, state, "generate")
-        compile_generation(job, parts)
-        trainer, state = enter(trainer, state, "score")
-        compile_scoring(job, parts, state.roles, trainer.frozen)
-        trainer, state = enter(trainer, state, "update")
-        compile_updates(job, parts, state.roles, trainer.frozen)
-        if trainer.compile_cache is not None and is_first_on_machine(parts.mesh):
-            trainer.compile_cache.save()
-    return trainer, state, {"compile/variants": float(compilations.variants)}
 
 
 def ended(done: Evaluations, failure: Exception | None, stopped: int | None, mesh: Mesh) -> Outcome:
@@ -327,6 +297,7 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
     rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
+    settle(trainer.parts)
     rows = rows.declaring(trainer.job.algorithm.fields)
     return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
 
@@ -420,13 +391,17 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
-    """Metrics of the proof, after a sync, that the engine holds the policy's weights; none where no proof is due.
+    """Begin the proof, after a sync, that the engine holds the policy's weights; `settle` ends it.
+
+    Where a probe is due, which generates, the proof is complete at once.
 
     Args:
       first: this is the first sync of the run.
 
+    Returns: metrics of the complete proof; none where it has begun, or none is due.
+
     Raises:
-      SyncError: it does not.
+      SyncError: the engine does not hold the weights, as a complete proof finds.
     """
     settings = trainer.job.settings
     generator = trainer.parts.generator
@@ -437,4 +412,22 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     role = trainer.parts.roles[trainer.parts.main_role]
     params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
     with trainer.clock.phase("verify"):
-        return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
+        if probes:
+            return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
+        generator.proof.begin(weight_digests(deployed(role.placed, params), generator.engine, state.version))
+    return {}
+
+
+def settle(parts: Parts) -> None:
+    """End the proof of the newest sync, unless generation has ended it.
+
+    Raises:
+      SyncError: the engine does not hold the policy's weights.
+    """
+    if parts.generator is not None:
+        parts.generator.proof.settle()
+
+
+def proof_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the proofs that have ended since the last call."""
+    return {} if parts.generator is None else parts.generator.proof.take()

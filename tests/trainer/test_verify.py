@@ -74,7 +74,7 @@ def spoiled(load, version, self, named_weights, new):
     load(self, named.items(), new)
 
 
-@pytest.mark.parametrize("version, steps", [(1, 0), (3, 1)])
+@pytest.mark.parametrize("version, steps", [(1, 0), (3, 2)])
 def test_a_wrong_number_in_the_engine_stops_the_run_and_what_it_learned_is_saved(version, steps, monkeypatch):
     load = functools.partial(spoiled, NativeEngine.load, version)
     monkeypatch.setattr(NativeEngine, "load", lambda self, named_weights, new=0: load(self, named_weights, new))

@@ -32,6 +32,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
@@ -55,11 +56,13 @@ class Generator(NamedTuple):
     Attributes:
       engine: on `mesh`.
       to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
+      proof: that the engine holds the weights of the newest sync.
     """
 
     engine: Engine
     mesh: Mesh
     to_engine: Plan
+    proof: SyncProof
 
 
 class Parts(NamedTuple):
@@ -233,7 +236,8 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
         )
         engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
     wanted = engine.weights.layouts
-    return Generator(engine, mesh, plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node()))
+    to_engine = plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
+    return Generator(engine, mesh, to_engine, proof=SyncProof())
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -330,7 +334,8 @@ def sync(
     """
     if parts.generator is None:
         return state
-    engine, _, to_engine = parts.generator
+    engine = parts.generator.engine
+    to_engine = parts.generator.to_engine
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
         role = parts.roles[parts.main_role]
