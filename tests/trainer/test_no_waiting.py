@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from no_blocking import NoBlockingCopies, pinned
 from small_runs import SIZES, begin, scored_batch, small_job
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.algos.recipes.distillation import distillation
@@ -39,17 +39,6 @@ CASES = {
 }
 
 
-class NoBlockingCopies(TorchDispatchMode):
-    """Copies from the host to the device must not wait for it either."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
-            assert kwargs.get("non_blocking"), f"a copy of {args[0].shape} to the device waits for it"
-            assert getattr(args[0], "pinned", False), f"a copy of {args[0].shape} from pageable memory waits for it"
-        return func(*args, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     decoder = decoder_model(with_fields(arithmetic.model_config(), **SIZES | {"layers": 1}))
@@ -65,13 +54,8 @@ def models(tmp_path_factory):
 def pinned_memory(monkeypatch):
     """Tensors in "pinned" memory, which this machine need not have, are marked."""
 
-    def pin_memory(x):
-        copy = x.clone()
-        copy.pinned = True
-        return copy
-
     monkeypatch.setattr(device_memory, "PINNED_FOR", ("cuda", "meta"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
 
 
 def on_device(rows, mask="mask"):
