@@ -81,9 +81,11 @@ class Compilations:
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start
-        found = graphs_found()
-        total = found + graphs_compiled()
-        note(f"compiled {self.variants} variants of a layer in {took:.1f} s; {found} of {total} graphs were in a cache")
+        cached = graphs_found()
+        total = cached + graphs_compiled()
+        note(
+            f"compiled {self.variants} variants of a layer in {took:.1f} s; {cached} of {total} graphs were in a cache"
+        )
         self._note = functools.partial(self._report_late, note)
 
     def _report_late(self, note: Callable[[str], None], text: str) -> None:

@@ -24,7 +24,7 @@ import torch
 from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.processes.processor import processor_facts
 
-HEAD = b"funrl compiled code 1 "  # before the checksum, with the version of the format
+FILE_HEAD = b"funrl compiled code 1 "  # before the checksum, with the version of the format
 ARTIFACTS = "artifacts"  # name in the archive of what torch gives; the others are libraries
 
 
@@ -58,12 +58,10 @@ class CompileCache:
             return
         try:
             with zipfile.ZipFile(io.BytesIO(checked_content(self.file.read_bytes()))) as archive:
-                artifacts = archive.read(ARTIFACTS)
                 _restore_libraries(archive)
-        except (OSError, ValueError) as error:
+                self._loaded = torch.compiler.load_cache_artifacts(archive.read(ARTIFACTS)) is not None
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             self._note(f"the compiled code in {self.file} is not used: {error}; it is compiled again")
-            return
-        self._loaded = torch.compiler.load_cache_artifacts(artifacts) is not None
 
     def save(self) -> None:
         """Write the code of all graphs of this process, unless every one of them came from the file."""
@@ -79,7 +77,7 @@ class CompileCache:
                 for library, name in compiled_libraries().items():
                     archive.write(library, name)
             content = packed.getvalue()
-            _replace(self.file, HEAD + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            _replace(self.file, FILE_HEAD + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         except OSError as error:
             self._note(f"compiled code is not kept: {error}; XDG_CACHE_HOME may name another folder")
 
@@ -91,15 +89,15 @@ def checked_content(data: bytes) -> bytes:
       ValueError: it is damaged or another kind of file.
     """
     head, _, content = data.partition(b"\n")
-    if not head.startswith(HEAD):
+    if not head.startswith(FILE_HEAD):
         raise ValueError("it is another kind of file")
-    if head.removeprefix(HEAD).decode(errors="replace") != hashlib.sha256(content).hexdigest():
+    if head.removeprefix(FILE_HEAD).decode(errors="replace") != hashlib.sha256(content).hexdigest():
         raise ValueError("its checksum differs")
     return content
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """What compiled code depends on, besides the program: torch and the processor."""
+    """Facts that compiled code depends on, besides the program: torch and the processor."""
     facts: dict[str, Any] = {"torch": torch.__version__}
     if device.type == "cuda":
         return facts | {"name": torch.cuda.get_device_name(device), "of": torch.cuda.get_device_capability(device)}

@@ -121,10 +121,10 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    return weight_digests(source, engine, version).compare()
+    return sync_digests(source, engine, version).compare()
 
 
-class WeightDigests(NamedTuple):
+class SyncDigests(NamedTuple):
     """Digests of this rank's parts after a sync, which a GPU may still be computing.
 
     Attributes:
@@ -177,7 +177,7 @@ class WeightDigests(NamedTuple):
         return not any(missing for *_, missing in rows)
 
 
-def weight_digests(source: Deployed, engine: Engine, version: int) -> WeightDigests:
+def sync_digests(source: Deployed, engine: Engine, version: int) -> SyncDigests:
     """Digests of this rank's parts of all weights; a GPU computes them beside other work, and nothing waits for them.
 
     Neither the trainer's nor the engine's weights may change until they are compared.
@@ -195,7 +195,7 @@ def weight_digests(source: Deployed, engine: Engine, version: int) -> WeightDige
         last[4] = len(faults)
         unread[4] = 1
         own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
-    return WeightDigests(version, mesh, engine.weights.mesh.rank, source.stored, placed, own_N5=own_N5, faults=faults)
+    return SyncDigests(version, mesh, engine.weights.mesh.rank, source.stored, placed, own_N5=own_N5, faults=faults)
 
 
 @contextlib.contextmanager

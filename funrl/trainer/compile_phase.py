@@ -39,7 +39,7 @@ from funrl.trainer.steps.step import present_scores
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 EXAMPLES = 8  # whose length is taken for that of all
-PROMPT_TOKENS = 16  # of a prompt that an engine completes
+ENGINE_PROMPT_TOKENS = 16  # of a prompt that an engine completes
 ENGINE_ROWS = 64  # prompts that an engine completes together, at most
 
 
@@ -62,11 +62,12 @@ class CompiledRun(Protocol):
     def compile_cache(self) -> CompileCache | None: ...
 
 
-Run = TypeVar("Run", bound=CompiledRun)
-Enter = Callable[[Run, State, str], tuple[Run, State]]
+_Run = TypeVar("_Run", bound=CompiledRun)
 
 
-def compile_ahead(run: Run, state: State, enter: Enter[Run]) -> tuple[Run, State, dict[str, float]]:
+def compile_ahead(
+    run: _Run, state: State, enter: Callable[[_Run, State, str], tuple[_Run, State]]
+) -> tuple[_Run, State, dict[str, float]]:
     """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
 
     The code of an equal run is loaded from the user's cache, and new code is kept there.
@@ -133,7 +134,7 @@ def _complete_some(job: Job, engine: Engine) -> None:
     if not isinstance(engine, NativeEngine):
         return
     config = engine.model.config
-    length = max(1, min(PROMPT_TOKENS, config.max_positions - 2))
+    length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
     rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
     sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
     prompts = [[(row + place) % config.vocab for place in range(length)] for row in range(rows)]

@@ -24,7 +24,7 @@ from funrl.processes.processor import products_problem
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import SyncError, certify, weight_digests
+from funrl.rollout.certificate import SyncError, certify, sync_digests
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
@@ -192,7 +192,7 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
-        settle(parts)
+        settle_proof(parts)
     except ENDING as error:
         failure = error
         recovery.save_last(saver)
@@ -297,7 +297,7 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
     rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
-    settle(trainer.parts)
+    settle_proof(trainer.parts)
     rows = rows.declaring(trainer.job.algorithm.fields)
     return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
 
@@ -391,9 +391,10 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
-    """Begin the proof, after a sync, that the engine holds the policy's weights; `settle` ends it.
+    """Begin the proof, after a sync, that the engine holds the policy's weights; `settle_proof` ends it.
 
-    Where a probe is due, which generates, the proof is complete at once.
+    Where a probe is due, which generates, the proof is complete at once; so it is where the engine copies its weights
+    out of those that it is given, and may move them when it resumes.
 
     Args:
       first: this is the first sync of the run.
@@ -412,13 +413,13 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     role = trainer.parts.roles[trainer.parts.main_role]
     params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
     with trainer.clock.phase("verify"):
-        if probes:
+        if probes or generator.engine.weights.streamed:
             return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
-        generator.proof.begin(weight_digests(deployed(role.placed, params), generator.engine, state.version))
+        generator.proof.begin(sync_digests(deployed(role.placed, params), generator.engine, state.version))
     return {}
 
 
-def settle(parts: Parts) -> None:
+def settle_proof(parts: Parts) -> None:
     """End the proof of the newest sync, unless generation has ended it.
 
     Raises:

@@ -18,7 +18,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.models.deployed import deployed
 from funrl.processes import device_memory
 from funrl.rollout import certificate
-from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts, weight_digests
+from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts, sync_digests
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.sync_proof import READ_AFTER, SyncProof
@@ -413,7 +413,7 @@ def test_digests_of_a_device_are_computed_without_the_host(monkeypatch):
     params = trees.map(lambda x: x.to(meta), weights())
     engine.load(engine.weights.named(trees.map(torch.clone, params)), 3)
     with NoBlockingCopies():
-        digests = weight_digests(deployed(place(model, single(meta)), params), engine, 3)
+        digests = sync_digests(deployed(place(model, single(meta)), params), engine, 3)
     assert digests.own_N5.device == meta and len(digests.own_N5) == 1 + len(trees.leaves(params))
     certificate._keys.cache_clear()
 
@@ -423,7 +423,7 @@ def test_a_proof_is_read_once_after_some_iterations():
     proof = SyncProof()
     source = deployed(place(decoder_model(CONFIG)), params)
     for change in (None, zeroed):
-        proof.begin(weight_digests(source, synced(params, change=change), 3))
+        proof.begin(sync_digests(source, synced(params, change=change), 3))
         for _ in range(READ_AFTER - 1):
             proof.iterated()
         assert proof.take() == {}

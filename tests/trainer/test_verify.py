@@ -8,7 +8,7 @@ from small_runs import GRPO, Quiet, small_job
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.rollout.certificate import WeightDigests
+from funrl.rollout.certificate import SyncDigests
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.sync_proof import READ_AFTER
 from funrl.trainer import loop
@@ -109,7 +109,7 @@ def test_no_result_is_read_before_the_engine_has_begun(monkeypatch):
 
     recorded(NativeEngine, "load", "sync")
     recorded(NativeEngine, "step", "iteration")
-    recorded(WeightDigests, "compare", "read")
+    recorded(SyncDigests, "compare", "read")
     recorded(loop, "score_batch", "score")
     _, outcome = run(probe_sync_every=0, max_new_tokens=40)
     assert outcome.error is None
