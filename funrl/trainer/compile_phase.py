@@ -137,10 +137,10 @@ def _complete_some(job: Job, engine: Engine) -> None:
     length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
     rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
     sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
-    prompts = [[(row + place) % config.vocab for place in range(length)] for row in range(rows)]
+    *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
     with awake(engine):
         complete(engine, requests_of(prompts, sampling, seed=0))
-        complete(engine, requests_of(prompts[:1], sampling, seed=0))
+        complete(engine, requests_of([alone], sampling, seed=0))
 
 
 def compile_scoring(job: Job, parts: Parts, states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]) -> None:

@@ -393,8 +393,8 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
     """Begin the proof, after a sync, that the engine holds the policy's weights; `settle_proof` ends it.
 
-    Where a probe is due, which generates, the proof is complete at once; so it is where the engine copies its weights
-    out of those that it is given, and may move them when it resumes.
+    Where a probe is due, which generates, the proof is complete at once; so it is where the weights may move meanwhile:
+    those of an engine that keeps copies, and the factors of merged adapters.
 
     Args:
       first: this is the first sync of the run.
@@ -412,10 +412,11 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
         return {}
     role = trainer.parts.roles[trainer.parts.main_role]
     params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
+    source = deployed(role.placed, params)
     with trainer.clock.phase("verify"):
-        if probes or generator.engine.weights.streamed:
+        if probes or source.merged or generator.engine.weights.streamed:
             return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
-        generator.proof.begin(sync_digests(deployed(role.placed, params), generator.engine, state.version))
+        generator.proof.begin(sync_digests(source, generator.engine, state.version))
     return {}
 
 

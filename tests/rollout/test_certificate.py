@@ -418,6 +418,28 @@ def test_digests_of_a_device_are_computed_without_the_host(monkeypatch):
     certificate._keys.cache_clear()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_computes_digests_on_a_stream_of_its_own():
+    """Weights that are freed at once are read first, and what follows on the usual stream does not wait."""
+    device = torch.device("cuda:0")
+    model = decoder_model(CONFIG)
+    params = trees.map(lambda x: x.to(device), weights())
+    for change in (None, zeroed):
+        engine = native_engine(model, single(device), options=NativeOptions(packed=False))
+        named = {name: x.clone() for name, x in engine.weights.named(params)}
+        engine.load((change(named) if change else named).items(), 3)
+        copies_of = trees.map(torch.clone, params)
+        digests = sync_digests(deployed(place(model, single(device)), copies_of), engine, 3)
+        del copies_of
+        trees.map(lambda x: torch.full_like(x, 7.0), params)  # takes the memory that is free
+        if change is None:
+            assert digests.compare()
+        else:
+            with pytest.raises(SyncError, match=f"{WRONG} differs"):
+                digests.compare()
+
+
 def test_a_proof_is_read_once_after_some_iterations():
     params = weights()
     proof = SyncProof()
