@@ -194,7 +194,9 @@ def is_warm(facts):
 def test_an_equal_run_and_a_resumed_one_compile_nothing_anew(tmp_path):
     """And the numbers are those of a run that compiles when it needs to, whatever is in the cache."""
     lazily = ran(tmp_path / "lazily", lazily=True)
-    cold = ran(tmp_path, folder=str(tmp_path / "run" / "checkpoints"), settings={"save_every": "1"})
+    kept = {"save_every": "1", "run_dir": str(tmp_path / "run")}
+    folder = str(tmp_path / "run" / "checkpoints")
+    cold = ran(tmp_path, folder=folder, settings=kept)
     assert is_cold(cold) and len(set(cold["graphs"])) == 1
     assert cold["variants"] == [cold["graphs"][0], None] and cold["seconds"][1] is None
     (file,) = (tmp_path / "funrl" / "compiled").iterdir()
@@ -202,8 +204,7 @@ def test_an_equal_run_and_a_resumed_one_compile_nothing_anew(tmp_path):
     warm = ran(tmp_path)
     assert is_warm(warm) and warm["seconds"][0] < cold["seconds"][0]
     assert file.stat().st_mtime_ns == written
-    more = {"resume": True, "steps": 3}
-    resumed = ran(tmp_path, folder=str(tmp_path / "run" / "checkpoints"), settings={"save_every": "1"} | more)
+    resumed = ran(tmp_path, folder=folder, settings=kept | {"resume": True, "steps": 3})
     assert is_warm(resumed) and resumed["variants"] == [resumed["graphs"][0]]
     data = file.read_bytes()
     file.write_bytes(data[:-100] + bytes(100))
