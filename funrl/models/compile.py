@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 from funrl.models.model import Layer, Model
 from funrl.models.remat import rematerialized
@@ -35,8 +38,60 @@ def compile_layer(
       backend: torch.compile's.
     """
     plain = rematerialized(model.layer, remat)
-    if mode == "off" or model.abilities.code or (mode == "auto" and device != "cuda"):
+    if not is_compiled(model, mode, device):
         return plain
     from funrl.models.compiled_layer import compiled_layer
 
     return compiled_layer(plain, note, backend)
+
+
+def is_compiled(model: Model, mode: str, device: str) -> bool:
+    """True if `compile_layer` compiles the layer of a model; the arguments are its."""
+    return mode != "off" and not model.abilities.code and (mode == "on" or device == "cuda")
+
+
+class Compilations:
+    """Compilations of the layers of a run: their number, and a remark on the first one that comes too late.
+
+    Until `ahead` is entered each one is reported; while it is open they are only counted; after it only the first one
+    is reported, as a step should have none.
+
+    Attributes:
+      variants: compiled so far in this process.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        """Begin without any; `note` receives the remarks."""
+        self.variants = 0
+        self._note = note
+
+    def add(self, text: str) -> None:
+        """Count a compilation; `text` describes it, as `compile_layer` does."""
+        self.variants += 1
+        log.info(text)
+        self._note(text)
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Compile everything that is needed, for the duration of the context; then report number and seconds."""
+        from funrl.models.compile_cache import graphs_compiled, graphs_found
+
+        note = self._note
+        self._note = _ignore
+        start = time.perf_counter()
+        yield
+        took = time.perf_counter() - start
+        cached = graphs_found()
+        total = cached + graphs_compiled()
+        note(
+            f"compiled {self.variants} variants of a layer in {took:.1f} s; {cached} of {total} graphs were in a cache"
+        )
+        self._note = functools.partial(self._report_late, note)
+
+    def _report_late(self, note: Callable[[str], None], text: str) -> None:
+        note(f"{text}, after the compile phase, which did not foresee it; further ones go to the log only")
+        self._note = _ignore
+
+
+def _ignore(text: str) -> None:
+    """Leave a remark to the log."""

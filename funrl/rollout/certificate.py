@@ -22,10 +22,11 @@ References:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,14 +43,16 @@ from funrl.mesh.rules import Layout
 from funrl.models.deployed import Deployed, deployed
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
+from funrl.processes.device_memory import copy_to_device
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
-# Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they fill a kernel.
+# Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they are so many that the host
+# has launched the kernels of 8 G weights in a twentieth of a second (estimated), before generation begins.
 PIECE = {"cpu": 1 << 17}
-GPU_PIECE = 1 << 21
-DIGEST_PASSES = 4  # over 8 bytes of every number: written, multiplied (read and written), summed
+GPU_PIECE = 1 << 23
+DIGEST_PASSES = 2  # over 8 bytes of every number: written as it is multiplied, and summed
 # By size of a number in bytes: the integer type that its bits are read as.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 PROBE_PROMPTS = 2
@@ -119,42 +122,104 @@ def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
     Raises:
       SyncError: on some rank a weight differs, is missing, or has another shape or dtype. Raised on every rank.
     """
-    trained = source.stored
-    placed = dict(trees.named(engine.weights.layouts))
-    mesh = source.mesh
-    digests, faults = _own_digests(source, engine)
-    if engine.version != version:
-        faults.insert(0, f"the version is {engine.version}")
-    # One row for each weight: digests of the trainer's first copies and of all its copies, the same two of the engine,
-    # and whether the weight is unread.
-    last = torch.tensor([0, 0, 0, 0, len(faults)], device=mesh.device)
-    unread = torch.tensor([0, 0, 0, 0, 1], device=mesh.device)
-    own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
-    *rows, (*_, faulty) = psum(own_N5, mesh, AXES).tolist()
-    before = f"after the sync of version {version} the engine does not hold the trainer's weights: "
-    if faulty:
-        messages = [
-            f"{fault} on rank {r}"
-            for r, its in zip(mesh.ranks, gather_objects(faults, mesh), strict=True)
-            for fault in its
+    return sync_digests(source, engine, version).compare()
+
+
+class SyncDigests(NamedTuple):
+    """Digests of this rank's parts after a sync, which a GPU may still be computing.
+
+    Attributes:
+      version: of the sync.
+      mesh: of the trainer.
+      rank: of this process in the engine's mesh.
+      trained, placed: layout of each weight in the trainer and in the engine, by name.
+      own_N5: a row for each name of `placed`: the digests of the trainer's first copies and of all its copies, the same
+        two of the engine, and whether the weight is unread. In the last row, the number of faults.
+      faults: found before the comparison.
+    """
+
+    version: int
+    mesh: Mesh
+    rank: int
+    trained: Mapping[str, Layout]
+    placed: Mapping[str, Layout]
+    own_N5: Tensor
+    faults: Sequence[str]
+
+    def compare(self) -> bool:
+        """Wait for the digests and compare them. Collective; as `compare_weights` returns and raises."""
+        mesh = self.mesh
+        placed = self.placed
+        wait_for_digests(mesh.device)
+        *rows, (*_, faulty) = psum(self.own_N5, mesh, AXES).tolist()
+        before = f"after the sync of version {self.version} the engine does not hold the trainer's weights: "
+        if faulty:
+            messages = [
+                f"{fault} on rank {r}"
+                for r, its in zip(mesh.ranks, gather_objects(self.faults, mesh), strict=True)
+                for fault in its
+            ]
+            raise SyncError(
+                f"{before}{messages[0]}" + (f", and {len(messages) - 1} further faults" if messages[1:] else "")
+            )
+        wrong = [
+            name
+            for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
+            if once != engine_once
+            or (trainer - copies(self.trained[name]) * once) % (1 << 64)
+            or (held - copies(placed[name]) * once) % (1 << 64)
         ]
-        raise SyncError(
-            f"{before}{messages[0]}" + (f", and {len(messages) - 1} further faults" if messages[1:] else "")
-        )
-    wrong = [
-        name
-        for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
-        if once != engine_once
-        or (trainer - copies(trained[name]) * once) % (1 << 64)
-        or (held - copies(placed[name]) * once) % (1 << 64)
-    ]
-    if wrong:
-        name = wrong[0]
-        _, trainer, _, held, _ = own_N5[list(placed).index(name)].tolist()
-        share = Share(trained[name].box(mesh.rank), trainer, placed[name].box(engine.weights.mesh.rank), engine=held)
-        where = _where(gather_objects(share, mesh), mesh.ranks)
-        raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
-    return not any(missing for *_, missing in rows)
+        if wrong:
+            name = wrong[0]
+            _, trainer, _, held, _ = self.own_N5[list(placed).index(name)].tolist()
+            share = Share(self.trained[name].box(mesh.rank), trainer, placed[name].box(self.rank), engine=held)
+            where = _where(gather_objects(share, mesh), mesh.ranks)
+            raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
+        return not any(missing for *_, missing in rows)
+
+
+def sync_digests(source: Deployed, engine: Engine, version: int) -> SyncDigests:
+    """Digests of this rank's parts of all weights; a GPU computes them beside other work, and nothing waits for them.
+
+    Neither the trainer's nor the engine's weights may change until they are compared.
+
+    Args: as in `compare_weights`.
+    """
+    mesh = source.mesh
+    placed = dict(trees.named(engine.weights.layouts))
+    with beside(mesh.device):
+        digests, faults = _own_digests(source, engine)
+        if engine.version != version:
+            faults.insert(0, f"the version is {engine.version}")
+        last = torch.zeros(5, dtype=torch.int64, device=mesh.device)
+        unread = last.clone()
+        last[4] = len(faults)
+        unread[4] = 1
+        own_N5 = torch.stack([*(digests.get(name, unread) for name in placed), last])
+    return SyncDigests(version, mesh, engine.weights.mesh.rank, source.stored, placed, own_N5=own_N5, faults=faults)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Let a GPU do the work of the context beside the work that follows it; elsewhere it is done at once."""
+    if device.type != "cuda":
+        yield
+        return
+    side = _digest_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def wait_for_digests(device: torch.device) -> None:
+    """Let the work that follows on a GPU wait for that of `beside`; the host does not."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_digest_stream(device))
+
+
+@functools.cache
+def _digest_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
@@ -170,6 +235,7 @@ def digest(x: Tensor, layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int64, device=x.device)
+    wait_for_digests(x.device)  # which may be making the keys
     *intervals, (low, high) = layout.box(rank) or ((0, 1),)
     words = dtype.itemsize // WORDS[dtype.itemsize].itemsize
     intervals.append((low * words, high * words))
@@ -273,6 +339,9 @@ def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], l
             continue
         held = held.reshape(shape)
         own = source.weight(name)
+        for read in (own, held):
+            if read.is_cuda:  # its memory is not given to others before it has been read
+                read.record_stream(_digest_stream(read.device))
         ours = digest(own, trained[name], mesh.rank, dtype=dtype).to(mesh.device)
         same = trained[name].box(mesh.rank) == placed[name].box(spec.mesh.rank) and _same_memory(own, held)
         theirs = ours if same else digest(held, placed[name], spec.mesh.rank, dtype=dtype).to(mesh.device)
@@ -319,7 +388,7 @@ def _where(shares: Sequence[Share], ranks: Ranks) -> str:
 def _keys(dim: int, low: int, high: int, device: torch.device) -> Tensor:
     """Odd random int64 numbers for the coordinates from `low` to `high` of a dim."""
     numbers = np.random.PCG64(dim).random_raw(high)[low:] | 1
-    return torch.from_numpy(numbers.view(np.int64)).to(device)
+    return copy_to_device(torch.from_numpy(numbers.view(np.int64)), device)
 
 
 def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -338,8 +407,8 @@ def _digest(x: Tensor, keys: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     rows = piece // row
     words = len(keys[0]) // len(x)
     for part, first in zip(x.split(rows), keys[0].split(rows * words), strict=True):
-        numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize]).to(torch.int64)
+        numbers = part.to(dtype).contiguous().view(WORDS[dtype.itemsize])
         for key in (*keys[:0:-1], first):
-            numbers = numbers.mul_(key).sum(-1)
+            numbers = (numbers * key).sum(-1)  # a GPU widens the bits to int64 as it reads them
         total += numbers
     return total

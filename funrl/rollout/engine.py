@@ -174,7 +174,22 @@ def awake(engine: Engine) -> Iterator[None]:
         engine.pause()
 
 
-def awake_step(engine: Engine) -> list[Completion]:
+class Watch(NamedTuple):
+    """Callbacks while an engine completes requests.
+
+    Attributes:
+      iterated: called after each iteration of the engine.
+      finished: called with each completion as soon as it ends.
+    """
+
+    iterated: Callable[[], None] = lambda: None
+    finished: Callable[[Completion], None] = lambda completion: None
+
+
+UNWATCHED = Watch()
+
+
+def awake_step(engine: Engine, watch: Watch = UNWATCHED) -> list[Completion]:
     """Step an engine whose completions are waited for.
 
     Raises:
@@ -183,18 +198,20 @@ def awake_step(engine: Engine) -> list[Completion]:
     if engine.paused:
         raise RuntimeError("the engine is paused: call resume first")
     beat()
-    return engine.step()
+    completions = engine.step()
+    watch.iterated()
+    for done in completions:
+        watch.finished(done)
+    return completions
 
 
-def complete(
-    engine: Engine, requests: Sequence[Request], finished: Callable[[Completion], None] | None = None
-) -> list[Completion]:
+def complete(engine: Engine, requests: Sequence[Request], watch: Watch = UNWATCHED) -> list[Completion]:
     """Complete requests; returns completions in the order of the requests.
 
     Args:
       engine: an engine with weights and no other unfinished request.
       requests: what to complete.
-      finished: called with each completion as soon as it ends.
+      watch: receives what happens.
 
     Raises:
       ValueError, RuntimeError, FloatingPointError: as in `Engine.submit` and `Engine.step`. The engine then has none
@@ -204,10 +221,8 @@ def complete(
     engine.submit(requests)
     try:
         while engine.unfinished():
-            for done in awake_step(engine):
+            for done in awake_step(engine, watch):
                 completions[done.number] = done
-                if finished is not None:
-                    finished(done)
     finally:
         engine.cancel(request.number for request in requests)
     return [completions[request.number] for request in requests]

@@ -29,7 +29,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "partial/": "generate",
     "perf/": "generate",
 }
-MEASURED = ("time_s/", "memory/", "perf/tokens_per_s")  # of the machine and its load, not of the run
+MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/")  # of the machine and its load, not of the run
 KINDS = ("field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
     "generate",

@@ -17,17 +17,20 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
+from funrl.models.compile_cache import CompileCache
+from funrl.models.deployed import deployed
 from funrl.processes import heartbeat
 from funrl.processes.processor import products_problem
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import SyncError, certify
+from funrl.rollout.certificate import SyncError, certify, sync_digests
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
+from funrl.trainer.compile_phase import compile_ahead, loaded_cache
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -81,6 +84,7 @@ class Trainer(NamedTuple):
       frozen: weights of the roles that do not learn.
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
+      compile_cache: keeps the code of compiled layers; None: no layer is compiled.
     """
 
     job: Job
@@ -90,6 +94,7 @@ class Trainer(NamedTuple):
     clock: Clock
     skips: Skips | None = None
     folder: str | None = None
+    compile_cache: CompileCache | None = None
 
 
 def train_loop(
@@ -159,6 +164,7 @@ def run_steps(
     profiler = StepProfiler(settings, parts.mesh, run_dir, observer.note)
     failure = stopped = None
     try:
+        trainer, state, compiled = compile_ahead(trainer, state, recovery.enter)
         proof = verify(trainer, state, True)
         if not done.first and state.step < settings.run.steps:
             done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
@@ -170,9 +176,12 @@ def run_steps(
             metrics = record.metrics
             if step == 1:  # as it was before the first update
                 metrics = proof | metrics | done.first
+            metrics |= compiled
+            compiled = {}
             if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last
+            metrics = proof_metrics(parts) | metrics
             state = state._replace(source=trainer.source.observed(state.source, metrics))
             metrics |= memory_metrics(parts.mesh)
             recovery.commit(state, done, metrics)
@@ -184,6 +193,7 @@ def run_steps(
             if saver.after_step(state, metrics, done):
                 stopped = step
                 break
+        settle_proof(parts)
     except ENDING as error:
         failure = error
         recovery.save_last(saver)
@@ -262,12 +272,13 @@ def begin_run(
         observer.note(f"--fsdp: gradients are summed over ranks in {str(job.reduce_dtype).removeprefix('torch.')}")
     clock = clock or Clock(mesh.device)
     parts = build(job, mesh, observer.note)._replace(pool=pool)
+    cache = None if parts.compilations is None else loaded_cache(job, mesh, observer.note)
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
+    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder, compile_cache=cache)
     return trainer, first_state(job, parts, weights, rows_source.init())
 
 
@@ -289,6 +300,7 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
 def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, float]]:
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
     rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
+    settle_proof(trainer.parts)
     rows = rows.declaring(trainer.job.algorithm.fields)
     return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
 
@@ -382,13 +394,18 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:
-    """Metrics of the proof, after a sync, that the engine holds the policy's weights; none where no proof is due.
+    """Begin the proof, after a sync, that the engine holds the policy's weights; `settle_proof` ends it.
+
+    Where a probe is due, which generates, the proof is complete at once; so it is where the weights may move meanwhile:
+    those of an engine that keeps copies, and the factors of merged adapters.
 
     Args:
       first: this is the first sync of the run.
 
+    Returns: metrics of the complete proof; none where it has begun, or none is due.
+
     Raises:
-      SyncError: it does not.
+      SyncError: the engine does not hold the weights, as a complete proof finds.
     """
     settings = trainer.job.settings
     generator = trainer.parts.generator
@@ -398,5 +415,24 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
         return {}
     role = trainer.parts.roles[trainer.parts.main_role]
     params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
+    source = deployed(role.placed, params)
     with trainer.clock.phase("verify"):
-        return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
+        if probes or source.merged or generator.engine.weights.streamed:
+            return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
+        generator.proof.begin(sync_digests(source, generator.engine, state.version))
+    return {}
+
+
+def settle_proof(parts: Parts) -> None:
+    """End the proof of the newest sync, unless generation has ended it.
+
+    Raises:
+      SyncError: the engine does not hold the policy's weights.
+    """
+    if parts.generator is not None:
+        parts.generator.proof.settle()
+
+
+def proof_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the proofs that have ended since the last call."""
+    return {} if parts.generator is None else parts.generator.proof.take()

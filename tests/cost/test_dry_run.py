@@ -290,7 +290,7 @@ def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(t
     assert op == "all_reduce" and on.axes[group][0] == "dp2,tp2"
     assert on.phases["verify"].traffic[op, group].nbytes == 40 * (weights + 1)
     both = 2 * on.parameters / 2  # float32 masters and a bfloat16 engine, halves of both
-    assert on.phases["verify"].seconds >= 32 * both / CPU.bandwidth
+    assert on.phases["verify"].seconds >= 16 * both / CPU.bandwidth
 
 
 def test_512_ranks_and_sharding_over_data(tmp_path):

@@ -6,17 +6,21 @@ from collections import Counter
 
 import pytest
 import torch
+from device_waits import no_waits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.tracing.tracer import Tracer
-from funrl.mesh.mesh import AXES, parse
+from funrl.mesh.mesh import AXES, parse, single
 from funrl.mesh.rules import Layout
 from funrl.models import decoder_config, decoder_model, place
+from funrl.models.deployed import deployed
 from funrl.rollout import certificate
-from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts
+from funrl.rollout.certificate import SyncError, certify, digest, probe_gap, probe_prompts, sync_digests
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.sync_proof import READ_AFTER, SyncProof
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 64}
 CONFIG = decoder_config(**SMALL)
@@ -365,3 +369,88 @@ def test_the_text_of_the_probe_is_fixed_and_fits():
     for positions in (2, 3, 8, 9, 33, 40, 41):
         ids, new = probe_prompts(5, positions)
         assert len(ids[0]) + new <= positions and len(ids[0]) >= 1 and new >= 1
+
+
+# --- the proof while the engine runs
+
+
+class ReadBytes(TorchDispatchMode):
+    """Bytes that operators read of some tensors, and of all."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages = {x.untyped_storage().data_ptr() for x in tensors}
+        self.of_weights = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            for x in args:
+                if isinstance(x, torch.Tensor):
+                    self.total += x.nbytes
+                    self.of_weights += x.nbytes * (x.untyped_storage().data_ptr() in self.storages)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_reads_each_element_once_and_its_product_once(dtype):
+    x = torch.randn(512, 1024).to(dtype)
+    digest(x, whole(x.shape), 0, dtype)  # its keys stay
+    with ReadBytes([x]) as read:
+        digest(x, whole(x.shape), 0, dtype)
+    assert read.of_weights == x.nbytes
+    assert read.total <= x.nbytes + 8 * x.numel() * 1.02  # keys and row sums are the rest
+
+
+def test_digests_of_a_device_are_computed_without_the_host(monkeypatch):
+    """Nothing is read of the "meta" device, and every copy to it is asynchronous."""
+    meta = torch.device("meta")
+    certificate._keys.cache_clear()
+    model = decoder_model(CONFIG)
+    engine = native_engine(model, mesh=single(meta), options=NativeOptions(packed=False))
+    params = trees.map(lambda x: x.to(meta), weights())
+    engine.load(engine.weights.named(trees.map(torch.clone, params)), 3)
+    with no_waits():
+        digests = sync_digests(deployed(place(model, single(meta)), params), engine, 3)
+    assert digests.own_N5.device == meta and len(digests.own_N5) == 1 + len(trees.leaves(params))
+    certificate._keys.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_computes_digests_on_a_stream_of_its_own():
+    """Weights that are freed at once are read first, and what follows on the usual stream does not wait."""
+    device = torch.device("cuda:0")
+    model = decoder_model(CONFIG)
+    params = trees.map(lambda x: x.to(device), weights())
+    for change in (None, zeroed):
+        engine = native_engine(model, single(device), options=NativeOptions(packed=False))
+        named = {name: x.clone() for name, x in engine.weights.named(params)}
+        engine.load((change(named) if change else named).items(), 3)
+        copies_of = trees.map(torch.clone, params)
+        digests = sync_digests(deployed(place(model, single(device)), copies_of), engine, 3)
+        del copies_of
+        trees.map(lambda x: torch.full_like(x, 7.0), params)  # takes the memory that is free
+        if change is None:
+            assert digests.compare()
+        else:
+            with pytest.raises(SyncError, match=f"{WRONG} differs"):
+                digests.compare()
+
+
+def test_a_proof_is_read_once_after_some_iterations():
+    params = weights()
+    proof = SyncProof()
+    source = deployed(place(decoder_model(CONFIG)), params)
+    for change in (None, zeroed):
+        proof.begin(sync_digests(source, synced(params, change=change), 3))
+        for _ in range(READ_AFTER - 1):
+            proof.iterated()
+        assert proof.take() == {}
+        if change is None:
+            proof.iterated()
+            assert proof.take() == {"sync/verified": 1.0} and proof.take() == {}
+        else:
+            with pytest.raises(SyncError, match=f"{WRONG} differs on rank 0"):
+                proof.iterated()
+    proof.settle()  # of nothing
+    assert proof.take() == {}

@@ -1,13 +1,16 @@
 """The proof of every sync in a run: its metrics and its time, what it stops, and the flags that ask for it."""
 
 import functools
+import itertools
 
 import pytest
 from small_runs import GRPO, Quiet, small_job
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.rollout.certificate import SyncDigests
 from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.sync_proof import READ_AFTER
 from funrl.trainer import loop
 
 WRONG = "layers/1/mlp/up"
@@ -74,7 +77,7 @@ def spoiled(load, version, self, named_weights, new):
     load(self, named.items(), new)
 
 
-@pytest.mark.parametrize("version, steps", [(1, 0), (3, 1)])
+@pytest.mark.parametrize("version, steps", [(1, 0), (3, 2)])
 def test_a_wrong_number_in_the_engine_stops_the_run_and_what_it_learned_is_saved(version, steps, monkeypatch):
     load = functools.partial(spoiled, NativeEngine.load, version)
     monkeypatch.setattr(NativeEngine, "load", lambda self, named_weights, new=0: load(self, named_weights, new))
@@ -89,6 +92,59 @@ def test_a_wrong_number_in_the_engine_stops_the_run_and_what_it_learned_is_saved
     else:
         assert not hasattr(observer, "params")  # it has learned nothing to save
     assert run(verify_sync=False)[1].error is None, "a probe does not see it"
+
+
+def test_no_result_is_read_before_the_engine_has_begun(monkeypatch):
+    """Between a sync and the first iteration digests are begun and not read; they are read before rows are scored."""
+    events = []
+
+    def recorded(owner, name, event):
+        original = getattr(owner, name)
+
+        def call(*args, **options):
+            events.append(event)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    recorded(NativeEngine, "load", "sync")
+    recorded(NativeEngine, "step", "iteration")
+    recorded(SyncDigests, "compare", "read")
+    recorded(loop, "score_batch", "score")
+    _, outcome = run(probe_sync_every=0, max_new_tokens=40)
+    assert outcome.error is None
+    *syncs, last = events_by_sync(events)
+    assert len(syncs) == 4
+    for its in syncs:
+        begun = its.index("read")
+        assert its[:begun] == ["iteration"] * begun and 0 < begun <= READ_AFTER
+        assert its.count("read") == 1 and its.count("iteration") >= begun
+        assert its[-1] == "score"
+    assert last.count("read") == 1 and last[0] == "iteration"
+
+
+def events_by_sync(events):
+    """The events after each sync."""
+    cuts = [i for i, event in enumerate(events) if event == "sync"] + [len(events)]
+    return [events[a + 1 : b] for a, b in itertools.pairwise(cuts)]
+
+
+@pytest.mark.gloo
+def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypatch):
+    """The rank with the wrong number is named, and the ranks take unequal numbers of iterations."""
+    load = NativeEngine.load
+    job = small_job(GRPO, mesh="dp2,tp2", steps=3, batch_prompts=3, probe_sync_every=0)
+
+    def program(mesh):
+        spoil = functools.partial(spoiled, load, 2 if mesh.rank == 3 else 99)
+        monkeypatch.setattr(NativeEngine, "load", lambda self, weights, new=0: spoil(self, weights, new))
+        observer = Timed()
+        outcome = loop.train_loop(job, mesh, observer)
+        return outcome.error, [step for step, _ in observer.steps]
+
+    error, steps = launch(program, job.sizes, "cpu")
+    assert "after the sync of version 2 the engine does not hold" in error and steps == [1]
+    assert f"{WRONG} differs" in error and "3" in error.split("differs")[1]
 
 
 @pytest.mark.gloo

@@ -20,6 +20,7 @@ from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
+from funrl.models.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
 from funrl.models.deployed import deployed
 from funrl.models.huggingface import directories as hf
@@ -31,6 +32,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
@@ -54,11 +56,13 @@ class Generator(NamedTuple):
     Attributes:
       engine: on `mesh`.
       to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
+      proof: that the engine holds the weights of the newest sync.
     """
 
     engine: Engine
     mesh: Mesh
     to_engine: Plan
+    proof: SyncProof
 
 
 class Parts(NamedTuple):
@@ -72,6 +76,7 @@ class Parts(NamedTuple):
       generator: None where nothing is generated.
       pool: this rank's reward workers; None: it has none.
       judge: None where no model writes verdicts.
+      compilations: of the layers of all models; None where no layer is compiled.
     """
 
     mesh: Mesh
@@ -81,6 +86,7 @@ class Parts(NamedTuple):
     generator: Generator | None
     pool: Pool | None = None
     judge: Judge | None = None
+    compilations: Compilations | None = None
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -89,11 +95,13 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     if mesh.device.type == "cuda":
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
+    compilations = Compilations(note)
+    mode = settings.models.compile
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
             compiled[model.layer] = compile_layer(
-                model, settings.models.compile, mesh.device.type, note, remat=settings.devices.remat
+                model, mode, mesh.device.type, compilations.add, remat=settings.devices.remat
             )
         return compiled[model.layer]
 
@@ -127,7 +135,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
-    return Parts(mesh, begin, job.main_role, ordered, generator, judge=judge)
+    models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
+    some = any(is_compiled(model, mode, mesh.device.type) for model in models)
+    return Parts(
+        mesh, begin, job.main_role, ordered, generator, judge=judge, compilations=compilations if some else None
+    )
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -225,7 +237,8 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
         )
         engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
     wanted = engine.weights.layouts
-    return Generator(engine, mesh, plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node()))
+    to_engine = plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
+    return Generator(engine, mesh, to_engine, proof=SyncProof())
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -322,7 +335,8 @@ def sync(
     """
     if parts.generator is None:
         return state
-    engine, _, to_engine = parts.generator
+    engine = parts.generator.engine
+    to_engine = parts.generator.to_engine
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
         role = parts.roles[parts.main_role]

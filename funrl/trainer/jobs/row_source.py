@@ -218,17 +218,18 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
     """The engine of a job with the rewards of its task."""
     assert parts.generator is not None
-    engine, mesh, _ = parts.generator
+    generator = parts.generator
     rewards = job.task.rewards
     return RewardedEngine(
-        engine,
-        mesh,
+        generator.engine,
+        generator.mesh,
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),
         weights=job.task.weights[: len(rewards)],
         queue=job.settings.engines.queue,
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
+        proof=generator.proof,
     )
 
 

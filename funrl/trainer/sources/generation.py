@@ -27,9 +27,10 @@ from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
 from funrl.rewards.call import Completed, RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import Engine, complete
+from funrl.rollout.engine import UNWATCHED, Engine, Watch, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of
@@ -84,6 +85,7 @@ class RewardedEngine(NamedTuple):
       queue: "tickets": replicas take prompts as they have room; "fixed": each has an equal range of them.
       on_error: "stop" raises if a reward function fails; otherwise the row is marked as failed.
       note: receives a remark if reward functions failed.
+      proof: of the engine's weights, settled while it generates; None: they are not proved, or not meanwhile.
     """
 
     engine: Engine
@@ -94,6 +96,7 @@ class RewardedEngine(NamedTuple):
     queue: str = "tickets"
     on_error: str = "stop"
     note: Callable[[str], None] = lambda message: None
+    proof: SyncProof | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,13 +139,14 @@ def run_requests(
 
     Raises:
       RewardError: as in `rollout`.
+      SyncError: the engine does not hold the trainer's weights.
     """
     mesh = engine.mesh
     # Every tensor rank holds the same rows. One of them calls the reward functions, which may be costly or random.
     asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
     pending = _pending(engine, examples, rows // len(examples)) if asks else None
     start = time.perf_counter()
-    completions = _complete(engine, groups, own, finished=pending and pending.add)
+    completions = _complete_proved(engine, groups, own, finished=None if pending is None else pending.add)
     generated = time.perf_counter()
     with heartbeat.phase("reward"):
         collected = _collect(engine, completions, pending)
@@ -237,19 +241,36 @@ def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending:
     return collected._replace(problem=rewards.problem, entries=rewards.entries)
 
 
-def _complete(
+def _complete_proved(
     engine: RewardedEngine,
     groups: Sequence[Sequence[Request]],
     own: Sequence[Request],
     finished: Callable[[Completion], None] | None,
 ) -> list[Completion]:
+    """Complete this replica's requests and its share of the groups, and settle the proof of the weights meanwhile."""
+    watch = UNWATCHED if finished is None else Watch(finished=finished)
+    proof = engine.proof
+    if proof is None:
+        return _complete(engine, groups, own, watch=watch)
+    try:
+        completions = _complete(engine, groups, own, watch=watch._replace(iterated=proof.iterated))
+    except FloatingPointError:
+        proof.settle()  # wrong weights explain logits that are not finite
+        raise
+    proof.settle()
+    return completions
+
+
+def _complete(
+    engine: RewardedEngine, groups: Sequence[Sequence[Request]], own: Sequence[Request], watch: Watch
+) -> list[Completion]:
     """Complete this replica's requests and its share of the groups."""
     mesh = engine.mesh
     if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, finished=finished, own=own)
+        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, watch=watch, own=own)
     share = own_range(len(groups), mesh, mesh.row_axes)
     requests = [request for group in groups[share.start : share.stop] for request in group]
-    return complete(engine.engine, [*own, *requests], finished)
+    return complete(engine.engine, [*own, *requests], watch)
 
 
 def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:

@@ -1,0 +1,230 @@
+"""Compilation before the first step of every variant of the layers that a run needs.
+
+Each role runs on rows of the form that it scores and learns from, and each engine completes a few prompts. A compiled
+layer serves all sizes, so the rows are fewer than those of a step: half of a micro-batch, and then a quarter. Nothing
+of it is kept: the state, random numbers and the engine's weights and pages stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.batch import TOKEN_INT, Batch
+from funrl.mesh.mesh import Mesh
+from funrl.models import Placed
+from funrl.models.compile import is_compiled
+from funrl.models.compile_cache import CompileCache
+from funrl.models.flat import saved_fields
+from funrl.rollout.engine import Engine, awake, complete
+from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.roles import Role, RoleState, weights_of
+from funrl.trainer.steps.state import State
+from funrl.trainer.steps.step import present_scores
+from funrl.trainer.steps.step_rows import Rows, rows_of
+
+EXAMPLES = 8  # whose length is taken for that of all
+ENGINE_PROMPT_TOKENS = 16  # of a prompt that an engine completes
+ENGINE_ROWS = 64  # prompts that an engine completes together, at most
+
+
+class CompiledRun(Protocol):
+    """A run with its parts, frozen weights and clock, and the file of its compiled code."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def parts(self) -> Parts: ...
+
+    @property
+    def frozen(self) -> Mapping[str, trees.Tree]: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def compile_cache(self) -> CompileCache | None: ...
+
+
+_Run = TypeVar("_Run", bound=CompiledRun)
+
+
+def compile_ahead(
+    run: _Run, state: State, enter: Callable[[_Run, State, str], tuple[_Run, State]]
+) -> tuple[_Run, State, dict[str, float]]:
+    """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
+
+    The code of an equal run is loaded from the user's cache, and new code is kept there.
+
+    Args:
+      run: whose layers may be compiled.
+      state: before the first of the steps.
+      enter: called as `enter(run, state, stage)` before a stage; returns both with tensors where the stage needs them.
+
+    Returns: run and state, with the tensors where an update needs them, and metrics.
+    """
+    job = run.job
+    parts = run.parts
+    compilations = parts.compilations
+    if compilations is None or state.step >= job.settings.run.steps:
+        return run, state, {}
+    with run.clock.phase("compile"), compilations.ahead():
+        run, state = enter(run, state, "generate")
+        compile_generation(job, parts)
+        run, state = enter(run, state, "score")
+        compile_scoring(job, parts, state.roles, run.frozen)
+        run, state = enter(run, state, "update")
+        compile_updates(job, parts, state.roles, run.frozen)
+        if run.compile_cache is not None and is_first_on_machine(parts.mesh):
+            run.compile_cache.save()
+    return run, state, {"compile/variants": float(compilations.variants)}
+
+
+def loaded_cache(job: Job, mesh: Mesh, note: Callable[[str], None]) -> CompileCache:
+    """The file of the compiled code of a run on a mesh, loaded; `note` receives the reason why it cannot be used."""
+    settings = job.settings
+    facts = {
+        "models": {name: saved_fields(model.config) for name, model in job.models.items()},
+        "dtype": str(job.dtype),
+        "meshes": [job.sizes, job.generate_sizes],
+        "remat": settings.devices.remat,
+        "sequence_parallel": settings.devices.sequence_parallel,
+    }
+    cache = CompileCache(facts, mesh.device, note)
+    cache.load()
+    return cache
+
+
+def is_first_on_machine(mesh: Mesh) -> bool:
+    """True on the first rank of each machine."""
+    return int(os.environ.get("LOCAL_RANK", mesh.rank)) == 0
+
+
+def compile_generation(job: Job, parts: Parts) -> None:
+    """Compile prefill and decoding of the engines: of the policy, and of a judge."""
+    judge = parts.judge
+    if parts.generator is not None and _compiles(job, job.model):
+        _complete_some(job, parts.generator.engine)
+    if judge is not None and _compiles(job, judge.job.model):
+        _complete_some(job, judge.engine)
+
+
+def _compiles(job: Job, model: Any) -> bool:
+    return is_compiled(model, job.settings.models.compile, job.device)
+
+
+def _complete_some(job: Job, engine: Engine) -> None:
+    """Complete several prompts together, and one alone, whose sizes are cases of their own."""
+    if not isinstance(engine, NativeEngine):
+        return
+    config = engine.model.config
+    length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
+    rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
+    sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
+    *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
+    with awake(engine):
+        complete(engine, requests_of(prompts, sampling, seed=0))
+        complete(engine, requests_of([alone], sampling, seed=0))
+
+
+def compile_scoring(job: Job, parts: Parts, states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]) -> None:
+    """Compile the forward passes that learn nothing: of roles that write fields, and of evaluations.
+
+    Args:
+      states, frozen: weights of the roles.
+    """
+    weights = weights_of(parts.roles, states, frozen)
+    for name, role in parts.roles.items():
+        rewards = job.kind_of_role(name).scores_completions if name in job.models else False
+        evaluated = isinstance(job, TextJob) and role.loss is not None
+        if not (role.writes or rewards or evaluated or role.router.balance):
+            continue
+        for batch in _micro_batches(job, role):
+            with torch.set_grad_enabled(rewards and role.loss is None):  # as the source asks a reward model
+                _outputs(role.placed, weights[name], batch)
+
+
+def compile_updates(job: Job, parts: Parts, states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]) -> None:
+    """Compile the forward and backward passes of the roles that learn.
+
+    Args:
+      states, frozen: weights of the roles.
+    """
+    for name, role in parts.roles.items():
+        if role.loss is None:
+            continue
+        for batch in _micro_batches(job, role):
+            trees.value_and_grad(_sum_of_scores)(states[name].params, role, batch, frozen)
+
+
+def _sum_of_scores(
+    params: trees.Tree, role: Role, batch: Batch, frozen: Mapping[str, trees.Tree]
+) -> tuple[Tensor, tuple[()]]:
+    return present_scores(params, role, batch, frozen).x.sum(), ()
+
+
+def _outputs(placed: Placed, params: trees.Tree, batch: Batch) -> None:
+    if placed.model.unembed is None:
+        placed.values(params, batch)
+    else:
+        placed.token_scores(params, batch)
+
+
+def _micro_batches(job: Job, role: Role) -> Iterator[Batch]:
+    """This rank's packed rows for a role: a micro-batch of two sizes, each with several rows."""
+    budget = job.settings.updates.token_budget
+    for share in (2, 4):
+        rows = _rows(job, role, budget // share)
+        for piece in own_micro_batches(rows, budget, row_cost(role.placed)):
+            yield piece.batch
+
+
+def _rows(job: Job, role: Role, most: int) -> Rows:
+    """Rows of equal length on every rank, with no more tokens than those of a step.
+
+    Args:
+      most: bound on a rank's tokens, beyond two of the shortest rows.
+    """
+    mesh = role.placed.mesh
+    config = role.placed.model.config
+    ranks = mesh.size(mesh.row_axes)
+    length, count = _examples(job)
+    length = max(2, min(length, config.max_positions, max(most // 2, TOKEN_MULTIPLE)))
+    own = max(2, min(-(-count // ranks), most // length))
+    tokens_bT = (torch.arange(own * length, device=mesh.device) % config.vocab).view(own, length).to(TOKEN_INT)
+    mask_bT = torch.arange(length, device=mesh.device).expand(own, length) > 0
+    owner = np.arange(own * ranks) // own
+    lengths_B = torch.full((own * ranks,), length, device=mesh.device)
+    routes_bTC = None
+    routers = role.placed.model.abilities.routers
+    if role.placed.replay and routers is not None:
+        choices = torch.arange(role.placed.model.abilities.choices, device=mesh.device) % routers.per_token
+        routes_bTC = choices.to(TOKEN_INT).expand(own, length, -1)
+    return rows_of(Batch(tokens=tokens_bT, mask=mask_bT, length=lengths_B, routes=routes_bTC), owner, mesh)
+
+
+def _examples(job: Job) -> tuple[int, int]:
+    """Mean length of the first examples, each completion being one token, and the number of rows of a step."""
+    batch = job.settings.run.batch_prompts
+    if isinstance(job, RLJob):
+        lengths = [len(example.tokens) + 1 for example in islice(job.task.prompts, EXAMPLES)]
+        return math.ceil(sum(lengths) / len(lengths)), batch * job.sampling.samples
+    count = min(EXAMPLES, len(job.task.examples))
+    lengths = [len(text.tokens) for place in range(count) for text in job.task.examples[place].texts]
+    return math.ceil(sum(lengths) / len(lengths)), batch * len(lengths) // count

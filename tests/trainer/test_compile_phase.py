@@ -1,0 +1,229 @@
+"""The compile phase: after it no step compiles anything, it changes nothing, and an equal run finds its code.
+
+Run as a program by its own tests, in a process that may compile.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from small_runs import GRPO, PPO, Quiet, begin, scored_batch, small_job
+
+from funrl import trees
+from funrl.algos.recipes.dpo import dpo
+from funrl.cost.tracing.hardware import HARDWARE
+from funrl.cost.tracing.tracer import Tracer
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.models import compile_layer
+from funrl.trainer import loop
+from funrl.trainer.compile_phase import compile_ahead, compile_scoring, compile_updates
+from funrl.trainer.jobs import build
+
+COMPILED = {"compile": "on", "dtype": "float32", "batch_prompts": 6, "token_budget": 64}
+
+
+def graphs():
+    """Number of graphs that dynamo has compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def enter(run, state, stage):
+    return run, state
+
+
+def digest_of(tree):
+    """The bits of all tensors of a tree."""
+    tensors = [x for x in trees.leaves(tree) if isinstance(x, torch.Tensor)]
+    return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in tensors)).hexdigest()
+
+
+def everything(run, state):
+    """What the phase may not change: the state, random generators, and the engine."""
+    engine = run.parts.generator.engine
+    generators = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+    weights = dict(engine.held_weights())
+    cost = engine.cost()
+    return digest_of(state), generators, digest_of(weights), engine.version, cost.pages, cost.used_pages
+
+
+@pytest.fixture
+def by_eager_mode(monkeypatch):
+    """Layers are traced as always, and computed by eager mode."""
+    torch._dynamo.reset()
+    backend = functools.partial(compile_layer, backend="aot_eager")
+    monkeypatch.setattr(build, "compile_layer", backend)
+
+
+def test_no_step_compiles_and_the_phase_changes_nothing(by_eager_mode):
+    show = Quiet()
+    run, state = begin(small_job(PPO, steps=2, **COMPILED), single(), show)
+    before = everything(run, state)
+    first = graphs()
+    run, state, metrics = compile_ahead(run, state, enter)
+    assert everything(run, state) == before
+    assert metrics == {"compile/variants": graphs() - first} and graphs() - first >= 4
+    assert list(run.clock.take()) == ["compile"]
+    assert [note for note in show.notes if "variants of a layer in" in note] == show.notes[-1:]
+    compiled = graphs()
+    for step in (1, 2):
+        run.source.evaluate(state.roles, step)
+        rows, state, _ = scored_batch(run, state)
+        state, _, _ = loop.update_batch(run, state, rows)
+    assert graphs() == compiled
+
+
+def test_an_eager_run_has_no_phase():
+    run, state = begin(small_job(GRPO), single())
+    assert run.parts.compilations is None and run.compile_cache is None
+    assert compile_ahead(run, state, enter) == (run, state, {}) and run.clock.take() == {}
+
+
+def test_the_first_late_compilation_is_reported():
+    notes = []
+    compilations = build.Compilations(notes.append)
+    compilations.add("compiled one of 2 layers to score 1x8x4 in 0.1 s")
+    assert notes == ["compiled one of 2 layers to score 1x8x4 in 0.1 s"]
+    with compilations.ahead():
+        compilations.add("compiled one of 2 layers to train 1x8x4 in 0.1 s")
+    assert len(notes) == 2 and notes[1].startswith("compiled 2 variants of a layer in 0.")
+    for size in (8, 9):
+        compilations.add(f"compiled one of 2 layers to decode 1x{size}x4 in 0.1 s")
+    assert len(notes) == 3 and compilations.variants == 4
+    assert notes[2].startswith("compiled one of 2 layers to decode 1x8x4 in 0.1 s, after the compile phase")
+
+
+@pytest.mark.parametrize("compose", [PPO, dpo])
+def test_the_phase_takes_no_more_memory_than_a_step(compose):
+    """Of eager runs, whose operators can be counted: it is asked for the same passes."""
+    more = {"task": "arithmetic", "reward": None} if compose is dpo else {}
+    run, state = begin(small_job(compose, token_budget=64, **more), single())
+    tracer = Tracer(HARDWARE["cpu"], real=True)
+    weights = state.roles, run.frozen
+    with tracer:
+        with tracer.phase("score ahead"):
+            compile_scoring(run.job, run.parts, *weights)
+        with tracer.phase("update ahead"):
+            compile_updates(run.job, run.parts, *weights)
+        rows, state, _ = loop.draw_batch(run, state)
+        with tracer.phase("score"):
+            rows, state, _ = loop.score_batch(run, state, rows)
+        with tracer.phase("update"):
+            loop.learn_batch(run, state, rows)
+    peaks = {name: costs.total for name, costs in tracer.phases.items()}
+    assert 0 < peaks["score ahead"] <= max(peaks["score"], peaks["update"])
+    assert 0 < peaks["update ahead"] <= peaks["update"]
+
+
+# --- with inductor, in processes of their own
+
+
+class Counting(Quiet):
+    """An observer that keeps the number of graphs after each step."""
+
+    def __init__(self, folder=None):
+        super().__init__(folder)
+        self.graphs, self.phases = [], []
+
+    def step(self, step, metrics, seconds):
+        super().step(step, metrics, seconds)
+        self.graphs.append(graphs())
+        self.phases.append(seconds)
+
+    def finish(self, placed, params, error):
+        super().finish(placed, params, error)
+        self.digest = digest_of(params)
+
+
+def program(how, mesh):
+    """Facts of a run of a process."""
+    observer = Counting(how.get("folder"))
+    if how.get("lazily"):
+        loop.compile_ahead = lambda run, state, enter: (run, state, {})
+    outcome = loop.train_loop(job_of(how), mesh, observer)
+    counters = torch._dynamo.utils.counters["inductor"]
+    return {
+        "error": outcome.error,
+        "notes": [note for note in observer.notes if "compiled" in note],
+        "graphs": observer.graphs,
+        "variants": [metrics.get("compile/variants") for _, metrics in observer.steps],
+        "seconds": [phases.get("compile") for phases in observer.phases],
+        "hits": counters["fxgraph_cache_hit"],
+        "misses": counters["fxgraph_cache_miss"],
+        "digest": observer.digest,
+    }
+
+
+def job_of(how):
+    return small_job(GRPO, mesh=how.get("mesh", "dp1"), **COMPILED, **{"steps": 2} | how.get("settings", {}))
+
+
+def ran(cache, **how):
+    """Facts of a run in a process of its own, whose torch has compiled nothing on this machine before.
+
+    Args:
+      cache: XDG_CACHE_HOME.
+    """
+    own = cache / "torch"
+    subprocess.run(["rm", "-rf", str(own)], check=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(own)}
+    command = [sys.executable, __file__, json.dumps(how)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["error"] is None
+    return facts
+
+
+def is_cold(facts):
+    return facts["hits"] == 0 and facts["misses"] >= 4
+
+
+def is_warm(facts):
+    return facts["misses"] == 0 and facts["hits"] >= 4
+
+
+@pytest.mark.slow
+def test_an_equal_run_and_a_resumed_one_compile_nothing_anew(tmp_path):
+    """And the numbers are those of a run that compiles when it needs to, whatever is in the cache."""
+    lazily = ran(tmp_path / "lazily", lazily=True)
+    kept = {"save_every": "1", "run_dir": str(tmp_path / "run")}
+    folder = str(tmp_path / "run" / "checkpoints")
+    cold = ran(tmp_path, folder=folder, settings=kept)
+    assert is_cold(cold) and len(set(cold["graphs"])) == 1
+    assert cold["variants"] == [cold["graphs"][0], None] and cold["seconds"][1] is None
+    (file,) = (tmp_path / "funrl" / "compiled").iterdir()
+    written = file.stat().st_mtime_ns
+    warm = ran(tmp_path)
+    assert is_warm(warm) and warm["seconds"][0] < cold["seconds"][0]
+    assert file.stat().st_mtime_ns == written
+    resumed = ran(tmp_path, folder=folder, settings=kept | {"resume": True, "steps": 3})
+    assert is_warm(resumed) and resumed["variants"] == [resumed["graphs"][0]]
+    data = file.read_bytes()
+    file.write_bytes(data[:-100] + bytes(100))
+    damaged = ran(tmp_path)
+    assert is_cold(damaged) and "checksum differs" in damaged["notes"][0]
+    assert file.stat().st_mtime_ns != written, "it is written again"
+    assert lazily["digest"] == cold["digest"] == warm["digest"] == damaged["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_ranks_compile_before_the_first_step_and_share_the_file(mesh, tmp_path):
+    cold, warm = (ran(tmp_path, mesh=mesh) for _ in range(2))
+    assert is_cold(cold) and is_warm(warm) and cold["digest"] == warm["digest"]
+    for facts in (cold, warm):
+        assert len(set(facts["graphs"])) == 1 and facts["variants"][0] == facts["graphs"][0]
+
+
+if __name__ == "__main__":
+    how = json.loads(sys.argv[1])
+    print("\n" + json.dumps(launch(functools.partial(program, how), job_of(how).sizes, "cpu")))
