@@ -1,0 +1,229 @@
+"""From episodes to rows, on the ranks that ran them.
+
+A row is a path from the root to a leaf, with as many sampled spans as it has turns. A node that several rows share is
+trained in the first of them, and is context in the others: each sampled node is trained exactly once. Rows are numbered
+in one order on every mesh, by episode and then as the environment lists its trajectories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.algos.episodes import episode_fields, units_of
+from funrl.batch import TOKEN_INT, Batch
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
+from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.trainer.steps.step_rows import Rows, rows_of, take
+
+NumberedEpisodes = Sequence[tuple[int, Episode]]
+
+
+class RowForm(NamedTuple):
+    """How rows of episodes are made.
+
+    Attributes:
+      agents: names of the agents that may have rows.
+      pad: id of the padding token.
+      dtype: of log-probabilities and scores.
+      raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
+        of the one sampled from.
+      versions: whether rows get the version of the weights that sampled each token.
+      choices: experts recorded for each token; 0: none.
+    """
+
+    agents: tuple[str, ...] = ("policy",)
+    pad: int = 0
+    dtype: torch.dtype = torch.float32
+    raw: bool = False
+    versions: bool = False
+    choices: int = 0
+
+
+class EpisodeTable(NamedTuple):
+    """What every rank knows of all E episodes of a rollout; A agents.
+
+    Attributes:
+      owner: [E] rank of each episode, as an index over the row axes of the generate mesh.
+      reward: [E, A] float64, of each agent; NaN: unscored, or it has no trajectory.
+      failed: [E] bool, the environment failed.
+      finished: [E] bool, the environment ended it, and no limit did.
+      turns: [E] sampled nodes.
+      tokens: [E] tokens of all rows.
+    """
+
+    owner: np.ndarray
+    reward: Tensor
+    failed: Tensor
+    finished: Tensor
+    turns: Tensor
+    tokens: Tensor
+
+
+class RowPath(NamedTuple):
+    """A row: a path, and the sampled nodes of it that are trained in this row."""
+
+    trajectory: Trajectory
+    nodes: list[Node]
+    trained: frozenset[Node]
+
+
+def paths_of(episode: Episode) -> list[RowPath]:
+    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none."""
+    paths: list[RowPath] = []
+    seen: set[Node] = set()
+    for end in episode.ends:
+        nodes = end.leaf.path()
+        trained = frozenset(node for node in nodes if node.sampled and node not in seen)
+        if trained:
+            last = max(i for i, node in enumerate(nodes) if node in trained)
+            paths.append(RowPath(end, nodes[: last + 1], trained))  # context after it is read by nobody
+            seen |= trained
+    return paths
+
+
+def rows_of_episodes(
+    own: NumberedEpisodes, count: int, samples: int, form: RowForm, mesh: Mesh
+) -> tuple[Rows, EpisodeTable]:
+    """Rows of all episodes, right-padded to a multiple of 8 tokens, and the table of episodes. Collective.
+
+    Rows of failed and of unscored episodes are among them, with a score of 0: see `scored_rows`.
+
+    Args:
+      own: this rank's episodes by number, ascending.
+      count: E, episodes of all ranks, numbered from 0.
+      samples: episodes of each example: episode e is of group e // samples.
+      form: how rows are made.
+      mesh: of the engines.
+    """
+    paths = [paths_of(episode) for _, episode in own]
+    table, row_counts_E = _episode_table(own, paths, count, form, mesh)
+    begins_E = np.cumsum(row_counts_E) - row_counts_E
+    owner_B = np.repeat(table.owner, row_counts_E)
+    index = int(mesh.index(mesh.row_axes))
+    expected = np.flatnonzero(owner_B == index)
+    numbers = [begins_E[number] + i for (number, _), some in zip(own, paths, strict=True) for i in range(len(some))]
+    assert np.array_equal(expected, np.array(numbers, dtype=np.int64)), "a rank's episodes are not ascending"
+    flat = [(episode, path) for (_, episode), some in zip(own, paths, strict=True) for path in some]
+    tokens = _token_fields(flat, form, mesh.device)
+    columns = {
+        "length": torch.tensor([_length(path) for _, path in flat], dtype=torch.int64, device=mesh.device),
+        "agent": torch.tensor(
+            [form.agents.index(path.trajectory.agent) for _, path in flat], dtype=torch.int64, device=mesh.device
+        ),
+    }
+    everywhere = gather_table(columns, owner_B, mesh, axes=mesh.row_axes)
+    episode_B = torch.from_numpy(np.repeat(np.arange(count), row_counts_E)).to(mesh.device)
+    reward_B = table.reward[episode_B, everywhere["agent"]]
+    rewarded = any(episode.turn_rewards for _, episode in own)
+    if not collectives.pmax(torch.tensor(float(rewarded), device=mesh.device), mesh, mesh.row_axes):
+        del tokens["token_reward"]
+    batch = Batch(
+        **tokens,
+        **everywhere,
+        group=episode_B // samples,
+        episode=episode_B,
+        score=reward_B.nan_to_num(nan=0.0).to(form.dtype),
+        truncated=~table.finished[episode_B],
+    )
+    rows = rows_of(batch, owner_B, mesh)
+    units = units_of(rows.batch)
+    assert units is not None
+    return rows.with_fields(**episode_fields(rows.batch, units)), table
+
+
+def scored_rows(rows: Rows, table: EpisodeTable, samples: int) -> Rows:
+    """Rows that can be trained on.
+
+    A group with a failed episode is left out whole, since the others would be compared without it; an agent whose
+    reward is None is left out alone.
+    """
+    failed_P = table.failed.reshape(-1, samples).any(1)
+    batch = rows.batch
+    unscored_B = table.reward[batch.episode, batch.agent].isnan()
+    kept_B = ~unscored_B & ~failed_P[batch.episode // samples]
+    return rows if bool(kept_B.all()) else take(rows, np.flatnonzero(kept_B.cpu().numpy()))
+
+
+def _length(path: RowPath) -> int:
+    return sum(len(node.tokens) for node in path.nodes)
+
+
+def _episode_table(
+    own: NumberedEpisodes, paths: Sequence[Sequence[RowPath]], count: int, form: RowForm, mesh: Mesh
+) -> tuple[EpisodeTable, np.ndarray]:
+    """The table of episodes, and the number of rows of each [E], in one collective."""
+    agents = len(form.agents)
+    columns_E = torch.zeros(count, 6 + agents, dtype=torch.float64)
+    index = int(mesh.index(mesh.row_axes))
+    for (number, episode), some in zip(own, paths, strict=True):
+        rewards = [episode.rewards.get(agent) for agent in form.agents]
+        unknown = set(episode.agents()) - set(form.agents)
+        if unknown:
+            raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {list(form.agents)}")
+        turns = sum(len(path.trained) for path in some)
+        values = [math.nan if reward is None else float(reward) for reward in rewards]
+        failed = episode.status in ("failed", "cancelled")
+        length = sum(_length(path) for path in some)
+        row = [index, len(some), failed, _is_finished(episode, some), turns, length, *values]
+        columns_E[number] = torch.tensor(row, dtype=torch.float64)
+    whole_E = collectives.psum(columns_E.to(mesh.device), mesh, mesh.row_axes)
+    owner, rows, failed, finished, turns, tokens = whole_E[:, :6].cpu().unbind(1)
+    device = mesh.device
+    table = EpisodeTable(
+        owner.numpy().astype(np.int64),
+        whole_E[:, 6:],
+        (failed > 0).to(device),
+        (finished > 0).to(device),
+        turns.long().to(device),
+        tokens.long().to(device),
+    )
+    return table, rows.numpy().astype(np.int64)
+
+
+def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
+    """Whether neither a limit of the episode nor that of its last replies ended it."""
+    last = [path.nodes[-1].finish for path in paths]
+    return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
+
+
+def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
+    """Fields per token of this rank's rows."""
+    longest = max((_length(path) for _, path in flat), default=1)
+    shape = (len(flat), math.ceil(longest / 8) * 8)
+    tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    rollout_logp = torch.zeros(shape, dtype=form.dtype)
+    token_reward = torch.zeros(shape, dtype=form.dtype)
+    turn = torch.zeros(shape, dtype=TOKEN_INT)
+    version = torch.zeros(shape, dtype=TOKEN_INT)
+    routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
+    for row, (episode, path) in enumerate(flat):
+        begin = turns = 0
+        for node in path.nodes:
+            here = slice(begin, begin + len(node.tokens))
+            tokens[row, here] = torch.as_tensor(node.tokens, dtype=TOKEN_INT)
+            turn[row, here] = turns
+            if node.sampled:
+                turns += 1
+            if node in path.trained:
+                mask[row, here] = True
+                rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
+                version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
+                token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
+            if node.routes is not None and form.choices:
+                routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
+            begin = here.stop
+    fields = {"tokens": tokens, "mask": mask, "turn": turn, "rollout_logp": rollout_logp, "token_reward": token_reward}
+    if form.versions:
+        fields["version"] = version
+    if form.choices:
+        fields["routes"] = routes
+    return {name: x.to(device) for name, x in fields.items()}
