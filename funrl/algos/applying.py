@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funrl.algos.advantages.units import Units, by_unit, episode_fields, units_of
 from funrl.algos.core import Advantage, Signal, run_piece
-from funrl.algos.episodes import Units, by_unit, episode_fields, units_of
 from funrl.algos.metrics import Metric, PieceError
 from funrl.batch import Batch, declare, kind_of, select
 from funrl.kinds import Value

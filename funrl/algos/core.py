@@ -23,7 +23,7 @@ from torch import Tensor
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
-from funrl.algos.terms import Filter, Term, check_called, run_term, typed_metric
+from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
 from funrl.batch import Batch, Reads, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
@@ -31,45 +31,6 @@ from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 NO_FIELDS = Schema()
 NO_ROLES = RoleTable()
 CARRIED = ("returns", "weight")  # fields of the batch that are attributes of a signal
-
-
-class EpisodeTokens(NamedTuple):
-    """What each token knows of its episode, whose rows may be on any rank.
-
-    Attributes:
-      count: [B, T] trained tokens in all rows of the episode and agent.
-      first: [B, T] bool, on the tokens of the first row of the episode and agent.
-    """
-
-    count: Tensor
-    first: Tensor
-
-
-class Reduction(NamedTuple):
-    """From losses per token to fractions; both functions are additive over examples. `+` concatenates two.
-
-    Attributes:
-      denominators: (mask_BT, segments_BT or None) -> a tuple of scalars, float64.
-      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of equally many scalars.
-      of_episodes: the reduction for rows of episodes, from `EpisodeTokens`, where it is another one; None: it does not
-        depend on which rows make an episode.
-    """
-
-    denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
-    numerators: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
-    of_episodes: Callable[[EpisodeTokens], Reduction] | None = None
-
-    def __add__(self, other: Reduction) -> Reduction:  # type: ignore[override]
-        both = self.of_episodes or other.of_episodes
-        return Reduction(
-            lambda mask, segments: self.denominators(mask, segments) + other.denominators(mask, segments),
-            lambda loss, mask, segments: self.numerators(loss, mask, segments) + other.numerators(loss, mask, segments),
-            of_episodes=both and (lambda episodes: self.at(episodes) + other.at(episodes)),
-        )
-
-    def at(self, episodes: EpisodeTokens | None) -> Reduction:
-        """The reduction for rows of these episodes; None: each row is an example."""
-        return self if episodes is None or self.of_episodes is None else self.of_episodes(episodes)
 
 
 class Loss(NamedTuple):
@@ -441,27 +402,16 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
         raise PieceError(f"reduce was given {described(reduction)} as a reduction{hint}")
 
     def denominators(batch: Batch) -> tuple[Tensor, ...]:
-        return reduction.at(_episodes_of(reduction, batch)).denominators(batch.mask, batch.get("segments"))
+        return reduction.at(episodes_of(reduction, batch)).denominators(batch.mask, batch.get("segments"))
 
     def numerators(x_BT: Tensor, batch: Batch):
         mask_BT = batch.mask
         loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
         typed = {name: typed_metric(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
-        here = reduction.at(_episodes_of(reduction, batch))
+        here = reduction.at(episodes_of(reduction, batch))
         return here.numerators(loss_BT, mask_BT, batch.get("segments")), typed
 
     return Loss(denominators, numerators)
-
-
-def _episodes_of(reduction: Reduction, batch: Batch) -> EpisodeTokens | None:
-    """What the tokens know of their episodes, if the reduction asks and the batch has it."""
-    if reduction.of_episodes is None:
-        return None
-    count = batch.get("episode_tokens")
-    first = batch.get("episode_first")
-    if count is None or first is None:
-        return None
-    return EpisodeTokens(*(x if x.dim() == 2 else x[:, None].expand(batch.mask.shape) for x in (count, first)))
 
 
 def sum_losses(*losses: Loss) -> Loss:

@@ -8,8 +8,8 @@ import torch
 from funrl.algos import chain, group_center, group_scale, overlong_penalty, token_mean, whiten
 from funrl.algos import reduce as reduce_loss
 from funrl.algos.advantages.shaping import to_last_token, to_tokens
+from funrl.algos.advantages.units import by_unit, episode_fields, units_of
 from funrl.algos.applying import apply_advantage
-from funrl.algos.episodes import by_unit, episode_fields, units_of
 from funrl.algos.losses.reductions import constant_mean, sequence_mean
 from funrl.batch import Batch
 

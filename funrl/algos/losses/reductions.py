@@ -3,8 +3,10 @@
 Each gives a numerator from losses and a denominator from masks alone; a sequence is a row, or a segment of a packed
 row. A token that a correction rejected is in neither, and a sequence without a masked token is not counted. Where
 several rows make an episode, the sequence is the whole episode of an agent: its tokens are those of all its rows, and
-its first row counts it, so that a branch changes no denominator. verl counts sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean ignore the configured reduction; here no
-term does.
+its first row counts it, so that a branch changes no denominator.
+
+verl counts sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean ignore the configured
+reduction; here no term does.
 
 Example:
   >>> loss, mask = torch.tensor([[1.0, 2.0], [6.0, 7.0]]), torch.tensor([[True, True], [True, False]])
@@ -21,8 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.core import EpisodeTokens, Reduction
 from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.terms import EpisodeTokens, Reduction
 
 
 def token_mean() -> Reduction:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.episodes import episode_fields, units_of
+from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.batch import TOKEN_INT, Batch
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
@@ -27,7 +27,7 @@ NumberedEpisodes = Sequence[tuple[int, Episode]]
 
 
 class RowForm(NamedTuple):
-    """How rows of episodes are made.
+    """Form of the rows that are made of episodes.
 
     Attributes:
       agents: names of the agents that may have rows.
@@ -48,7 +48,7 @@ class RowForm(NamedTuple):
 
 
 class EpisodeTable(NamedTuple):
-    """What every rank knows of all E episodes of a rollout; A agents.
+    """All E episodes of a rollout, as every rank knows them; A agents.
 
     Attributes:
       owner: [E] rank of each episode, as an index over the row axes of the generate mesh.
@@ -100,7 +100,7 @@ def rows_of_episodes(
       own: this rank's episodes by number, ascending.
       count: E, episodes of all ranks, numbered from 0.
       samples: episodes of each example: episode e is of group e // samples.
-      form: how rows are made.
+      form: of the rows.
       mesh: of the engines.
     """
     paths = [paths_of(episode) for _, episode in own]
@@ -189,7 +189,7 @@ def _episode_table(
 
 
 def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
-    """Whether neither a limit of the episode nor that of its last replies ended it."""
+    """True if neither a limit of the episode nor that of its last replies ended it."""
     last = [path.nodes[-1].finish for path in paths]
     return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
 

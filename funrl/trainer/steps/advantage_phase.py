@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.algos.advantages.units import by_unit, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
-from funrl.algos.episodes import by_unit, units_of
 from funrl.algos.masks import total, where_masked
 from funrl.algos.metrics import Max, Mean
 from funrl.batch import Batch
