@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from funrl.data.prompts import Example
 from funrl.rollout.episodes import Episode, Message
-from funrl.rollout.policy import Policy
-
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
+from funrl.rollout.policy import Policy, Tools
 
 
 class Environment(Protocol):
