@@ -37,6 +37,7 @@ ORDER = (
     "rollout",
     "rewards",
     "data",
+    "environments",
     "tasks",
     "trainer",
     "testing",

@@ -34,7 +34,7 @@ class Node:
       versions: [N] int64, version of the weights that sampled each token; None unless sampled.
       routes: [P + N - 1, choices] int16, experts of all tokens of the path but the last, as in
         `requests.Completion`; None: they are not recorded.
-      message: what the tokens say, as a message of a chat; None for raw tokens.
+      messages: what the tokens say, as messages of a chat; empty for raw tokens.
       finish: how sampling ended, as in `requests.Completion`; None unless sampled.
     """
 
@@ -45,7 +45,7 @@ class Node:
     sampling_logp: Tensor | None = None
     versions: Tensor | None = None
     routes: Tensor | None = None
-    message: Message | None = None
+    messages: Sequence[Message] = ()
     finish: str | None = None
 
     def path(self) -> list[Node]:
@@ -81,8 +81,8 @@ class Trajectory:
         return [token for node in self.leaf.path() for token in node.tokens]
 
     def messages(self) -> list[Message]:
-        """The messages of the nodes that have one."""
-        return [node.message for node in self.leaf.path() if node.message is not None]
+        """The messages of all nodes, in order."""
+        return [message for node in self.leaf.path() for message in node.messages]
 
 
 @dataclass(frozen=True)
