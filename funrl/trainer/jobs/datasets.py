@@ -25,6 +25,8 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
+from funrl.environments.environment import Environment
+from funrl.environments.load import load_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
@@ -93,6 +95,7 @@ class Task(NamedTuple):
       remarks: on prompts that are not taken as they are.
       curriculum: weights of the prompts before each step, see `curriculum.weighing`.
       demonstration_field: of the prompts, for an algorithm that learns from demonstrations of them.
+      environment: makes episodes of the prompts and rewards them; None: they are completed once.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Task(NamedTuple):
     remarks: tuple[str, ...] = ()
     curriculum: Callable[..., Any] | None = None
     demonstration_field: str = DEMONSTRATION
+    environment: Environment | None = None
 
 
 class Texts(NamedTuple):
@@ -153,11 +157,12 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     if given.records is None and given.rewards is None:
         check_rewards(settings, rewarded)
     functions = settings.rewards.reward is not None or given.rewards is not None
+    environment = None if settings.environments.env is None else load_environment(settings.environments.env)
     if settings.examples.prompts is None and given.records is None:
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and not functions and not scorers_of(settings):
+    if rewarded and environment is None and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
@@ -171,6 +176,8 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
     remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
     name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
+    if environment is not None:
+        return Task(name, train, heldout, (), (1.0,), _new_tokens(settings), remarks=remarks, environment=environment)
     return rewarded_task(name, train, heldout, settings, given)._replace(remarks=remarks)
 
 
@@ -206,9 +213,14 @@ def rewarded_task(
         check_fields(settings.rewards.reward or function_name(reward), reward, fields)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
+
+
+def _new_tokens(settings: Settings) -> int:
+    """--max_new_tokens, or what it is by default."""
     new_tokens = resolved(settings, given=True).sampling.max_new_tokens
     assert new_tokens is not None
-    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens)
+    return new_tokens
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:
@@ -221,9 +233,10 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     embedded = embedded_task(settings.examples.task)
     train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
-    rewards = (embedded.reward,)
+    environment = None if embedded.environment is None else embedded.environment()
+    rewards = (embedded.reward,) if environment is None else ()
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards))
+    weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))
     return Task(
         embedded.name,
         train,
@@ -234,6 +247,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         embedded=True,
         readable=embedded.readable,
         demonstration_field=embedded.demonstration_field,
+        environment=environment,
     )
 
 
@@ -372,6 +386,8 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     """
     count = settings.evaluation.eval_prompts
     embedded = embedded_task(settings.examples.task)
+    if kind not in embedded.texts:
+        raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     train = embedded.texts[kind](settings.run.seed, TEXTS, split="train")
     heldout = embedded.texts[kind](0, count, split="heldout")

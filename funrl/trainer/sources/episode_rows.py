@@ -1,4 +1,4 @@
-"""From episodes to rows, on the ranks that ran them.
+"""From prompts to episodes, and from episodes to rows on the ranks that ran them.
 
 A row is a path from the root to a leaf, with as many sampled spans as it has turns. A node that several rows share is
 trained in the first of them, and is context in the others: each sampled node is trained exactly once. Rows are numbered
@@ -15,12 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import episode_fields, units_of
+from funrl.algos.advantages.units import by_unit, episode_fields, units_of
+from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
+from funrl.data.prompts import Example
+from funrl.environments.chat import TemplateChat
+from funrl.environments.environment import Environment
+from funrl.environments.run import EpisodeLimits, PolicySetup, episode_groups, run_episodes
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout
+from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
 NumberedEpisodes = Sequence[tuple[int, Episode]]
@@ -45,6 +53,36 @@ class RowForm(NamedTuple):
     raw: bool = False
     versions: bool = False
     choices: int = 0
+
+
+class EpisodeSetup(NamedTuple):
+    """How a run makes episodes and their rows.
+
+    Attributes:
+      environment: makes the episodes.
+      chat: renders messages and reads replies; None: the environment talks in token ids.
+      limits: of an episode.
+      form: of its rows; its dtype is that of the engine's log-probabilities.
+    """
+
+    environment: Environment
+    chat: TemplateChat | None = None
+    limits: EpisodeLimits = EpisodeLimits()
+    form: RowForm = RowForm()
+
+
+class Transcript(NamedTuple):
+    """Everything after the prompt of an episode's first trajectory, as a completion of its number.
+
+    Attributes:
+      number: of the episode.
+      tokens: [T] int64.
+      written: token ids without the one that ended the last turn.
+    """
+
+    number: int
+    tokens: Tensor
+    written: list[int]
 
 
 class EpisodeTable(NamedTuple):
@@ -73,6 +111,112 @@ class RowPath(NamedTuple):
     trajectory: Trajectory
     nodes: list[Node]
     trained: frozenset[Node]
+
+
+def rewarded_episodes(
+    setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
+) -> tuple[Rollout, Rows]:
+    """Run `sampling.samples` episodes of each example. Collective.
+
+    Args:
+      setup: how episodes are made.
+      engine: the engine on its mesh; its reward functions are not called.
+      examples: prompts, the same on every rank.
+      sampling: of the policy's replies.
+      seed: of their noise.
+
+    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent;
+      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
+    """
+    mesh = engine.mesh
+    count = len(examples) * sampling.samples
+    groups = episode_groups(examples, sampling.samples, seed)
+    policy = PolicySetup(sampling, setup.chat)
+    run = run_episodes(engine.engine, mesh, setup.environment, groups, policy, setup.limits)
+    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
+    rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
+    transcripts = [_transcript(number, episode) for number, episode in run.episodes]
+    lengths = torch.zeros(count, dtype=torch.int64, device=mesh.device)
+    lengths[[x.number for x in transcripts]] = torch.tensor([len(x.tokens) for x in transcripts], device=mesh.device)
+    reward_E = table.reward[:, 0]
+    unscored_E = reward_E.isnan()
+    parts, problems = zip(*collectives.gather_objects(_parts_of(run.episodes), mesh), strict=True)
+    if table.failed.any():
+        problem = next(filter(None, problems), "")[:LONGEST_REMARK]
+        engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
+    done = Rollout(
+        transcripts,
+        lengths=collectives.psum(lengths, mesh, mesh.row_axes),
+        finished=table.finished,
+        score=reward_E.nan_to_num(nan=0.0),
+        scores=reward_E[:, None],
+        owner=table.owner,
+        mesh=mesh,
+        dtype=engine.dtype,
+        failed=unscored_E | table.failed,
+        entries=add_totals(*parts),
+        episodes=_facts(table),
+    )
+    return done, scored_rows(rows, table, sampling.samples)
+
+
+def outcome_rows(done: Rollout, rows: Rows) -> Rows:
+    """Scores of completions by their numbers: `rows`, where a completion is a row; else one row for each episode."""
+    if rows.examples is None:
+        return rows
+    scores = {"score": done.score.to(done.dtype), "scores": done.scores.to(done.dtype)}
+    return Rows(Batch(**scores), done.owner, done.mesh)
+
+
+def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
+    """Numbers of the rows of some samples of a rollout, in the order of the rows."""
+    episode_B = rows.examples
+    return samples if episode_B is None else np.flatnonzero(np.isin(episode_B, samples))
+
+
+def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
+    """[count] bool, episodes that a filter keeps for one of their agents, among those that have rows.
+
+    Args:
+      rows: of the episodes, on the CPU.
+      filter: sees one number for each agent of an episode; None: it keeps all.
+    """
+    kept_E = np.zeros(count, dtype=bool)
+    units = units_of(rows.batch)
+    assert units is not None
+    if not len(units.first):
+        return kept_E
+    episode_U = rows.batch.episode[units.first].numpy()
+    kept_U = np.ones(len(episode_U), dtype=bool) if filter is None else filter(by_unit(rows.batch, units)).numpy()
+    kept_E[episode_U[kept_U]] = True
+    return kept_E
+
+
+def _transcript(number: int, episode: Episode) -> Transcript:
+    """An episode that failed has no trajectory, and an empty transcript."""
+    if not episode.ends:
+        return Transcript(number, torch.zeros(0, dtype=torch.int64), [])
+    nodes = episode.ends[0].leaf.path()
+    tokens = [token for node in nodes[1:] for token in node.tokens]
+    written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
+    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written)
+
+
+def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
+    """Totals of the parts of rewards, and why the first failed episode did."""
+    totals = [{name: (float(x), 1) for name, x in episode.parts.items()} for _, episode in episodes]
+    return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
+
+
+def _facts(table: EpisodeTable) -> Totals:
+    """Totals of facts about all episodes, as metrics have them."""
+    columns = {
+        "turns": table.turns,
+        "tokens": table.tokens,
+        "failed": table.failed,
+        "unscored": table.reward.isnan().all(1) & ~table.failed,
+    }
+    return {name: (float(x.sum()), len(x)) for name, x in columns.items()}
 
 
 def paths_of(episode: Episode) -> list[RowPath]:
@@ -122,9 +266,6 @@ def rows_of_episodes(
     everywhere = gather_table(columns, owner_B, mesh, axes=mesh.row_axes)
     episode_B = torch.from_numpy(np.repeat(np.arange(count), row_counts_E)).to(mesh.device)
     reward_B = table.reward[episode_B, everywhere["agent"]]
-    rewarded = any(episode.turn_rewards for _, episode in own)
-    if not collectives.pmax(torch.tensor(float(rewarded), device=mesh.device), mesh, mesh.row_axes):
-        del tokens["token_reward"]
     batch = Batch(
         **tokens,
         **everywhere,
@@ -214,6 +355,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
             if node.sampled:
                 turns += 1
             if node in path.trained:
+                assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
                 mask[row, here] = True
                 rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
                 version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
