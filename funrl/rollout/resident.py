@@ -53,7 +53,7 @@ class ResidentEngine:
         self._cancelled: list[int] = []
         self._count = 0
         self._wake = asyncio.Event()
-        self._delivered = asyncio.Event()
+        self._progress = asyncio.Event()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a prompt. If the caller is cancelled, so is the request.
@@ -80,14 +80,14 @@ class ResidentEngine:
         """Estimated number of further requests that would begin at once."""
         return self._engine.room() - len(self._new)
 
-    async def delivery(self) -> None:
-        """Wait until a request has ended since the last call, or `notify` was called."""
-        await self._delivered.wait()
-        self._delivered.clear()
+    async def progress(self, timeout_s: float | None = None) -> None:
+        """Wait until a request has ended since the last call, `notify` was called, or the time is over."""
+        await _first_of(self._progress.wait(), timeout_s)
+        self._progress.clear()
 
     def notify(self) -> None:
-        """End the waiting for a delivery."""
-        self._delivered.set()
+        """End the waiting for progress."""
+        self._progress.set()
 
     async def lead(self, program: Awaitable[T], mesh: Mesh) -> T:
         """Step the engine until a program ends that runs beside it; cancels what is then unfinished."""
@@ -122,7 +122,7 @@ class ResidentEngine:
             future = self._waiting.pop(done.number, None)
             if future is not None and not future.done():
                 future.set_result(done)
-                self._delivered.set()
+                self._progress.set()
         await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
 
@@ -175,7 +175,7 @@ def _iteration(engine: Engine, orders: _Orders) -> list[Completion]:
     return awake_step(engine) if engine.unfinished() else []
 
 
-async def _first_of(waiting: Awaitable[object], timeout_s: float) -> None:
+async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:
     """Wait, at most for some seconds."""
     try:
         await asyncio.wait_for(waiting, timeout_s)
