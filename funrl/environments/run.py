@@ -20,7 +20,7 @@ from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, request_seed
-from funrl.rollout.resident import ResidentEngine, serve
+from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
 
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
@@ -107,7 +107,7 @@ def run_episodes(
         runners.append(_Runner(resident, environment, setup, limits))
         return await runners[0].run(_Tickets(groups, take, mesh.size(mesh.row_axes)))
 
-    episodes = serve(engine, mesh, program)
+    episodes = run_beside(engine, mesh, program)
     counts = (0.0, 0.0, 0)
     if runners:
         counts = (runners[0].resident.running_s, runners[0].environment_s, runners[0].attempts)

@@ -18,9 +18,9 @@ from funrl.rollout.engine import Engine, awake_step
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 BEAT_S = 1.0  # between two signs of life while there is nothing to compute
-GRACE_S = 10.0  # for a program to clean up when the engine has failed
+CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 
 class _Orders(NamedTuple):
@@ -89,7 +89,7 @@ class ResidentEngine:
         """End the waiting for progress."""
         self._progress.set()
 
-    async def lead(self, program: Awaitable[T], mesh: Mesh) -> T:
+    async def lead(self, program: Awaitable[_T], mesh: Mesh) -> _T:
         """Step the engine until a program ends that runs beside it; cancels what is then unfinished."""
         task = asyncio.ensure_future(program)
         task.add_done_callback(lambda _: self._wake.set())
@@ -98,7 +98,7 @@ class ResidentEngine:
                 await self._iterate(mesh)
         except BaseException:  # of the engine, which fails on the other ranks too
             task.cancel()
-            await asyncio.wait({task}, timeout=GRACE_S)
+            await asyncio.wait({task}, timeout=CANCEL_S)
             self._engine.cancel([*self._waiting, *self._cancelled])
             raise
         unfinished = [*self._waiting, *self._cancelled]
@@ -133,7 +133,7 @@ class ResidentEngine:
         return orders
 
 
-def serve(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[T]]) -> T | None:
+def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T | None:
     """Run a program beside the engine's steps. Collective over "tensor".
 
     Args:
@@ -161,7 +161,7 @@ def serve(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaita
             _iteration(engine, orders)
 
 
-async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[T]]) -> T:
+async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T:
     resident = ResidentEngine(engine)
     return await resident.lead(program(resident), mesh)
 
