@@ -13,7 +13,7 @@ from numbers import Real
 from funrl.rollout.episodes import Episode, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
 
-GRACE_S = 5.0  # for an environment to clean up after its time is over
+CLEAN_UP_S = 5.0  # for an environment to clean up after its time is over
 LONGEST_PROBLEM = 2000  # characters
 
 
@@ -90,10 +90,10 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
             if task.done():
                 return task.result()
             task.cancel()
-            await asyncio.wait({task}, timeout=GRACE_S)
+            await asyncio.wait({task}, timeout=CLEAN_UP_S)
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait({task}, timeout=GRACE_S)
+            await asyncio.wait({task}, timeout=CLEAN_UP_S)
             raise
     return failed_episode(f"the environment took longer than {clock.limit_s:g} s between two calls of the policy")
 

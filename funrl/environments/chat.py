@@ -66,7 +66,7 @@ class TemplateChat:
         """Read a reply: by the tokenizer's own `response_template` if it has one, else calls as Hermes writes them."""
         if getattr(self.tokenizer, "response_template", None) is not None:
             return read_message(self.tokenizer, before, tokens, tools)
-        text = text_after(before, tokens, self._decode)
+        text = continued_text(before, tokens, self._decode)
         return read_hermes(text) if tools else ReadReply({"role": "assistant", "content": text})
 
     def _after_reply(self, messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
@@ -131,7 +131,7 @@ def check_chat(chat: TemplateChat, tools: Tools = ()) -> None:
         chat.continuation([{"role": "tool", "name": "f", "content": "?", "tool_call_id": CALL_ID}], tools)
 
 
-def text_after(before: Sequence[int], tokens: Sequence[int], decode: Any) -> str:
+def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) -> str:
     """Text of some tokens as they continue others. Many tokenizers drop the space at the start of a text."""
     opening = decode(list(before[-1:]))
     joined = decode([*before[-1:], *tokens])

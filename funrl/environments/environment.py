@@ -11,7 +11,7 @@ from funrl.rollout.policy import Policy, Tools
 
 
 class Environment(Protocol):
-    """Makes episodes. One environment makes many, concurrently on one event loop: `run` keeps its state to itself.
+    """A maker of episodes: many of them concurrently on one event loop, so `run` keeps its state to itself.
 
     It may also have `async score(episodes) -> list[float | None]`; see `ScoringEnvironment`.
     """

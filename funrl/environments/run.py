@@ -20,8 +20,10 @@ from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, request_seed
-from funrl.rollout.resident import ResidentEngine, serve
+from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
+
+TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
 
 class EpisodeGroup(NamedTuple):
@@ -105,7 +107,7 @@ def run_episodes(
         runners.append(_Runner(resident, environment, setup, limits))
         return await runners[0].run(_Tickets(groups, take, mesh.size(mesh.row_axes)))
 
-    episodes = serve(engine, mesh, program)
+    episodes = run_beside(engine, mesh, program)
     counts = (0.0, 0.0, 0)
     if runners:
         counts = (runners[0].resident.running_s, runners[0].environment_s, runners[0].attempts)
@@ -176,9 +178,11 @@ class _Runner:
         episodes: list[tuple[int, Episode]] = []
         try:
             while tickets.left or tasks:
-                while tickets.left and (self._room() > 0 or not self._unfinished):
-                    tasks |= {self._begin(group) for group in tickets.take(max(self._room(), 1))}
-                await self.resident.delivery()
+                room = self._room()
+                if tickets.left and (room > 0 or not self._unfinished):
+                    tasks |= {self._begin(group) for group in tickets.take(max(room, 1))}
+                if tasks:  # otherwise other replicas have taken the rest
+                    await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
                 ended = {task for task in tasks if task.done()}
                 tasks -= ended
                 episodes += [pair for task in ended for pair in task.result()]

@@ -87,7 +87,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy sampled in one turn.
+    """The turn that the policy sampled.
 
     Attributes:
       message: as a message of a chat, without the token that ended it.

@@ -38,7 +38,7 @@ class LimitReached(Exception):
 
 
 class ReadReply(NamedTuple):
-    """What tokens of the policy say; see `Reply`."""
+    """Message that tokens of the policy say; see `Reply`."""
 
     message: Message
     tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -70,7 +70,7 @@ class Chat(Protocol):
 
 
 class PolicySetup(NamedTuple):
-    """How the policy of an episode samples and renders.
+    """Sampling and rendering of the policy of an episode.
 
     Attributes:
       sampling: of a reply; `max_new_tokens` bounds each reply, `samples` is ignored.
@@ -108,7 +108,7 @@ class Policy:
     """The policy of one episode. Calls of `sample` may run concurrently."""
 
     def __init__(self, complete: Complete, setup: PolicySetup, seed: int, limits: EpisodeLimits = EPISODE_LIMITS):
-        """Make the policy of an episode.
+        """Make it.
 
         Args:
           complete: completes a prompt.

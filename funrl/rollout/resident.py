@@ -18,9 +18,9 @@ from funrl.rollout.engine import Engine, awake_step
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 BEAT_S = 1.0  # between two signs of life while there is nothing to compute
-GRACE_S = 10.0  # for a program to clean up when the engine has failed
+CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 
 class _Orders(NamedTuple):
@@ -53,7 +53,7 @@ class ResidentEngine:
         self._cancelled: list[int] = []
         self._count = 0
         self._wake = asyncio.Event()
-        self._delivered = asyncio.Event()
+        self._progress = asyncio.Event()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a prompt. If the caller is cancelled, so is the request.
@@ -80,16 +80,16 @@ class ResidentEngine:
         """Estimated number of further requests that would begin at once."""
         return self._engine.room() - len(self._new)
 
-    async def delivery(self) -> None:
-        """Wait until a request has ended since the last call, or `notify` was called."""
-        await self._delivered.wait()
-        self._delivered.clear()
+    async def progress(self, timeout_s: float | None = None) -> None:
+        """Wait until a request has ended since the last call, `notify` was called, or the time is over."""
+        await _first_of(self._progress.wait(), timeout_s)
+        self._progress.clear()
 
     def notify(self) -> None:
-        """End the waiting for a delivery."""
-        self._delivered.set()
+        """End the waiting for progress."""
+        self._progress.set()
 
-    async def lead(self, program: Awaitable[T], mesh: Mesh) -> T:
+    async def lead(self, program: Awaitable[_T], mesh: Mesh) -> _T:
         """Step the engine until a program ends that runs beside it; cancels what is then unfinished."""
         task = asyncio.ensure_future(program)
         task.add_done_callback(lambda _: self._wake.set())
@@ -98,7 +98,7 @@ class ResidentEngine:
                 await self._iterate(mesh)
         except BaseException:  # of the engine, which fails on the other ranks too
             task.cancel()
-            await asyncio.wait({task}, timeout=GRACE_S)
+            await asyncio.wait({task}, timeout=CANCEL_S)
             self._engine.cancel([*self._waiting, *self._cancelled])
             raise
         unfinished = [*self._waiting, *self._cancelled]
@@ -122,7 +122,7 @@ class ResidentEngine:
             future = self._waiting.pop(done.number, None)
             if future is not None and not future.done():
                 future.set_result(done)
-                self._delivered.set()
+                self._progress.set()
         await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
 
@@ -133,7 +133,7 @@ class ResidentEngine:
         return orders
 
 
-def serve(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[T]]) -> T | None:
+def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T | None:
     """Run a program beside the engine's steps. Collective over "tensor".
 
     Args:
@@ -161,7 +161,7 @@ def serve(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaita
             _iteration(engine, orders)
 
 
-async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[T]]) -> T:
+async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T:
     resident = ResidentEngine(engine)
     return await resident.lead(program(resident), mesh)
 
@@ -175,7 +175,7 @@ def _iteration(engine: Engine, orders: _Orders) -> list[Completion]:
     return awake_step(engine) if engine.unfinished() else []
 
 
-async def _first_of(waiting: Awaitable[object], timeout_s: float) -> None:
+async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:
     """Wait, at most for some seconds."""
     try:
         await asyncio.wait_for(waiting, timeout_s)

@@ -104,17 +104,17 @@ class ScriptedEngine:
         return []
 
 
+def numbers(node):
+    return [None if x is None else x.tolist() for x in (node.raw_logp, node.sampling_logp, node.versions)]
+
+
 def plain(episode):
     """An episode as values that can be compared."""
     nodes = {}
     for end in episode.ends:
         for node in end.nodes():
             nodes.setdefault(node, len(nodes))
-    facts = [
-        (nodes.get(node.parent), list(node.tokens), node.sampled, node.finish)
-        + tuple(None if x is None else x.tolist() for x in (node.raw_logp, node.sampling_logp, node.versions))
-        for node in nodes
-    ]
+    facts = [(nodes.get(node.parent), list(node.tokens), node.sampled, node.finish, numbers(node)) for node in nodes]
     turn_rewards = {nodes[node]: reward for node, reward in episode.turn_rewards.items()}
     ends = [(end.agent, nodes[end.leaf]) for end in episode.ends]
     rest = dataclasses.replace(episode, ends=(), turn_rewards={}, problem="")
