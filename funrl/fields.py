@@ -203,8 +203,8 @@ def _two_segments(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return (1 + (torch.arange(shape[1]) >= shape[1] // 2).long()).expand(shape)
 
 
-def _no_turns(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
+def _two_turns(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
 
 
 def _mask_as_int(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -272,7 +272,7 @@ FIELDS = Schema(
         dtype="bool",
         example=_these(True, True, True, True),
     ),
-    turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_no_turns),
+    turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_two_turns),
     rollout_logp=Field("token", "source", "nats, by the engine that sampled", example=_negative),
     version=Field(
         "token",

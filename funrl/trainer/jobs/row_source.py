@@ -226,6 +226,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     flags = job.settings.environments
     limits = EpisodeLimits(
         turns=flags.episode_turns,
+        length=job.model.config.max_positions,
         tokens=flags.episode_tokens or 0,
         environment_s=flags.env_timeout,
         retries=flags.episode_retries,
