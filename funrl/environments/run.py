@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -21,7 +21,6 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
-from funrl.rollout.sampling_parameters import Sampling
 
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
@@ -222,6 +221,7 @@ class _Runner:
         finally:
             self._beginning.discard(number)
             self._unfinished.discard(number)
+            self.resident.keep(number, 0)
             self.resident.notify()
         return episode
 
@@ -234,12 +234,12 @@ class _Runner:
         finally:
             self.environment_s += clock.environment_s
 
-    async def _complete(
-        self, number: int, clock: EpisodeClock, prompt: Sequence[int], sampling: Sampling, seed: int
-    ) -> Completion:
+    async def _complete(self, number: int, clock: EpisodeClock, prompt: Sequence[int], *request: Any) -> Completion:
         self._beginning.discard(number)
         with clock.policy():
-            return await self.resident.complete(prompt, sampling, seed)
+            completion = await self.resident.complete(prompt, *request)
+        self.resident.keep(number, len(prompt) + len(completion.tokens))
+        return completion
 
     async def _scored(self, environment: ScoringEnvironment, episodes: Sequence[Episode]) -> list[Episode]:
         """Episodes of a group with the rewards of `score`; all have failed if it fails."""

@@ -21,7 +21,8 @@ from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
-Complete = Callable[[Sequence[int], Sampling, int], Awaitable[Completion]]  # (prompt, sampling, seed)
+# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed)
+Complete = Callable[[Sequence[int], Sampling, int, int], Awaitable[Completion]]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
 
 
@@ -192,7 +193,7 @@ class Policy:
         room = self._room(trajectory, len(tokens))
         request_seed = self._call_seed(tokens, asked, seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        completion = await self._complete(tokens, sampling, request_seed)
+        completion = await self._complete(tokens, sampling, request_seed, _computed(trajectory))
         chat = self._setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
@@ -293,3 +294,10 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _computed(trajectory: Trajectory) -> int:
+    """Tokens up to the last one of the last sampled turn, which was never fed back."""
+    lengths = [len(node.tokens) for node in trajectory.nodes()]
+    turns = [n for n, node in enumerate(trajectory.nodes()) if node.sampled]
+    return sum(lengths[: turns[-1] + 1]) - 1 if turns else 0

@@ -27,13 +27,14 @@ class _Orders(NamedTuple):
     """Calls of the engine in one iteration, besides `Engine.step`.
 
     Attributes:
-      submit, cancel: arguments of its calls.
+      submit, cancel, reserve: arguments of its calls.
       idle: whether there is nothing to step.
       end: whether this was the last iteration: "", "done", or the problem that ended it.
     """
 
     submit: Sequence[Request] = ()
     cancel: Sequence[int] = ()
+    reserve: int | None = None
     idle: bool = False
     end: str = ""
 
@@ -52,17 +53,20 @@ class ResidentEngine:
         self._new: dict[int, Request] = {}
         self._cancelled: list[int] = []
         self._count = 0
+        self._page_tokens = max(1, engine.cost().page_tokens)
+        self._kept: dict[object, int] = {}
+        self._reserved = 0
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
-    async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        """Complete a prompt. If the caller is cancelled, so is the request.
+    async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0) -> Completion:
+        """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
 
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
         number = self._count
-        request = Request(number, prompt, sampling, seed)
+        request = Request(number, prompt, sampling, seed, computed=computed)
         self._engine.check([request])
         self._count += 1
         self._new[number] = request
@@ -75,6 +79,17 @@ class ResidentEngine:
             if self._waiting.pop(number, None) is not None and self._new.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._wake.set()
+
+    def keep(self, key: object, tokens: int) -> None:
+        """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
+
+        Args:
+          key: of a conversation.
+          tokens: 0: it has ended.
+        """
+        self._kept.pop(key, None)
+        if tokens:
+            self._kept[key] = -(-tokens // self._page_tokens) * self._page_tokens
 
     def room(self) -> int:
         """Estimated number of further requests that would begin at once."""
@@ -127,7 +142,10 @@ class ResidentEngine:
         self.running_s += time.perf_counter() - begin
 
     def _take_orders(self) -> _Orders:
-        orders = _Orders(list(self._new.values()), self._cancelled)
+        kept = sum(self._kept.values()) if self._new else 0
+        reserve = max(kept, 2 * self._reserved) if kept > self._reserved else None
+        self._reserved = reserve or self._reserved
+        orders = _Orders(list(self._new.values()), self._cancelled, reserve)
         self._new = {}
         self._cancelled = []
         return orders
@@ -147,6 +165,7 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
       RuntimeError, FloatingPointError: as the engine raises them; on a rank that follows, also if the first has failed.
     """
     engine.check([])  # a native engine measures its free memory now, on all ranks
+    engine.reserve(0)
     if mesh.index("tensor") == 0:
         return asyncio.run(_lead(engine, mesh, program))
     while True:
@@ -170,6 +189,8 @@ def _iteration(engine: Engine, orders: _Orders) -> list[Completion]:
     """The calls of the engine in one iteration."""
     if orders.cancel:
         engine.cancel(orders.cancel)
+    if orders.reserve is not None:
+        engine.reserve(orders.reserve)
     if orders.submit:
         engine.submit(orders.submit)
     return awake_step(engine) if engine.unfinished() else []

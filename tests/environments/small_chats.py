@@ -12,6 +12,7 @@ from funrl.environments.chat import TemplateChat
 from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
+from funrl.rollout.engine import EngineCost
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import PolicySetup
 from funrl.rollout.requests import Completion
@@ -92,6 +93,14 @@ class ScriptedEngine:
                 versions = torch.full((len(tokens),), 7)
                 done.append(Completion(number, tokens, logp, raw_logp=logp, versions=versions, finish=finish))
         return done
+
+    def reserve(self, tokens):
+        self.reserved = tokens
+
+    def cost(self):
+        return EngineCost(
+            0, 0, 0, used_pages=0, peak_pages=0, rows=0, passes=0, prefilled=0, cached=0, decoded=0, preempted=0
+        )
 
     def unfinished(self):
         return len(self.requests)

@@ -325,3 +325,24 @@ def test_a_group_is_scored_together():
     expected = [None if length == min(lengths) else length / 2 for length in lengths]
     assert [episode.rewards["policy"] for _, episode in done[:3]] == expected and None in expected
     assert [episode.status for _, episode in done[3:]] == ["failed"] * 3 and "too long" in done[3][1].problem
+
+
+def test_a_turn_computes_only_what_is_new():
+    """Whoever waits for an environment occupies no slot and keeps its pages; a growing cache begins anew."""
+    engine = engine_of(max_rows=4)
+    environment = message_environment(functools.partial(Talk, turns=6, wait_s=0.01))
+    computed = []
+    for seed in (4, 5):
+        before = engine.cost()
+        done = run(environment, examples_of(*PROMPTS), engine=engine, seed=seed)
+        cost = engine.cost()
+        ends = [episode.ends[0] for _, episode in done.episodes]
+        context = sum(len(node.tokens) for end in ends for node in end.nodes() if not node.sampled)
+        turns = sum(1 for end in ends for node in end.nodes() if node.sampled)
+        again = cost.recomputed - before.recomputed
+        assert turns == 12 * 6 and max(len(end.token_ids()) for end in ends) > 8 * cost.page_tokens
+        # besides the context, the last token of each turn that is continued, which was never fed back
+        prompts = sum(len(next(end.nodes()).tokens) for end in ends)
+        assert 0 <= context + turns - len(ends) - (cost.prefilled - before.prefilled - again) <= prompts
+        computed.append(again)
+    assert computed[1] == 0 and cost.rows == 4
