@@ -36,7 +36,7 @@ def environment_from(given: Callable[..., Any]) -> Environment:
     | another function | `function_environment` |
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: it has another form.
     """
     if isinstance(given, type):
         kind: Any = given

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token each, as are those of the template
 END_OF_CALL = '"}}</tool_call>'
-ROLES = ("<user>", "<assistant>", "<tool>")
-ALPHABET = "0123456789*?"  # any other character is read as "?"
+ROLE_MARKS = ("<user>", "<assistant>", "<tool>")
+DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
 SMALLEST, LARGEST = 11, 99  # factors
-CALLS = 0.2  # share of the demonstrations that call the tool
-TRAINING_PROMPTS = 4096
-WARMSTART_STEPS = 400
-WARMSTART_DEMONSTRATIONS = 25_600
-WARMSTART_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
-TEMPLATE = (
+CALLS = 0.2  # share of the conversations that call the tool
+PRODUCTS = 4096
+IMITATION_STEPS = 400
+CONVERSATIONS = 25_600
+IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
+CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
@@ -56,17 +56,17 @@ def calculator(expression: str) -> str:
     return str(int(left) * int(right))
 
 
-def score(messages: Sequence[Mapping[str, Any]], answer: str, **fields: Any) -> float:
+def final_product(messages: Sequence[Mapping[str, Any]], answer: str, **fields: Any) -> float:
     """1.0 if the last message is exactly the product, else 0.0."""
     last = messages[-1]
     return float(last["role"] == "assistant" and last["content"] == answer)
 
 
-def environment() -> Environment:
+def calculator_environment() -> Environment:
     """The calculator as the only tool."""
     from funrl.environments.adapters import tool_environment
 
-    return tool_environment([calculator], score)
+    return tool_environment([calculator], final_product)
 
 
 def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
@@ -76,7 +76,7 @@ def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
     return pairs[is_held_out(pairs) == (split == "heldout")][:count]
 
 
-def demonstrations(seed: int, count: int) -> list[dict[str, Any]]:
+def conversations(seed: int, count: int) -> list[dict[str, Any]]:
     """Conversations of a demonstrator that calls the tool in a share `CALLS` of them and estimates otherwise."""
     rng = np.random.default_rng((seed, 3))
     records = []
@@ -105,34 +105,34 @@ def right_calls(seed: int, count: int, split: Split = "train") -> list[tuple[lis
     ]
 
 
-def training_prompts(seed: int, count: int = TRAINING_PROMPTS) -> list[Prompt]:
+def products_to_train(seed: int, count: int = PRODUCTS) -> list[Prompt]:
     """Questions to train on, with the field "answer"."""
     return _prompts(factors(seed, count))
 
 
-def heldout_prompts(count: int) -> list[Prompt]:
+def heldout_products(count: int) -> list[Prompt]:
     """At most `count` different questions that no training split contains; the same ones for every seed."""
     pairs = factors(0, 4 * count, "heldout")
     _, first = np.unique(pairs, axis=0, return_index=True)
     return _prompts(pairs[np.sort(first)][:count])
 
 
-def tokenizer() -> Any:
+def calculator_tokenizer() -> Any:
     """One token a character, and one for each role and each fixed part of a call."""
-    return chat_character_tokenizer(ALPHABET, (*ROLES, CALL, END_OF_CALL), TEMPLATE, unknown="?")
+    return chat_character_tokenizer(DIGITS_AND_SIGNS, (*ROLE_MARKS, CALL, END_OF_CALL), CHAT_TEMPLATE, unknown="?")
 
 
-def is_its_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
+def has_calculator_tokenizer(folder: str | Path) -> bool:
+    """True if a model's directory has the task's calculator_tokenizer, as that of a run on the task has."""
     try:
-        content = json.loads((Path(folder) / "tokenizer.json").read_text())
+        content = json.loads((Path(folder) / "calculator_tokenizer.json").read_text())
         added = {token["content"] for token in content["added_tokens"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return {CALL, END_OF_CALL, *ROLES} <= added
+    return {CALL, END_OF_CALL, *ROLE_MARKS} <= added
 
 
-def model_config(head: int) -> Config:
+def calculator_model(head: int) -> Config:
     """The small decoder that learns the task.
 
     Args:
@@ -159,21 +159,21 @@ def calculator_task() -> EmbeddedTask:
     """Products by calls of a tool."""
     return EmbeddedTask(
         name="calculator",
-        training_prompts=training_prompts,
-        heldout_prompts=heldout_prompts,
-        reward=score,
-        demonstrations=demonstrations,
+        training_prompts=products_to_train,
+        heldout_prompts=heldout_products,
+        reward=final_product,
+        demonstrations=conversations,
         texts={"demonstrations": right_calls},
-        tokenizer=tokenizer,
-        is_its_tokenizer=is_its_tokenizer,
-        model_config=lambda head: model_config(max(head, 16)),
+        tokenizer=calculator_tokenizer,
+        is_its_tokenizer=has_calculator_tokenizer,
+        model_config=lambda head: calculator_model(max(head, 16)),
         max_new_tokens=12,
-        warmstart_steps=WARMSTART_STEPS,
-        warmstart_demonstrations=WARMSTART_DEMONSTRATIONS,
-        warmstart_flags=WARMSTART_FLAGS,
+        warmstart_steps=IMITATION_STEPS,
+        warmstart_demonstrations=CONVERSATIONS,
+        warmstart_flags=IMITATION_FLAGS,
         demonstration_field="answer",
         readable=None,
-        environment=environment,
+        environment=calculator_environment,
     )
 
 

@@ -222,7 +222,7 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
 
 
 def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
-    """How a job makes episodes."""
+    """Setup of the episodes of a job."""
     flags = job.settings.environments
     limits = EpisodeLimits(
         turns=flags.episode_turns,

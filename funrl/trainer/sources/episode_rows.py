@@ -56,7 +56,7 @@ class RowForm(NamedTuple):
 
 
 class EpisodeSetup(NamedTuple):
-    """How a run makes episodes and their rows.
+    """Setup of the episodes of a run and of their rows.
 
     Attributes:
       environment: makes the episodes.
