@@ -33,7 +33,7 @@ ROLE_MARKS = ("<user>", "<assistant>", "<tool>")
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
 SMALLEST, LARGEST = 11, 99  # factors
 CALLS = 0.2  # share of the conversations that call the tool
-PRODUCTS = 4096
+TRAINING_PRODUCTS = 4096
 IMITATION_STEPS = 400
 CONVERSATIONS = 25_600
 IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
@@ -105,7 +105,7 @@ def right_calls(seed: int, count: int, split: Split = "train") -> list[tuple[lis
     ]
 
 
-def products_to_train(seed: int, count: int = PRODUCTS) -> list[Prompt]:
+def products_to_train(seed: int, count: int = TRAINING_PRODUCTS) -> list[Prompt]:
     """Questions to train on, with the field "answer"."""
     return _prompts(factors(seed, count))
 

@@ -56,7 +56,13 @@ def sequence_mean() -> Reduction:
 
     def of_episodes(episodes: EpisodeTokens) -> Reduction:
         def shares(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
-            return (where_masked(loss_BT / episodes.count.clamp_min(1), mask_BT).sum(),)
+            sums_BS = sequence_sums(loss_BT, mask_BT, segments_BT)
+            counts_BT = episodes.count.to(loss_BT.dtype)
+            if segments_BT is None:
+                counts_BS = counts_BT[:, :1]
+            else:  # all tokens of a sequence have its number
+                counts_BS = torch.zeros_like(sums_BS).scatter(1, segments_BT.long(), counts_BT)
+            return ((sums_BS / counts_BS.clamp_min(1)).sum(),)
 
         return Reduction(_first_rows(episodes), shares)
 

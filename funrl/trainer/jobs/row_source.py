@@ -62,6 +62,7 @@ FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 REWARD_TIMEOUT_S = 600.0  # where no flag says
+POLICY = "policy"  # the agent of environments that name none
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
@@ -235,7 +236,8 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     arguments = job.settings.formatting.template_arguments
     chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
-    return EpisodeSetup(environment, chat, limits, RowForm(pad=job.pad, choices=choices))
+    agents = getattr(environment, "agents", (POLICY,))
+    return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:

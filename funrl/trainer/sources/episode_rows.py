@@ -160,6 +160,11 @@ def rewarded_episodes(
     return done, scored_rows(rows, table, sampling.samples)
 
 
+def episode_metrics(totals: Totals, group: str = "episodes") -> dict[str, float]:
+    """Metrics "episodes/...": mean turns and tokens of episodes, and the shares that failed or are unscored."""
+    return {f"{group}/{name}": value / count for name, (value, count) in totals.items() if count}
+
+
 def outcome_rows(done: Rollout, rows: Rows) -> Rows:
     """Scores of completions by their numbers: `rows`, where a completion is a row; else one row for each episode."""
     if rows.examples is None:

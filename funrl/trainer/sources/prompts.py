@@ -20,6 +20,7 @@ from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
+    episode_metrics,
     kept_samples,
     outcome_rows,
     rewarded_episodes,
@@ -183,7 +184,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "curriculum": measured}
-        further = entry_metrics(entries) | entry_metrics(facts, "episodes")
+        further = entry_metrics(entries) | episode_metrics(facts)
         return batch, state, weighed | failures | further | (metrics if selection.filter else {})
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
@@ -235,7 +236,7 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
-    further = entry_metrics(done.entries, "eval/reward") | entry_metrics(done.episodes, "eval/episodes")
+    further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/episodes")
     return metrics_of(scores, heldout) | further
 
 
