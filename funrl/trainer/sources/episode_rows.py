@@ -136,8 +136,9 @@ def rewarded_episodes(
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
     transcripts = [_transcript(number, episode) for number, episode in run.episodes]
-    lengths = torch.zeros(count, dtype=torch.int64, device=mesh.device)
-    lengths[[x.number for x in transcripts]] = torch.tensor([len(x.tokens) for x in transcripts], device=mesh.device)
+    lengths = torch.zeros(count, dtype=torch.int64)
+    for transcript in transcripts:
+        lengths[transcript.number] = len(transcript.tokens)
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
     parts, problems = zip(*collectives.gather_objects(_parts_of(run.episodes), mesh), strict=True)
@@ -146,7 +147,7 @@ def rewarded_episodes(
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
     done = Rollout(
         transcripts,
-        lengths=collectives.psum(lengths, mesh, mesh.row_axes),
+        lengths=collectives.psum(lengths.to(mesh.device), mesh, mesh.row_axes),
         finished=table.finished,
         score=reward_E.nan_to_num(nan=0.0),
         scores=reward_E[:, None],
