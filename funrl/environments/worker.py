@@ -12,12 +12,11 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from funrl.environments.attempt import LONGEST_PROBLEM
 from funrl.environments.calls import call
 from funrl.environments.environment import MessageEnvironment
 from funrl.processes.forks import leave_signals_to_the_rank, own_group
 from funrl.processes.parent import end_with_parent
-
-LONGEST_PROBLEM = 2000  # characters
 
 
 def host_environments(
