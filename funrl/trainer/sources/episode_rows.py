@@ -161,9 +161,9 @@ def rewarded_episodes(
     return done, scored_rows(rows, table, sampling.samples)
 
 
-def episode_metrics(totals: Totals, group: str = "episodes") -> dict[str, float]:
+def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
     """Metrics "episodes/...": mean turns and tokens of episodes, and the shares that failed or are unscored."""
-    return {f"{group}/{name}": value / count for name, (value, count) in totals.items() if count}
+    return {f"{prefix}episodes/{name}": value / count for name, (value, count) in totals.items() if count}
 
 
 def outcome_rows(done: Rollout, rows: Rows) -> Rows:

@@ -236,7 +236,7 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
-    further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/episodes")
+    further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
     return metrics_of(scores, heldout) | further
 
 
