@@ -115,7 +115,8 @@ class _Conversations:
                 except LimitReached as limit:
                     status = limit.status
                     break
-                messages, reward, ended = await call(environment.step, reply.message)
+                message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
+                messages, reward, ended = await call(environment.step, message)
                 if reward is not None:
                     rewards[trajectory.leaf] = reward
                 if not ended:

@@ -49,7 +49,8 @@ class MessageEnvironment(Protocol):
     async def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
         """Answer a reply of the policy; returns the next messages, the reply's reward, and whether the episode ends.
 
-        The reward of the episode is the sum over its turns; it is unscored if all of them are None.
+        A message with calls of tools has "tool_calls", and "problems", a list of texts, if a part of it could not be
+        read. The reward of the episode is the sum over its turns; it is unscored if all of them are None.
         """
         ...
 

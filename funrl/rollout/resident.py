@@ -20,6 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 
 _T = TypeVar("_T")
 BEAT_S = 1.0  # between two signs of life while there is nothing to compute
+GROWTH = 4  # of the tokens that are reserved, as the cache of a native engine begins anew when it grows
 CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 
@@ -143,7 +144,7 @@ class ResidentEngine:
 
     def _take_orders(self) -> _Orders:
         kept = sum(self._kept.values()) if self._new else 0
-        reserve = max(kept, 2 * self._reserved) if kept > self._reserved else None
+        reserve = max(kept, GROWTH * self._reserved) if kept > self._reserved else None
         self._reserved = reserve or self._reserved
         orders = _Orders(list(self._new.values()), self._cancelled, reserve)
         self._new = {}

@@ -7,7 +7,13 @@ import time
 import pytest
 from small_chats import SETUP, ScriptedEngine, examples_of, text
 
-from funrl.environments.adapters import function_environment, single_turn, tool_environment, tool_schema
+from funrl.environments.adapters import (
+    function_environment,
+    message_environment,
+    single_turn,
+    tool_environment,
+    tool_schema,
+)
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rewards.call import Score as RewardScore
@@ -77,6 +83,30 @@ def test_tools_are_called_until_a_reply_has_no_call():
     assert outputs[3] == "error: there is no tool 'guess', only multiply, look"
     assert outputs[4].startswith("error: a call is not JSON") and outputs[5].startswith("error: TypeError: ")
     assert [message["role"] for message in scored[0]][:4] == ["system", "user", "assistant", "tool"]
+
+
+def test_a_message_environment_may_be_plain_and_sees_calls_and_problems():
+    class Plain:
+        def reset(self, example, seed):
+            assert example.text == "go" and isinstance(seed, int)
+            return [{"role": "user", "content": "f"}], [tool_schema(multiply)]
+
+        def step(self, message):
+            seen.append(message)
+            return [{"role": "tool", "content": "6"}], None, len(seen) == 2
+
+        def close(self):
+            seen.append("closed")
+
+    seen = []
+    replies = [call_text("multiply", a=2, b=3) + "<tool_call>", "six"]
+    engine = ScriptedEngine(lambda prompt: replies[prompt.count("a>") - 1])
+    (episode,) = run(message_environment(Plain), engine, *examples_of("go"))
+    assert (episode.status, episode.rewards, episode.turn_rewards) == ("done", {"policy": None}, {})
+    first, second, closed = seen
+    assert first["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 2, "b": 3}}
+    assert first["problems"] == ["a call has no </tool_call>: ''"] and closed == "closed"
+    assert second == {"role": "assistant", "content": "six"}
 
 
 def test_a_score_follows_where_a_limit_ends_the_calls():

@@ -5,6 +5,7 @@ import collections
 import functools
 import itertools
 import random
+import time
 from typing import ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ from small_chats import (
 )
 
 from funrl.environments.adapters import message_environment, single_turn
+from funrl.environments.calls import call
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
@@ -195,6 +197,8 @@ class Faulty:
                 raise SystemExit(3)
             if self.kind == "hangs":
                 await asyncio.sleep(1e3)
+            if self.kind == "blocks a thread":
+                await call(time.sleep, 30)
             if self.kind == "cancels":
                 asyncio.current_task().cancel()
                 await asyncio.sleep(0)
@@ -212,6 +216,7 @@ KINDS = {
     "raises": "KeyError('no such square')",
     "exits": "SystemExit(3)",
     "hangs": "longer than 0.2 s between two calls",
+    "blocks a thread": "longer than 0.2 s between two calls",
     "cancels": "cancelled itself",
     "nonsense": "ValueError",
     "not a number": "nan; a finite number is needed",
