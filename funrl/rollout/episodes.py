@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from funrl.rollout.sampling_parameters import Sampling
+
 Message = Mapping[str, Any]  # of a chat: "role", "content", and perhaps "tool_calls" and others
 Status = Literal["done", "turns", "tokens", "time", "failed", "cancelled"]
 
@@ -36,6 +38,7 @@ class Node:
         `requests.Completion`; None: they are not recorded.
       messages: what the tokens say, as messages of a chat; empty for raw tokens.
       finish: how sampling ended, as in `requests.Completion`; None unless sampled.
+      sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
     """
 
     parent: Node | None
@@ -47,6 +50,8 @@ class Node:
     routes: Tensor | None = None
     messages: Sequence[Message] = ()
     finish: str | None = None
+    sampling: Sampling | None = None
+    seed: int | None = None
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""

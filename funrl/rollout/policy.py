@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -89,6 +90,7 @@ class EpisodeLimits(NamedTuple):
       turns: sampled turns of a trajectory.
       tokens: sampled tokens of a trajectory; 0: no limit.
       length: tokens of a trajectory, such as the model's number of positions; 0: no limit.
+      episode_s: seconds after whose end a trajectory gets no further turn; 0: no limit. What it ends depends on time.
       environment_s: seconds that an environment may take between two calls of the policy.
       retries: further attempts at an episode whose environment failed.
       waiting: bound on the unfinished episodes of a replica, which bounds their memory on the host.
@@ -97,6 +99,7 @@ class EpisodeLimits(NamedTuple):
     turns: int = 16
     tokens: int = 0
     length: int = 0
+    episode_s: float = 0.0
     environment_s: float = 60.0
     retries: int = 1
     waiting: int = 1024
@@ -124,6 +127,7 @@ class Policy:
         self._first: list[int] | None = None
         self._calls: Counter[bytes] = Counter()
         self._sampled: list[Trajectory] = []
+        self._begin = time.monotonic()
 
     def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
         """Begin a trajectory.
@@ -209,6 +213,8 @@ class Policy:
             routes=completion.routes,
             messages=() if chat is None else (reading.message,),
             finish=completion.finish,
+            sampling=sampling,
+            seed=request_seed,
         )
         longer = dataclasses.replace(trajectory, leaf=node)
         self._sampled.append(longer)
@@ -240,6 +246,8 @@ class Policy:
         turns = [len(node.tokens) for node in trajectory.nodes() if node.sampled]
         if len(turns) >= limits.turns:
             raise LimitReached("turns", f"the trajectory has {len(turns)} turns, the limit of them")
+        if limits.episode_s and time.monotonic() - self._begin > limits.episode_s:
+            raise LimitReached("time", f"the episode has taken more than {limits.episode_s:g} s")
         room = limits.length - length if limits.length else self._setup.sampling.max_new_tokens
         if limits.tokens:
             room = min(room, limits.tokens - sum(turns))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
@@ -168,7 +169,7 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
     if mesh.index("tensor") == 0:
-        return asyncio.run(_lead(engine, mesh, program))
+        return _run(_lead(engine, mesh, program))
     while True:
         beat()
         orders = from_first(None, mesh, "tensor") or _Orders()
@@ -203,3 +204,13 @@ async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None
         await asyncio.wait_for(waiting, timeout_s)
     except TimeoutError:
         return
+
+
+def _run(program: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine on an event loop of its own: in a thread if this one has a loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(program)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, program).result()

@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
     "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
-    "docs/environments.md", "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md",
-    "docs/testing.md",
+    "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
     "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
+    "docs/environments.md",
 ]  # fmt: skip
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",

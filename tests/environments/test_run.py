@@ -4,6 +4,7 @@ import asyncio
 import collections
 import functools
 import itertools
+import pickle
 import random
 import time
 from typing import ClassVar
@@ -29,6 +30,8 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.rollout.engine import complete
+from funrl.rollout.episode_records import from_record, to_record
+from funrl.rollout.episode_replay import differing_turns
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 from funrl.rollout.requests import requests_of
@@ -138,6 +141,20 @@ def test_branches_share_nodes_and_the_order_of_calls_changes_nothing():
         first = [list(end.nodes())[1] for end in episode.ends[:4]]
         assert len({tuple(node.tokens) for node in first}) >= 3  # each call has noise of its own
         assert first[0].tokens == completion.tokens.tolist() and len(first[1].tokens) <= 5
+
+
+def test_saved_episodes_are_sampled_again_without_environments():
+    episodes = [episode for _, episode in run(Branches(), examples_of(*PROMPTS)).episodes]
+    records = pickle.loads(pickle.dumps([to_record(episode) for episode in episodes]))
+    again = [from_record(record) for record in records]
+    assert differing_turns(engine_of(), again) == []
+    node = again[2].ends[1].leaf
+    object.__setattr__(node, "seed", 3)
+    (turn,) = differing_turns(engine_of(), again)
+    assert (turn.episode, turn.node) == (2, node) and turn.completion.tokens.tolist() != node.tokens
+    object.__setattr__(node, "seed", None)
+    with pytest.raises(ValueError, match="cannot be sampled again"):
+        differing_turns(engine_of(), again)
 
 
 @pytest.mark.gloo
@@ -291,12 +308,13 @@ def test_of_many_concurrent_episodes_none_is_lost_or_doubled(samples):
 
 def test_limits_end_an_episode_with_what_it_has():
     engine = ScriptedEngine(lambda prompt: "123456789")
-    environment = message_environment(functools.partial(Talk, turns=99))
     for limits, status, turns, last in [
         (EpisodeLimits(turns=2), "turns", 2, "stop"),
         (EpisodeLimits(tokens=25), "tokens", 3, "length"),
         (EpisodeLimits(length=42), "tokens", 2, "stop"),
+        (EpisodeLimits(episode_s=0.6), "time", 2, "stop"),
     ]:
+        environment = message_environment(functools.partial(Talk, turns=99, wait_s=0.4 * (status == "time")))
         ((_, episode),) = run(environment, examples_of("a"), 1, engine, limits=limits).episodes
         (end,) = episode.ends
         assert (episode.status, len(episode.turn_rewards), end.leaf.finish) == (status, turns, last)

@@ -38,6 +38,14 @@ def test_requests_arrive_while_others_run_and_are_completed_as_alone():
     assert engine.unfinished() == 0 and engine.cost().used_pages == 0
 
 
+def test_it_runs_where_a_loop_runs_already():
+    async def notebook():
+        return run_beside(engine_of(CONFIG), SINGLE, lambda engine: engine.complete([1, 2], HOW, 3))
+
+    done = asyncio.run(notebook())
+    assert done is not None and done.finish in ("stop", "length")
+
+
 def test_an_error_is_that_of_who_asks_and_a_cancelled_caller_leaves_nothing():
     async def program(engine):
         long = Sampling(max_new_tokens=100)
