@@ -20,11 +20,18 @@ class Across(NamedTuple):
       sums: x [b, T] -> [B] float64, the sum of each row; see `row_sums`.
       own: x [B, ...] -> [b, ...], the numbers of one's own rows.
       kth_largest: (x [b, T], k) -> the k-th largest number of all rows, k an integer tensor from 1.
+      by_row: where the rows B are units of several rows each, the exchange with single rows; None: a unit is a row.
     """
 
     sums: Callable[[Tensor], Tensor]
     own: Callable[[Tensor], Tensor]
     kth_largest: Callable[[Tensor, Tensor], Tensor]
+    by_row: Across | None = None
+
+    @property
+    def rows(self) -> Across:
+        """The exchange with single rows, for what compares tokens and not outcomes."""
+        return self if self.by_row is None else self.by_row
 
 
 def row_sums(x_BT: Tensor) -> Tensor:

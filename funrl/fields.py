@@ -203,6 +203,10 @@ def _two_segments(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return (1 + (torch.arange(shape[1]) >= shape[1] // 2).long()).expand(shape)
 
 
+def _two_turns(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
+
+
 def _mask_as_int(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return example_mask().long()
 
@@ -248,6 +252,27 @@ FIELDS = Schema(
     truncated=Field(
         "row", "source", "the completion hit the length limit", dtype="bool", example=_these(False, False, False, True)
     ),
+    episode=Field(
+        "row", "source", "rows of one episode share a number", dtype="int", example=_these(*range(EXAMPLE_ROWS))
+    ),
+    agent=Field(
+        "row", "source", "agent of the episode whose row it is, by number", dtype="int", example=_these(0, 0, 0, 0)
+    ),
+    episode_tokens=Field(
+        "row",
+        "source",
+        "tokens on the mask in all rows of its episode and agent; anew after the chain",
+        dtype="int",
+        example=_these(4, 4, 4, 4),
+    ),
+    episode_first=Field(
+        "row",
+        "source",
+        "the first row of its episode and agent",
+        dtype="bool",
+        example=_these(True, True, True, True),
+    ),
+    turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_two_turns),
     rollout_logp=Field("token", "source", "nats, by the engine that sampled", example=_negative),
     version=Field(
         "token",

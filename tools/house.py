@@ -37,6 +37,7 @@ ORDER = (
     "rollout",
     "rewards",
     "data",
+    "environments",
     "tasks",
     "trainer",
     "testing",
@@ -78,6 +79,8 @@ SHARED_DEFINITIONS = {
     "main": ("cli", "cost", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
+    "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
+    "Node": ("algos.explanation", "rollout.episodes"),
     "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
 

@@ -37,6 +37,7 @@ _PIECES = {
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
     "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
     " select_covariance_between select_highest_covariance share_of top_tokens",
+    "advantages.turns": "to_turns turn_center turn_gae",
     "advantages.unpaired": "reference_point",
     "corrections.importance": "check_bounds gap_over importance_weights log_gap normalise_weights",
     "corrections.rejection": "keep_best mask_truncated reject_divergence reject_ratio reject_second_moment",

@@ -23,7 +23,7 @@ from torch import Tensor
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
-from funrl.algos.terms import Filter, Term, check_called, run_term, typed_metric
+from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
 from funrl.batch import Batch, Reads, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
@@ -31,24 +31,6 @@ from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 NO_FIELDS = Schema()
 NO_ROLES = RoleTable()
 CARRIED = ("returns", "weight")  # fields of the batch that are attributes of a signal
-
-
-class Reduction(NamedTuple):
-    """From losses per token to fractions; both functions are additive over examples. `+` concatenates two.
-
-    Attributes:
-      denominators: (mask_BT, segments_BT or None) -> a tuple of scalars, float64.
-      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of equally many scalars.
-    """
-
-    denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
-    numerators: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
-
-    def __add__(self, other: Reduction) -> Reduction:  # type: ignore[override]
-        return Reduction(
-            lambda mask, segments: self.denominators(mask, segments) + other.denominators(mask, segments),
-            lambda loss, mask, segments: self.numerators(loss, mask, segments) + other.numerators(loss, mask, segments),
-        )
 
 
 class Loss(NamedTuple):
@@ -420,13 +402,14 @@ def reduce(term: Term, reduction: Reduction) -> Loss:
         raise PieceError(f"reduce was given {described(reduction)} as a reduction{hint}")
 
     def denominators(batch: Batch) -> tuple[Tensor, ...]:
-        return reduction.denominators(batch.mask, batch.get("segments"))
+        return reduction.at(episodes_of(reduction, batch)).denominators(batch.mask, batch.get("segments"))
 
     def numerators(x_BT: Tensor, batch: Batch):
         mask_BT = batch.mask
         loss_BT, metrics = run_term(term, where_masked(x_BT, mask_BT), clean(batch))
         typed = {name: typed_metric(name, metric, term, mask_BT=mask_BT) for name, metric in metrics.items()}
-        return reduction.numerators(loss_BT, mask_BT, batch.get("segments")), typed
+        here = reduction.at(episodes_of(reduction, batch))
+        return here.numerators(loss_BT, mask_BT, batch.get("segments")), typed
 
     return Loss(denominators, numerators)
 

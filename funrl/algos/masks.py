@@ -47,7 +47,7 @@ def total(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
 
     All advantage pieces sum over tokens with it; its bits do not depend on padding, threads or mesh.
     """
-    return in_order(batch.across.sums(where_masked(x_BT, mask_BT)))
+    return in_order(batch.across.rows.sums(where_masked(x_BT, mask_BT)))
 
 
 def in_order(x_B: Tensor) -> Tensor:

@@ -62,6 +62,17 @@ def _reward_to_go(a: Mapping[str, Any]) -> str:
     return rf"\sum_{{k \geq t}} {power(a['gamma'], 'k - t')} x_k".replace("  ", " ")
 
 
+def _to_turns(a: Mapping[str, Any]) -> str:
+    return rf"\sum_{{k \geq \mathrm{{turn}}(t)}} {power(a['gamma'], 'k - turn(t)')} x_k".replace("  ", " ")
+
+
+def _turn_gae(a: Mapping[str, Any]) -> str:
+    gamma = a["gamma"]
+    base = a["gae_lambda"] if gamma == "1" else rf"({gamma} \cdot {a['gae_lambda']})"
+    delta = rf"\delta_k = x_k + {with_number(gamma, 'V_{k+1}')} - V_k"
+    return rf"\sum_{{j \geq k}} {power(base, 'j - k')} \delta_j ; {delta} ; k = \mathrm{{turn}}(t)"
+
+
 def _batch_scale(a: Mapping[str, Any]) -> str:
     rows = "" if a["alone"] == "True" else r"_{|G| > 1}"
     return rf"\frac{{x_i}}{{\operatorname{{std}}{rows}(x) + {a['eps']}}}"
@@ -229,6 +240,7 @@ STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
     ),
     # from rows to tokens
     "to_tokens": r"x_i \operatorname{at\ every\ sampled\ token}",
+    "to_turns": _to_turns,
     "to_last_token": r"x_i \operatorname{at\ the\ last\ sampled\ token}, 0 \operatorname{elsewhere}",
     "teacher_advantage": _teacher_advantage,
     "reference_point": (
@@ -242,6 +254,8 @@ STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
     "whiten": r"\frac{x_t - \operatorname{mean}(x)}{\sqrt{\operatorname{var}(x) + <eps>}}",
     "reward_to_go": _reward_to_go,
     "gae": _gae,
+    "turn_gae": _turn_gae,
+    "turn_center": r"x_{i,k} - \operatorname{mean}_G(x_k) ; k = \mathrm{turn}(t)",
     "length_adaptive": r"\lambda_i ; \lambda_i = \max(0, 1 - \frac{1}{<alpha> |o_i|})",
     "optimal_token_baseline": _optimal_token_baseline,
     "implicit_rewards": _implicit_rewards,
@@ -265,4 +279,10 @@ STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
     ),
     "adapt_entropy": _adapt_entropy,
 }
-TO_TOKENS = ("to_tokens", "to_last_token", "teacher_advantage", "reference_point")  # after these x is per token
+TO_TOKENS = (
+    "to_tokens",
+    "to_turns",
+    "to_last_token",
+    "teacher_advantage",
+    "reference_point",
+)  # after these x is per token

@@ -1,9 +1,9 @@
-"""Run terms and check their results; errors give the term's name and line."""
+"""Terms and reductions. Running a term checks its result; errors give its name and line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,45 @@ from funrl.batch import Batch, seen_of
 Metrics = dict[str, Any]  # [B, T] tensors, reported as means over tokens, or Mean, Max, Sum
 Term = Callable[[Tensor, Batch], tuple[Tensor, Metrics]]
 Filter = Callable[[Batch], Tensor]
+
+
+class EpisodeTokens(NamedTuple):
+    """Facts about its episode on each token; the rows of an episode may be on any ranks.
+
+    Attributes:
+      count: [B, T] trained tokens in all rows of the episode and agent.
+      first: [B, T] bool, on the tokens of the first row of the episode and agent.
+    """
+
+    count: Tensor
+    first: Tensor
+
+
+class Reduction(NamedTuple):
+    """From losses per token to fractions; both functions are additive over examples. `+` concatenates two.
+
+    Attributes:
+      denominators: (mask_BT, segments_BT or None) -> a tuple of scalars, float64.
+      numerators: (loss_BT, mask_BT, segments_BT or None) -> a tuple of equally many scalars.
+      of_episodes: the reduction for rows of episodes, from `EpisodeTokens`, where it is another one; None: it does not
+        depend on which rows make an episode.
+    """
+
+    denominators: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]]
+    numerators: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
+    of_episodes: Callable[[EpisodeTokens], Reduction] | None = None
+
+    def __add__(self, other: Reduction) -> Reduction:  # type: ignore[override]
+        both = self.of_episodes or other.of_episodes
+        return Reduction(
+            lambda mask, segments: self.denominators(mask, segments) + other.denominators(mask, segments),
+            lambda loss, mask, segments: self.numerators(loss, mask, segments) + other.numerators(loss, mask, segments),
+            of_episodes=both and (lambda episodes: self.at(episodes) + other.at(episodes)),
+        )
+
+    def at(self, episodes: EpisodeTokens | None) -> Reduction:
+        """The reduction for rows of these episodes; None: each row is an example."""
+        return self if episodes is None or self.of_episodes is None else self.of_episodes(episodes)
 
 
 def check_called(piece: Any, kind: str) -> None:
@@ -78,3 +117,14 @@ def typed_metric(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
             f"tokens is reported, or Mean, Max or Sum{defined_at(term)}"
         )
     return token_mean_of(metric.detach(), mask_BT)
+
+
+def episodes_of(reduction: Reduction, batch: Batch) -> EpisodeTokens | None:
+    """The facts about the episodes of the tokens, if the reduction asks and the batch has it."""
+    if reduction.of_episodes is None:
+        return None
+    count = batch.get("episode_tokens")
+    first = batch.get("episode_first")
+    if count is None or first is None:
+        return None
+    return EpisodeTokens(*(x if x.dim() == 2 else x[:, None].expand(batch.mask.shape) for x in (count, first)))

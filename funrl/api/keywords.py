@@ -63,6 +63,12 @@ class TrainKeywords(SharedKeywords, total=False):
     max_text_tokens: WholeValue | None
     difficulty: TextValue | None
     process_reward: TextValue | None
+    env: TextValue | None
+    episode_turns: WholeValue
+    episode_tokens: WholeValue | None
+    env_timeout: NumberValue
+    episode_retries: WholeValue
+    max_waiting: WholeValue
     steps: WholeValue
     batch_prompts: WholeValue
     warmstart_steps: WholeValue | None

@@ -58,10 +58,9 @@ from funrl.track.report.run_files import ReportError
 from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
 from funrl.trainer.inference import read_stored_model, stored_weights
-from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Provenance, input_digests
+from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
 from funrl.trainer.jobs.row_source import make_source, open_rewards
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.settings.declaration import SettingsError, run_kind

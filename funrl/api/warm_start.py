@@ -108,8 +108,8 @@ def _make(draft: Path, job: Job) -> None:
     hf.save(draft / "initial", job.model, random_weights(job), job.tokenizer)
     count = min(task.warmstart_demonstrations, job.warmstart_steps * task.warmstart_flags["batch_prompts"])
     with open(draft / "demonstrations.jsonl", "w") as file:
-        for prompt, completion in task.demonstrations(job.settings.run.seed, count):
-            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+        for record in task.demonstrations(job.settings.run.seed, count):
+            file.write(json.dumps(record) + "\n")
     words = ["--model=initial", "--data=demonstrations.jsonl"]
     words += [*(f"--{name}={value}" for name, value in flags.items()), "--run_dir=run"]
     _print(f"warm start: python -m {PROGRAM} {shlex.join(words)}")

@@ -49,8 +49,8 @@ from funrl.track.records.run_directory import (
 from funrl.track.records.run_lock import owned_run
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.inference import ALL, prepare_inference, run_inference
-from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError

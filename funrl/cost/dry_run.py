@@ -54,9 +54,9 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
-from funrl.trainer.jobs.datasets import Task, Texts, embedded_texts
+from funrl.trainer.jobs.datasets import embedded_texts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import located, lora_of, models_of
 from funrl.trainer.jobs.prepare import texts_kind

@@ -18,7 +18,7 @@ class TokenizerError(ValueError):
     """A tokenizer cannot be loaded, or lacks a feature; the message says which."""
 
 
-def character_tokenizer(alphabet: str) -> Any:
+def character_tokenizer(alphabet: str, unknown: str | None = None) -> Any:
     """A fast tokenizer whose tokens are the characters of `alphabet`, from id 2 on; 0 is padding and 1 end of text.
 
     It adds no special tokens, and `save_pretrained` writes what `AutoTokenizer` reads. A character outside of the
@@ -26,6 +26,7 @@ def character_tokenizer(alphabet: str) -> Any:
 
     Args:
       alphabet: distinct characters.
+      unknown: character of it that stands for all others; None: they are errors.
 
     Raises:
       TokenizerError: a character occurs twice.
@@ -37,12 +38,30 @@ def character_tokenizer(alphabet: str) -> Any:
     twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
     if twice or not alphabet:
         raise TokenizerError(f"alphabet {alphabet!r}: " + (f"{twice} occur twice" if twice else "it is empty"))
-    tokenizer = Tokenizer(WordLevel(character_vocabulary(alphabet)))
+    vocabulary = character_vocabulary(alphabet)
+    tokenizer = Tokenizer(WordLevel(vocabulary) if unknown is None else WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
+
+
+def chat_character_tokenizer(alphabet: str, words: Sequence[str], template: str, unknown: str) -> Any:
+    """A `character_tokenizer` in which each of some words is one token too, with a chat template.
+
+    Args:
+      alphabet: distinct characters.
+      words: such as marks of roles; they are part of decoded text. Their ids follow those of the characters.
+      template: jinja source.
+      unknown: as in `character_tokenizer`.
+    """
+    from tokenizers import AddedToken
+
+    tokenizer = character_tokenizer(alphabet, unknown)
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def character_vocabulary(alphabet: str) -> dict[str, int]:

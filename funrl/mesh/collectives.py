@@ -17,6 +17,7 @@ They are `setup_context`-style autograd functions over functional collectives, s
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,6 +163,19 @@ def from_first_rank(value: Any, mesh: Mesh) -> Any:
 def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
     """True if collectives on the tensors are one group of the backend. Gloo would copy them to one buffer and back."""
     return len(xs) > 1 and dist.get_backend(mesh.group(axes)) != "gloo"
+
+
+def from_first(value: Any, mesh: Mesh, axes: Axes) -> Any:
+    """Any picklable value of the first rank of `axes`, on all of its ranks. None costs one small collective."""
+    if mesh.size(axes) == 1:
+        return value
+    sends = int(mesh.index(axes)) == 0 and value is not None
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.zeros(0)
+    size = int(psum(torch.tensor(len(data), device=mesh.device), mesh, axes))
+    if not size:
+        return None
+    data = data.to(mesh.device) if sends else torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+    return pickle.loads(psum(data, mesh, axes).cpu().numpy().tobytes())
 
 
 def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import cloudpickle
 
+from funrl.processes.forks import fork
 from funrl.rewards.call import (
     Completed,
     Failure,
@@ -39,7 +40,7 @@ from funrl.rewards.call import (
     reward_functions,
     row_text,
 )
-from funrl.rewards.pool_server import ServerOptions, Submission, flush, fork, serve_rewards
+from funrl.rewards.pool_server import ServerOptions, Submission, serve_rewards
 
 
 class Pool:
@@ -142,7 +143,6 @@ def open_pool(
         pool = Pool(rewards)
     else:
         here, there = Pipe()
-        flush()
         most = max(workers, most or workers)
         options = ServerOptions(reward_functions(rewards), workers, most, timeout_s=timeout_s)
         program = functools.partial(serve_rewards, there, here, os.getpid(), options=options)

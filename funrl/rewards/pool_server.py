@@ -18,16 +18,15 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from funrl.processes.forks import end_group, fork, leave_signals_to_the_rank, own_group, take_signals
 from funrl.processes.parent import end_with_parent
 from funrl.rewards.call import (
     RewardFunction,
@@ -44,7 +43,6 @@ BATCH_ROWS = 1024  # bound on the rows of a batched call, unless a single group 
 AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call itself
 _POLL_EVERY_S = 1.0
 _MEMORY = 0.9  # decay of earlier calls' idleness
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Submission(NamedTuple):
@@ -222,7 +220,7 @@ class Server:
             here, there = Pipe()
             others = [here, self.parent, *(worker.connection for worker in self.workers)]
             pid = fork(functools.partial(_work, there, others, self.functions, awaits, self.timeout_s))
-            _own_group(pid)
+            own_group(pid)
             there.close()
             self.workers.append(_Worker(pid, here, awaits, calls={}))
 
@@ -237,49 +235,8 @@ def serve_rewards(parent: Connection, theirs: Connection, rank: int, options: Se
       options: as in `Server`.
     """
     theirs.close()
-    _take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
+    take_signals(signal.SIG_IGN)  # a terminal's or a scheduler's go to all: the rank decides what they mean
     Server(parent, options).serve(rank)
-
-
-def fork(live: Callable[[], None]) -> int:
-    """Fork a process that runs `live` and exits; return its process id."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # not in between, in the rank's handlers
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            live()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            flush()
-            os._exit(status)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def flush() -> None:
-    """Flush Python's output buffers, which a fork would otherwise write again."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # there is none, or its reader has gone
-            stream.flush()
-
-
-def _take_signals(handler: Any) -> None:
-    """Set a forked process's own handler for the signals that end programs, instead of the rank's."""
-    for sign in _ENDING:
-        signal.signal(sign, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-
-
-def _leave_signals_to_the_rank() -> None:
-    """Ignore the signals that systemd and Slurm send to every process of a run: a worker ends with its server.
-
-    This is done by a handler, because programs started by a function would inherit SIG_IGN.
-    """
-    _take_signals(lambda *_: None)
-    os.register_at_fork(after_in_child=functools.partial(_take_signals, signal.SIG_DFL))
 
 
 def _work(
@@ -300,8 +257,8 @@ def _work(
     """
     for other in others:
         other.close()
-    _own_group(0)
-    _leave_signals_to_the_rank()
+    own_group(0)
+    leave_signals_to_the_rank()
     end_with_parent()
     torch.set_num_threads(1)  # the threads of a pool of OpenMP do not survive a fork
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the server is gone
@@ -348,18 +305,7 @@ def _cpu_s() -> float:
     return time.process_time() + programs.ru_utime + programs.ru_stime + queued
 
 
-def _own_group(pid: int) -> None:
-    """Make a worker a process group. Both worker and server call this, as either may run first."""
-    with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)
-
-
 def _end(worker: _Worker) -> str:
     """Kill a worker and what it has started; returns how it ended if it had ended by itself."""
-    with contextlib.suppress(OSError):
-        os.killpg(worker.pid, signal.SIGKILL)
     worker.connection.close()
-    _, status = os.waitpid(worker.pid, 0)
-    if os.WIFSIGNALED(status):
-        return f"by signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"with exit code {os.WEXITSTATUS(status)}"
+    return end_group(worker.pid)

@@ -56,6 +56,8 @@ class EngineCost(NamedTuple):
       prefilled, cached, decoded: prompt tokens computed, prompt tokens found in the cache, and tokens sampled.
       preempted: requests whose pages were taken away, and which are recomputed.
       drafted, accepted: drafted tokens, and the number of them that were accepted; see `NativeOptions`.
+      recomputed: tokens that were computed again: of preempted requests, and of prompts whose begin an earlier request
+        had computed (`Request.computed`) and the cache did not hold any more. An engine that is not native counts none.
     """
 
     cache_bytes: int
@@ -71,6 +73,7 @@ class EngineCost(NamedTuple):
     preempted: int
     drafted: int = 0
     accepted: int = 0
+    recomputed: int = 0
 
 
 class Engine(Protocol):
@@ -139,6 +142,14 @@ class Engine(Protocol):
 
     def room(self) -> int:
         """Estimated number of further requests that would begin at once; 0 while requests wait."""
+        ...
+
+    def reserve(self, tokens: int) -> None:
+        """Keep the keys and values of so many tokens of ended requests, which later requests continue, where it can.
+
+        The cache may grow for them, within its bound. Those of requests that ended long ago are evicted first, and
+        all of them before those of unfinished requests. An engine whose cache has a fixed size ignores it.
+        """
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:

@@ -114,6 +114,9 @@ class HFEngine:
         """Number of further requests that fit into the next batch."""
         return max(0, MOST_ROWS - len(self._waiting))
 
+    def reserve(self, tokens: int) -> None:
+        """Do nothing: a batch has a cache of its own."""
+
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Cancel requests; see `Engine`."""
         wanted = set(numbers)

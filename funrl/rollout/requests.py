@@ -25,6 +25,9 @@ class Request(NamedTuple):
         continues it, and `max_new_tokens` includes it.
       most: bound on the tokens sampled now; None: as many as `max_new_tokens` allows. A completion that reaches it
         has the finish "paused".
+      computed: first tokens of the prompt whose keys and values an earlier request has computed: those of its prompt
+        and completion but the last token. A native engine finds all of them again, also those in no whole page, and
+        counts what it has to compute again.
     """
 
     number: int
@@ -33,6 +36,7 @@ class Request(NamedTuple):
     seed: int
     begun: Completion | None = None
     most: int | None = None
+    computed: int = 0
 
 
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
@@ -141,7 +145,7 @@ def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Cont
       taken: numbers of unfinished requests.
     """
     seen: set[int] = set()
-    for number, prompt, sampling, seed, begun, most in requests:
+    for number, prompt, sampling, seed, begun, most, _ in requests:
         if number in seen or number in taken:
             raise ValueError(f"request {number} is in use already; give each request a number of its own")
         seen.add(number)

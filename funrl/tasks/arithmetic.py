@@ -238,7 +238,9 @@ def arithmetic_task(model: str = "arithmetic") -> EmbeddedTask:
         training_prompts=training_prompts,
         heldout_prompts=heldout_prompts,
         reward=reward,
-        demonstrations=demonstrations,
+        demonstrations=lambda seed, count: [
+            {"prompt": prompt, "completion": completion} for prompt, completion in demonstrations(seed, count)
+        ],
         texts={
             "demonstrations": right_answers,
             "preferences": preferences,

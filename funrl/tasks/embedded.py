@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
     from funrl.tasks.task import EmbeddedTask
 
-TASK_NAMES = ("arithmetic", "arithmetic_moe")  # one task, learned by a dense decoder or by one with experts
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator")  # the second is the first, for a decoder with experts
 
 
 @functools.cache
 def embedded_task(name: str) -> EmbeddedTask:
     """The task of one of `TASK_NAMES`."""
-    from funrl.tasks import arithmetic  # here, for flags are read without numpy
+    from funrl.tasks import arithmetic, calculator  # here, for flags are read without numpy
 
-    return arithmetic.arithmetic_task(name)
+    return calculator.calculator_task() if name == "calculator" else arithmetic.arithmetic_task(name)
 
 
 def is_embedded_reward(reward: object) -> bool:

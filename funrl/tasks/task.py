@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from funrl.data.prompts import Prompt
 
 if TYPE_CHECKING:
+    from funrl.environments.environment import Environment
     from funrl.models.decoder.config import Config
 
 
@@ -20,7 +21,8 @@ class EmbeddedTask(NamedTuple):
       training_prompts: (seed) -> prompts to train on.
       heldout_prompts: (count) -> at most that many prompts to evaluate on; the same for every seed.
       reward: (prompt, completion, **fields) -> score.
-      demonstrations: (seed, count) -> (prompt, completion) pairs of an imperfect demonstrator, for the warm start.
+      demonstrations: (seed, count) -> records of an imperfect demonstrator as `funrl sft` reads them, for the warm
+        start.
       texts: kind of texts -> (seed, count, split) -> their values in the order of the kind's fields.
       tokenizer: makes the tokenizer.
       is_its_tokenizer: (directory) -> whether a model's directory has that tokenizer.
@@ -30,14 +32,15 @@ class EmbeddedTask(NamedTuple):
       warmstart_demonstrations: how many demonstrations these take at most.
       warmstart_flags: further flags of that command.
       demonstration_field: field of the prompts with a right completion.
-      readable: completion -> as it is shown to people.
+      readable: completion -> as it is shown to people; None: as it is.
+      environment: makes the environment whose episodes are learned from; None: prompts are completed once.
     """
 
     name: str
     training_prompts: Callable[[int], list[Prompt]]
     heldout_prompts: Callable[[int], list[Prompt]]
     reward: Callable[..., float]
-    demonstrations: Callable[[int, int], list[tuple[str, str]]]
+    demonstrations: Callable[[int, int], list[dict[str, Any]]]
     texts: Mapping[str, Callable[..., Sequence[Any]]]
     tokenizer: Callable[[], Any]
     is_its_tokenizer: Callable[[str | Path], bool]
@@ -47,4 +50,5 @@ class EmbeddedTask(NamedTuple):
     warmstart_demonstrations: int
     warmstart_flags: Mapping[str, Any]
     demonstration_field: str
-    readable: Callable[[str], str]
+    readable: Callable[[str], str] | None
+    environment: Callable[[], Environment] | None = None

@@ -52,6 +52,7 @@ def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
     return Batch(
         tokens=torch.randint(0, 50, (B, T), generator=draw),
         mask=mask,
+        turn=_turns_of(mask),
         length=torch.tensor(SEQUENCE_LENGTHS),
         group=torch.tensor(GROUP_NUMBERS),
         score=normal(B, shift=0.3),
@@ -79,6 +80,12 @@ def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
         demonstration=mask & (torch.arange(B) == 6)[:, None],  # which is alone in its group, as demonstrations are
         **near,
     )
+
+
+def _turns_of(mask: Tensor) -> Tensor:
+    """[B, T] int64, turn of each token: each run of sampled tokens is one."""
+    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return (begins.cumsum(1) - 1).clamp_min(0)
 
 
 def with_own_fields(batch: Batch, fields: Mapping[str, Field], seed: int = 3) -> Batch:

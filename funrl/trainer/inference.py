@@ -22,19 +22,12 @@ from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
 from funrl.trainer.jobs.build import Parts, build, sync
 from funrl.trainer.jobs.compatibility import check_code, check_meshes
-from funrl.trainer.jobs.datasets import (
-    Given,
-    Task,
-    embedded_prompts,
-    eval_prompts,
-    name_of_files,
-    prompts_of,
-    rewarded_task,
-)
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.datasets import embedded_prompts, eval_prompts, name_of_files, prompts_of, rewarded_task
+from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import Models, located, models_of
 from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
 from funrl.trainer.jobs.prompts import format_of, with_chat_template
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields

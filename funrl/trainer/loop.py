@@ -307,7 +307,8 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
 
 def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
     """Move rows to the ranks that score them."""
-    to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, rows.batch.get("group"), step)
+    group = rows.batch.get("group")
+    to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, group, step, example=rows.examples)
     return moved(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
 
 
@@ -326,7 +327,7 @@ def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
 
 
 def scoring_ranks(
-    job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int
+    job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int, *, example: np.ndarray | None = None
 ) -> tuple[np.ndarray, Epoch | None]:
     """Ranks [B] on which the first pass over the rows is balanced, with that pass.
 
@@ -335,6 +336,7 @@ def scoring_ranks(
     Args:
       lengths: [B] tokens of each row.
       group: [B] of each row.
+      example: [B] as in `plan_epoch`.
     """
     mesh = parts.mesh
     chain = job.algorithm.advantage
@@ -343,7 +345,7 @@ def scoring_ranks(
         cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
-    epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step))
+    epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step), example=example)
     return epoch.to, epoch
 
 

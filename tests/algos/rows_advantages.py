@@ -110,6 +110,56 @@ def to_go(gamma):
     return reference
 
 
+def turns_of(b, i):
+    """The sampled places of each turn of a row, in order."""
+    found = {}
+    for t in sampled(b, i):
+        found.setdefault(int(b.turn[i][t]), []).append(t)
+    return found
+
+
+def to_turns(gamma):
+    def reference(x, b):
+        out = grid(b)
+        for i in range(len(x)):
+            turns = turns_of(b, i)
+            reward = {k: sum(b.token_reward[i][t] for t in places) for k, places in turns.items()}
+            if turns:
+                reward[max(turns)] += x[i]
+            for k, places in turns.items():
+                for t in places:
+                    out[i][t] = sum(gamma ** (j - k) * reward[j] for j in turns if j >= k)
+        return {"x": out}
+
+    return reference
+
+
+def turn_centred(x, b):
+    out = grid(b)
+    for i in range(len(x)):
+        for k, places in turns_of(b, i).items():
+            others = [x[j][turns_of(b, j)[k][-1]] for j in members(b, i) if k in turns_of(b, j)]
+            for t in places:
+                out[i][t] = x[i][t] - mean(others)
+    return {"x": out}
+
+
+def turn_gae(gamma, lam):
+    def reference(x, b):
+        adv, returns = grid(b), grid(b)
+        for i in range(len(x)):
+            later = following = 0.0
+            for places in [turns_of(b, i)[k] for k in sorted(turns_of(b, i), reverse=True)]:
+                value = b.value[i][places[0]]
+                later = sum(x[i][t] for t in places) + gamma * following - value + gamma * lam * later
+                following = value
+                for t in places:
+                    adv[i][t], returns[i][t] = later, later + value
+        return {"x": adv, "returns": returns}
+
+    return reference
+
+
 def gae(gamma, lam, critic_lambda=None):
     """The sum of discounted temporal differences, written out: A[t] = sum_n (gamma lam)^n delta[t + n]."""
 
@@ -262,6 +312,10 @@ ROWS = [
     ),
     Row("reward_to_go", "advantage", algos.reward_to_go, to_go(1.0), tokens=True),
     Row("reward_to_go 0.9", "advantage", lambda: algos.reward_to_go(0.9), to_go(0.9), tokens=True),
+    Row("to_turns", "advantage", algos.to_turns, to_turns(1.0)),
+    Row("to_turns 0.9", "advantage", lambda: algos.to_turns(0.9), to_turns(0.9)),
+    Row("turn_center", "advantage", algos.turn_center, turn_centred, tokens=True),
+    Row("turn_gae", "advantage", lambda: algos.turn_gae(0.9, 0.7), turn_gae(0.9, 0.7), tokens=True),
     Row("whiten", "advantage", algos.whiten, whitened(1e-8), tokens=True),
     Row("leave_one_out", "advantage", algos.leave_one_out, by_group(leave_one_out)),
     Row("win_rate", "advantage", algos.win_rate, by_group(win_rate)),

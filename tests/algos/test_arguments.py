@@ -124,6 +124,8 @@ def test_adaptive_coefficients():
 ON_TOKENS = {
     "gae": algos.gae,
     "reward_to_go": algos.reward_to_go,
+    "turn_center": algos.turn_center,
+    "turn_gae": algos.turn_gae,
     "whiten": algos.whiten,
     "optimal_token_baseline": algos.optimal_token_baseline,
     "implicit_rewards": algos.implicit_rewards,

@@ -74,6 +74,10 @@ TESTED = {  # name: the test that would fail if it were wrong
     "top_tokens": "test_selection.py::test_the_same_tokens_are_on_top_as_by_sorting",
     "total": "test_pieces.py::test_a_piece_has_its_properties",
     "value_of": "test_pieces.py::test_a_piece_has_its_properties",
+    "units_of": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
+    "episodes_of": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
+    "by_unit": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
+    "episode_fields": "test_episodes.py::test_the_number_of_a_unit_goes_with_a_correction_of_the_mask",
 }
 SERVE = {  # name: the rows that fail if it is wrong
     "accumulate": "gae, reward_to_go",
@@ -152,6 +156,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner = {"on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
     inner |= {"call_text", "node_of"}  # of explanations
     inner |= {"reverse_linear_scan"}
+    inner |= {"units_of", "by_unit", "episode_fields", "episodes_of"}  # of chains on rows of episodes
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)

@@ -209,3 +209,50 @@ def test_random_operations_against_the_plain_pool(seed):
         pool.give_back(pages)
     assert pool.available == count and pool.used == 0
     assert sorted(pool.take(count)) == list(range(count)) and pool.peak == count
+
+
+def test_one_text_takes_the_tail_of_another():
+    pool = PagePool(6, SIZE)
+    pages = used_by(pool, [1, 2, 3])
+    pool.remember_tail([1, 2, 3], pages)
+    assert pool.find_tail([1, 2, 3], pages[:1]) == []  # it is in use
+    pool.give_back(pages)
+    assert pool.available == 6 and pool.find([1, 2, 3, 4]) == pages[:1]
+    assert pool.find_tail([1, 2, 9], pages[:1]) == pool.find_tail([1, 2], pages[:1]) == []
+    assert pool.find_tail([1, 2, 3], pages[:1]) == pages[1:]
+    pool.share(pages)
+    pool.fill(pages[1])
+    pool.remember([1, 2, 3, 4], pages)
+    pool.give_back(pages)
+    assert pool.find([1, 2, 3, 4]) == pages and pool.find_tail([1, 2, 3], pages[:1]) == []
+    tails = [used_by(pool, [token]) for token in (7, 8, 8)]
+    for token, own in zip((7, 8, 8), tails, strict=True):
+        pool.remember_tail([token], own)
+        pool.give_back(own)
+    assert pool.find_tail([7], []) == tails[0] and pool.find_tail([8], []) == tails[1]
+    assert len(pool.take(6)) == 6 and pool.used == 6 and pool.find_tail([8], []) == []
+
+
+def test_tails_keep_every_page_in_one_place():
+    chance = random.Random(5)
+    pool, running, hits = PagePool(12, SIZE), [], 0
+    for _ in range(3000):
+        if running and (chance.random() < 0.5 or pool.available < 5):
+            tokens, pages = running.pop(chance.randrange(len(running)))
+            pool.remember_tail(tokens, pages)
+            pool.give_back(pages)
+        else:
+            tokens = [chance.randrange(2) for _ in range(chance.randint(1, 7))]
+            shared = pool.find(tokens[:-1])
+            tail = pool.find_tail(tokens[:-1], shared)
+            pool.share(shared + tail)
+            for page in tail:
+                pool.fill(page)
+                hits += 1
+            pages = shared + tail + pool.take(-(-len(tokens) // SIZE) - len(shared + tail))
+            pool.remember(tokens, pages)
+            running.append((tokens, pages))
+        used = {page for _, pages in running for page in pages}
+        assert pool.used == len(used) and sorted([*pool._free, *pool._idle, *used]) == list(range(12))
+        assert set(pool._tail) == set(pool._tails.values())
+    assert hits > 50

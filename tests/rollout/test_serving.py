@@ -308,3 +308,35 @@ def test_there_are_never_two_caches():
     engine.load(new())
     completed(engine, PROMPTS, Sampling(max_new_tokens=2))
     assert len(alive) == 4 * 2 * CONFIG.layers
+
+
+@BOTH
+def test_waiting_conversations_lose_their_pages_before_running_ones_and_are_counted(packed):
+    """With room the turns of ten conversations compute what is new; without, the longest waiting ones begin anew."""
+    size = engine_of(CONFIG, packed=packed)._backend.page_bytes
+    how = Sampling(max_new_tokens=20)
+    prompts = [prefix(20, seed) for seed in range(10)]
+    turns = {}
+    for pages in (70, 12):
+        engine = engine_of(CONFIG, packed=packed, cache_bytes=pages * size, max_rows=2)
+        engine.reserve(10 * 7 * PAGE)  # beyond the bound of one of the caches
+        texts, turns[pages] = prompts, []
+        for turn in range(3):
+            known = [len(text) - 3 if turn else 0 for text in texts]
+            requests = [
+                Request(n, text, how, n, computed=count)
+                for n, (text, count) in enumerate(zip(texts, known, strict=True))
+            ]
+            before = engine.cost()
+            done = complete(engine, requests)
+            cost = engine.cost()
+            turns[pages] += done
+            assert cost.preempted == 0 and cost.prefilled - before.prefilled + cost.cached - before.cached == sum(
+                len(text) for text in texts
+            )
+            new = sum(len(text) - count for text, count in zip(texts, known, strict=True))
+            assert cost.prefilled - before.prefilled == new + cost.recomputed - before.recomputed
+            texts = [[*text, *one.tokens.tolist(), 1, 2] for text, one in zip(texts, done, strict=True)]
+        # up to 5 pages of each conversation are kept
+        assert cost.recomputed == (0 if pages == 70 else 10 * 39 + 10 * 61), (pages, cost)
+    assert_same(turns[70], turns[12], 0.0 if packed else 1e-5)

@@ -107,7 +107,7 @@ def test_the_global_random_states_are_left_alone():
     assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", [name for name in TASK_NAMES if name.startswith("arithmetic")])
 def test_the_record_of_a_task_fits_together(name):
     task = embedded_task(name)
     tokenizer = task.tokenizer()

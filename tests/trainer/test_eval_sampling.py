@@ -10,8 +10,8 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model, with_fields
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.jobs.prepare import inherited, prepare
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 

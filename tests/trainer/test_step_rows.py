@@ -68,7 +68,7 @@ def test_a_pass_is_planned_once_and_never_taken_from_another_division(monkeypatc
     run, state = begin(small_job(epochs=2, minibatches=2), single())
     rows, state, _ = loop.draw_batch(run, state)
     plans = []
-    monkeypatch.setattr(learning, "plan_epoch", lambda *plan: plans.append(plan[-1]) or plan_epoch(*plan))
+    monkeypatch.setattr(learning, "plan_epoch", lambda *plan, **kw: plans.append(plan[-1]) or plan_epoch(*plan, **kw))
     plan = loop.update_plan(run.job, run.parts, state.step + 1)
     assert learning.epoch_of(rows, plan, 0) is rows.epoch and plans == []
     assert learning.epoch_of(rows, plan, 1).number == 1

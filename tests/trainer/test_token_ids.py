@@ -6,7 +6,7 @@ from funrl.data.prompts import Example
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_config, decoder_model
 from funrl.trainer.jobs.compatibility import check_token_ids
-from funrl.trainer.jobs.datasets import Task
+from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 8, "layers": 1, "heads": 2, "kv_heads": 1, "head": 4, "mlp": 8}

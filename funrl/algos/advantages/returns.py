@@ -180,10 +180,10 @@ def whiten(eps: float = 1e-8) -> Advantage:
         dtype = x_BT.dtype
         count = total(mask_BT, mask_BT, batch)
         largest_b1 = where_masked(x_BT.abs(), mask_BT).amax(1, keepdim=True)
-        unit = power_of_two(batch.across.sums(largest_b1).amax())  # squares of large rewards overflow float32
+        unit = power_of_two(batch.across.rows.sums(largest_b1).amax())  # squares of large rewards overflow float32
         x_BT = x_BT / unit.to(dtype)
         least_b1 = torch.where(mask_BT, x_BT, torch.inf).amin(1, keepdim=True)
-        least = batch.across.sums(least_b1).amin().to(dtype)  # the smallest number of all rows
+        least = batch.across.rows.sums(least_b1).amin().to(dtype)  # the smallest number of all rows
         shifted_BT = where_masked(x_BT - least, mask_BT)
         mean = total(shifted_BT, mask_BT, batch) / count
         centred_BT = where_masked(shifted_BT - mean.to(dtype), mask_BT)

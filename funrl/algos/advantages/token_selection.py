@@ -44,8 +44,9 @@ def top_tokens(x_BT: Tensor, eligible_BT: Tensor, count: Tensor, batch: Batch) -
     least = batch.across.kth_largest(x_BT, count)
     above_BT = eligible_BT & (x_BT > least)
     tied_BT = eligible_BT & (x_BT == least)
-    ties_B = batch.across.sums(tied_BT)
-    before_B = batch.across.own(ties_B.cumsum(0) - ties_B)
+    across = batch.across.rows
+    ties_B = across.sums(tied_BT)
+    before_B = across.own(ties_B.cumsum(0) - ties_B)
     place_BT = before_B[:, None] + tied_BT.cumsum(1)  # rank of a tie among all ties, from 1
     return above_BT | (tied_BT & (place_BT <= count - total(above_BT, eligible_BT, batch)))
 
@@ -84,7 +85,8 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
         mask_BT = signal.mask
         cov_BT = covariance(signal.x, batch.old_logp, mask_BT, batch=batch)
         eligible_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
-        rows_B = batch.across.own(torch.arange(len(batch.across.sums(mask_BT)), device=mask_BT.device))
+        across = batch.across.rows
+        rows_B = across.own(torch.arange(len(across.sums(mask_BT)), device=mask_BT.device))
         random_BT = noise(rows_B, mask_BT.shape[1], draw.to(mask_BT.device))
         chosen_BT = top_tokens(random_BT, eligible_BT, share_of(mask_BT, share, batch), batch=batch)
         return _selecting(signal, chosen_BT, batch), draw + 1

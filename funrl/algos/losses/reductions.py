@@ -1,9 +1,12 @@
 """From per-token losses to a loss that is exact under micro-batches, packing and data parallelism.
 
 Each gives a numerator from losses and a denominator from masks alone; a sequence is a row, or a segment of a packed
-row. A token that a correction rejected is in neither, and a sequence without a masked token is not counted. verl counts
-sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean ignore the configured reduction; here no
-term does.
+row. A token that a correction rejected is in neither, and a sequence without a masked token is not counted. Where
+several rows make an episode, the sequence is the whole episode of an agent: its tokens are those of all its rows, and
+its first row counts it, so that a branch changes no denominator.
+
+verl counts sequences in the same way; TRL counts empty ones too. verl's sapo and geo_mean ignore the configured
+reduction; here no term does.
 
 Example:
   >>> loss, mask = torch.tensor([[1.0, 2.0], [6.0, 7.0]]), torch.tensor([[True, True], [True, False]])
@@ -15,11 +18,13 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from funrl.algos.core import Reduction
 from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.terms import EpisodeTokens, Reduction
 
 
 def token_mean() -> Reduction:
@@ -39,6 +44,8 @@ def token_sum() -> Reduction:
 def sequence_mean() -> Reduction:
     """The mean over sequences of the mean over their tokens. Each sequence weighs the same, whatever its length.
 
+    A sequence is a row, or all rows of an agent in an episode.
+
     References: GRPO, Shao et al., 2024, https://arxiv.org/abs/2402.03300
     """
 
@@ -47,7 +54,19 @@ def sequence_mean() -> Reduction:
         lengths_BS = sequence_sums(torch.ones_like(loss_BT), mask_BT, segments_BT)
         return ((sums_BS / lengths_BS.clamp_min(1)).sum(),)
 
-    return Reduction(_sequences, numerators)
+    def of_episodes(episodes: EpisodeTokens) -> Reduction:
+        def shares(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+            sums_BS = sequence_sums(loss_BT, mask_BT, segments_BT)
+            counts_BT = episodes.count.to(loss_BT.dtype)
+            if segments_BT is None:
+                counts_BS = counts_BT[:, :1]
+            else:  # all tokens of a sequence have its number
+                counts_BS = torch.zeros_like(sums_BS).scatter(1, segments_BT.long(), counts_BT)
+            return ((sums_BS / counts_BS.clamp_min(1)).sum(),)
+
+        return Reduction(_first_rows(episodes), shares)
+
+    return Reduction(_sequences, numerators, of_episodes)
 
 
 def sequence_sum_mean() -> Reduction:
@@ -69,7 +88,11 @@ def constant_mean(length: float) -> Reduction:
     """
     if not length > 0:
         raise ValueError(f"constant_mean({length}): length must be above 0")
-    return Reduction(_sequences, lambda loss, mask, segments: (_summed(loss, mask, segments)[0] / length,))
+
+    def numerators(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+        return (_summed(loss_BT, mask_BT, segments_BT)[0] / length,)
+
+    return Reduction(_sequences, numerators, lambda episodes: Reduction(_first_rows(episodes), numerators))
 
 
 def _summed(loss_BT: Tensor, mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
@@ -83,3 +106,16 @@ def _tokens(mask_BT: Tensor) -> Tensor:
 def _sequences(mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
     lengths_BS = sequence_sums(mask_BT.to(torch.float64), mask_BT, segments_BT)
     return (lengths_BS.count_nonzero().to(torch.float64),)
+
+
+def _first_rows(episodes: EpisodeTokens) -> Callable[[Tensor, Tensor | None], tuple[Tensor]]:
+    """Count the episodes that have a trained token, each at its first row, which may have none itself."""
+
+    def count(mask_BT: Tensor, segments_BT: Tensor | None) -> tuple[Tensor]:
+        counted_BT = episodes.first & (episodes.count > 0)
+        if segments_BT is None:
+            return (counted_BT[:, 0].count_nonzero().to(torch.float64),)
+        flags_BS = sequence_sums(counted_BT.to(torch.float64), counted_BT, segments_BT)
+        return (flags_BS.count_nonzero().to(torch.float64),)
+
+    return count

@@ -233,6 +233,10 @@ class NativeEngine:
         """Number of further requests that would begin at once: free rows, or 0 while requests wait."""
         return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)
 
+    def reserve(self, tokens: int) -> None:
+        """Let the cache have room for ended requests too; see `Engine`."""
+        self._scheduler.reserved = tokens
+
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Cancel requests; see `Engine`."""
         wanted = set(numbers)
@@ -272,6 +276,7 @@ class NativeEngine:
             preempted=s.preempted,
             drafted=self._sequences.drafted,
             accepted=self._sequences.accepted,
+            recomputed=s.recomputed,
         )
 
     def _decoded_by_static_pass(self) -> bool:
@@ -313,7 +318,7 @@ class NativeEngine:
         return self._limit
 
     def _make_room(self) -> None:
-        """Grow the cache to the pages that the unfinished requests can use, which recomputes what it held."""
+        """Grow the cache to the pages that are wanted, which recomputes what it held."""
         wanted = self._scheduler.wanted_pages()
         if wanted <= self._pages:
             return

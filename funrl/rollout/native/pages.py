@@ -1,7 +1,8 @@
 """Pages of a key-value cache: their users and the tokens that they hold.
 
 A page holds the keys and values of a fixed number of consecutive tokens. Sequences with a common prefix share pages. A
-page without users keeps its content until its memory is needed, so that a repeated prefix is found in the cache.
+page without users keeps its content until its memory is needed, so that a repeated prefix is found in the cache. The
+last page of an ended sequence, the tail, is rarely full: one later sequence may take it and fill it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class PagePool:
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._content: dict[int, int] = {}  # of a registered page: number of its content, never used twice
         self._contents = ROOT
+        self._tails: dict[tuple[int, tuple[int, ...]], int] = {}  # (content before, tokens) -> page
+        self._tail: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @property
     def available(self) -> int:
@@ -70,7 +73,7 @@ class PagePool:
             self._users[page] -= 1
             if self._users[page]:
                 continue
-            if page in self._key:
+            if page in self._key or page in self._tail:
                 self._idle[page] = None
             else:
                 self._free.append(page)
@@ -87,6 +90,34 @@ class PagePool:
             shared.append(page)
             before = self._content[page]
         return shared
+
+    def find_tail(self, tokens: Sequence[int], shared: Sequence[int]) -> list[int]:
+        """Find a tail without users that holds exactly the rest of a text, behind the pages of `find`.
+
+        Its page needs `share`, and then `fill`, before use. The result is empty if there is none.
+        """
+        page = self._tails.get(self._tail_key(tokens, shared))
+        return [] if page is None or self._users[page] else [page]
+
+    def fill(self, page: int) -> None:
+        """Let a page be the tail of no text, as its only user adds to it."""
+        del self._tails[self._tail.pop(page)]
+
+    def remember_tail(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Register all pages of an ended text whose keys and values are computed, the last one as its tail."""
+        self.remember(tokens, pages)
+        shared = self.find(tokens)
+        if not 0 < len(tokens) - len(shared) * self.page_tokens < self.page_tokens:
+            return
+        key = self._tail_key(tokens, shared)
+        page = pages[len(shared)]
+        if page not in self._key and page not in self._tail and key not in self._tails:
+            self._tails[key] = page
+            self._tail[page] = key
+
+    def _tail_key(self, tokens: Sequence[int], shared: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        before = self._content[shared[-1]] if shared else ROOT
+        return before, tuple(tokens[len(shared) * self.page_tokens :])
 
     def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Register the whole pages of a text whose keys and values are computed, or will be in this pass."""
@@ -106,5 +137,8 @@ class PagePool:
             before = self._content[page]
 
     def _forget(self, page: int) -> None:
+        if page in self._tail:
+            self.fill(page)
+            return
         del self._known[self._key.pop(page)]
         del self._content[page]

@@ -45,7 +45,8 @@ class Scheduler:
     Attributes:
       max_rows: bound on the requests that run at once.
       pool: the pages.
-      prefilled, cached, preempted: as in `EngineCost`.
+      prefilled, cached, preempted, recomputed: as in `EngineCost`.
+      reserved: tokens of ended requests that the cache should have room for, besides the unfinished ones.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Scheduler:
         self.pool = PagePool(0, page_tokens)
         self._speculate = speculate
         self._few_rows = few_rows
-        self.prefilled = self.cached = self.preempted = 0
+        self.prefilled = self.cached = self.preempted = self.recomputed = 0
+        self.reserved = 0
         self._peak = 0
         self._wanted = 0
         self._sequences = sequences
@@ -109,8 +111,8 @@ class Scheduler:
         self._wanted = sum(heapq.nlargest(self.max_rows, each))
 
     def wanted_pages(self) -> int:
-        """Pages that the unfinished requests can use at once."""
-        return self._wanted
+        """Pages that the unfinished requests can use at once, and those reserved for ended ones."""
+        return self._wanted + -(-self.reserved // self._page)
 
     def resize(self, pages: int) -> None:
         """Replace the cache by `pages` empty pages. No request may be running."""
@@ -127,7 +129,7 @@ class Scheduler:
         for sequence in gone:
             self._lacking = 0
             if sequence.computed:
-                self.pool.remember(sequence.text[:-1].tolist(), sequence.pages)
+                self.pool.remember_tail(sequence.text[:-1].tolist(), sequence.pages)
             self._leave(sequence)
 
     def only_decoding(self) -> np.ndarray | None:
@@ -321,6 +323,11 @@ class Scheduler:
         sequence = self._waiting[0]
         text = sequence.text.tolist()
         shared = self.pool.find(text[:-1])
+        known = len(shared) * self._page
+        tail = self.pool.find_tail(text[: sequence.known_before], shared) if known < sequence.known_before else []
+        if tail:
+            known = sequence.known_before
+            shared += tail
         self.pool.share(shared)
         lacking = -(-len(text) // self._page) - len(shared)
         if self.pool.available < lacking + self._growing():
@@ -329,8 +336,11 @@ class Scheduler:
             return None
         self._lacking = 0
         self._waiting.popleft()
-        self._assign_slot(sequence, shared + self.pool.take(lacking), len(shared) * self._page)
-        self.cached += len(shared) * self._page
+        for page in tail:
+            self.pool.fill(page)
+        self.recomputed += max(0, sequence.known_before - known)
+        self._assign_slot(sequence, shared + self.pool.take(lacking), known)
+        self.cached += known
         while sequence.untouched and self._waiting and _siblings(sequence, self._waiting[0]):
             sequence.siblings.append(self._waiting.popleft())
         return sequence
@@ -385,6 +395,7 @@ class Scheduler:
     def _put_back(self, sequence: RunningSequence) -> None:
         """Preempt a running request: it waits again, before all others."""
         siblings, sequence.siblings = sequence.siblings, []
+        sequence.known_before = int(self._known[sequence.slot])
         self._leave(sequence)
         self._sequences.release_slot(sequence)
         self._waiting.extendleft(reversed([sequence, *siblings]))

@@ -23,6 +23,7 @@ class RunningSequence:
       pages: pages that hold its keys and values, in order.
       siblings: requests of the same prompt that begin once its prompt is computed.
       computed: whether its pages cover every token except the last, which was never fed back.
+      known_before: tokens whose keys and values were computed before it waited; see `EngineCost.recomputed`.
       lookup: index of its text for drafts; None without drafts.
     """
 
@@ -34,6 +35,7 @@ class RunningSequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     siblings: list[RunningSequence] = dataclasses.field(default_factory=list)
     computed: bool = False
+    known_before: int = 0
     lookup: PromptLookup | None = None
 
     @property

@@ -110,6 +110,7 @@ class RunningSequences:
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
+        sequence.known_before = request.computed
         self.by_number[request.number] = sequence
         return sequence
 

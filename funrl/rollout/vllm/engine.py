@@ -165,6 +165,9 @@ class VLLMEngine:
         """Number of further requests that would begin at once."""
         return max(0, self._max_rows - len(self._sequences))
 
+    def reserve(self, tokens: int) -> None:
+        """Do nothing: vLLM's cache has a fixed size."""
+
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Cancel requests; see `Engine`."""
         gone = [number for number in dict.fromkeys(numbers) if number in self._sequences]

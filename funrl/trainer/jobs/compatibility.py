@@ -20,7 +20,7 @@ from funrl.rollout.hf_engine import no_engine
 from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
-from funrl.trainer.jobs.datasets import Task, Texts
+from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_forms,
@@ -30,6 +30,7 @@ from funrl.trainer.jobs.sharding import (
     learns_sharded,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -147,8 +148,11 @@ def sampled_fields(settings: Settings) -> set[str]:
         absent.add("version")  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
-    if settings.rewards.process_reward_model is None:
+    episodes = has_environment(settings)
+    if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")
+    if not episodes:
+        absent |= {"episode", "agent", "episode_tokens", "episode_first", "turn"}
     return fields - absent
 
 

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +26,14 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
+from funrl.environments.load import load_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
+from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.prompts import (
     chosen_places,
     format_of,
@@ -42,6 +44,7 @@ from funrl.trainer.jobs.prompts import (
     remarks_on_template,
     split,
 )
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import (
     check_rewards,
     data_files,
@@ -56,79 +59,6 @@ from funrl.trainer.settings.settings import Settings, flag_value
 from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
-DEMONSTRATION = "demonstration"  # field of a prompt's record
-
-
-class Given(NamedTuple):
-    """Objects that a caller in Python gives, instead of flags that name them.
-
-    Attributes:
-      model: instead of --model; its weights begin at random.
-      tokenizer: of that model; None: the embedded task's.
-      records: instead of --prompts or --data: dicts such as their lines.
-      rewards: instead of --reward.
-      eval_records: instead of --eval_data.
-      curriculum: instead of --curriculum.
-    """
-
-    model: Model | None = None
-    tokenizer: Any = None
-    records: Sequence[Mapping[str, Any]] | None = None
-    rewards: tuple[Callable[..., float], ...] | None = None
-    eval_records: Sequence[Mapping[str, Any]] | None = None
-    curriculum: Callable[..., Any] | None = None
-
-
-class Task(NamedTuple):
-    """Prompts to complete.
-
-    Attributes:
-      name: of the task, for the report.
-      prompts: to train on.
-      heldout: to evaluate on.
-      rewards: functions(prompt, completion, **fields) -> float.
-      weights: of each of them in a completion's score, then of the models that score completions too.
-      embedded: whether they are those of an embedded task.
-      max_new_tokens: what a completion needs.
-      readable: completion -> as it is shown to people; None: as it is.
-      remarks: on prompts that are not taken as they are.
-      curriculum: weights of the prompts before each step, see `curriculum.weighing`.
-      demonstration_field: of the prompts, for an algorithm that learns from demonstrations of them.
-    """
-
-    name: str
-    prompts: Sequence[Example]
-    heldout: Sequence[Example]
-    rewards: tuple[Callable[..., float], ...]
-    weights: tuple[float, ...]
-    max_new_tokens: int
-    embedded: bool = False
-    readable: Callable[[str], str] | None = None
-    remarks: tuple[str, ...] = ()
-    curriculum: Callable[..., Any] | None = None
-    demonstration_field: str = DEMONSTRATION
-
-
-class Texts(NamedTuple):
-    """Texts to learn from.
-
-    Attributes:
-      name: of the data, for the report.
-      examples: to train on.
-      heldout: to evaluate on.
-      kind: one of `supervised.TEXT_FIELDS`.
-      readable: as in `Task`.
-      remarks: on what was done with the data, for the log.
-      most: tokens of a text.
-    """
-
-    name: str
-    examples: Sequence[Any]
-    heldout: Sequence[Any]
-    kind: str
-    readable: Callable[[str], str] | None = None
-    remarks: tuple[str, ...] = ()
-    most: int | None = None
 
 
 def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -154,11 +84,12 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     if given.records is None and given.rewards is None:
         check_rewards(settings, rewarded)
     functions = settings.rewards.reward is not None or given.rewards is not None
+    environment = None if settings.environments.env is None else load_environment(settings.environments.env)
     if settings.examples.prompts is None and given.records is None:
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
-    if rewarded and not functions and not scorers_of(settings):
+    if rewarded and environment is None and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
@@ -172,6 +103,8 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
     remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
     name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
+    if environment is not None:
+        return Task(name, train, heldout, (), (1.0,), _new_tokens(settings), remarks=remarks, environment=environment)
     return rewarded_task(name, train, heldout, settings, given)._replace(remarks=remarks)
 
 
@@ -207,9 +140,14 @@ def rewarded_task(
         check_fields(settings.rewards.reward or function_name(reward), reward, fields)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
+
+
+def _new_tokens(settings: Settings) -> int:
+    """--max_new_tokens, or what it is by default."""
     new_tokens = resolved(settings, given=True).sampling.max_new_tokens
     assert new_tokens is not None
-    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens)
+    return new_tokens
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:
@@ -225,9 +163,10 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     else:
         train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
-    rewards = (embedded.reward,)
+    environment = None if embedded.environment is None else embedded.environment()
+    rewards = (embedded.reward,) if environment is None else ()
     check_workers(settings, rewards)
-    weights = weights_of_rewards(settings, len(rewards))
+    weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))
     return Task(
         embedded.name,
         train,
@@ -238,6 +177,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         embedded=True,
         readable=embedded.readable,
         demonstration_field=embedded.demonstration_field,
+        environment=environment,
     )
 
 
@@ -250,12 +190,14 @@ def _own_training_prompts(task: str, seed: int) -> tuple[Example, ...]:
 
 
 def _encode_alike(tokenizer: Any, other: Any) -> bool:
-    """True if two tokenizers of Hugging Face's tokenizers library have the same pipeline and the same end of text."""
+    """True if two tokenizers of the tokenizers library have the same pipeline, end of text and chat template."""
     pipeline = getattr(tokenizer, "backend_tokenizer", None)
     other_pipeline = getattr(other, "backend_tokenizer", None)
     if pipeline is None or other_pipeline is None:
         return False
     if pipeline.get_vocab_size() != other_pipeline.get_vocab_size() or tokenizer.eos_token != other.eos_token:
+        return False
+    if tokenizer.chat_template != other.chat_template:
         return False
     return pipeline.to_str() == other_pipeline.to_str()
 
@@ -395,6 +337,8 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     """
     count = settings.evaluation.eval_prompts
     embedded = embedded_task(settings.examples.task)
+    if kind not in embedded.texts:
+        raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
     if _encode_alike(tokenizer, embedded.tokenizer()):
         train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed))
     else:

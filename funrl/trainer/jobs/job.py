@@ -2,24 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from funrl.algos.core import Algorithm
+from funrl.data.prompts import Example
+from funrl.environments.environment import Environment
 from funrl.models import Model
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.rewards.call import reward_functions
 from funrl.role_kinds import BASE, RoleKind
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.datasets import Task, Texts
 from funrl.trainer.jobs.provenance import Provenance
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.steps.roles import main_role_of
+
+DEMONSTRATION = "demonstration"  # field of a prompt's record
+
+
+class Task(NamedTuple):
+    """Prompts to complete.
+
+    Attributes:
+      name: of the task, for the report.
+      prompts: to train on.
+      heldout: to evaluate on.
+      rewards: functions(prompt, completion, **fields) -> float.
+      weights: of each of them in a completion's score, then of the models that score completions too.
+      embedded: whether they are those of an embedded task.
+      max_new_tokens: what a completion needs.
+      readable: completion -> as it is shown to people; None: as it is.
+      remarks: on prompts that are not taken as they are.
+      curriculum: weights of the prompts before each step, see `curriculum.weighing`.
+      demonstration_field: of the prompts, for an algorithm that learns from demonstrations of them.
+      environment: makes episodes of the prompts and rewards them; None: they are completed once.
+    """
+
+    name: str
+    prompts: Sequence[Example]
+    heldout: Sequence[Example]
+    rewards: tuple[Callable[..., float], ...]
+    weights: tuple[float, ...]
+    max_new_tokens: int
+    embedded: bool = False
+    readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    curriculum: Callable[..., Any] | None = None
+    demonstration_field: str = DEMONSTRATION
+    environment: Environment | None = None
+
+
+class Texts(NamedTuple):
+    """Texts to learn from.
+
+    Attributes:
+      name: of the data, for the report.
+      examples: to train on.
+      heldout: to evaluate on.
+      kind: one of `supervised.TEXT_FIELDS`.
+      readable: as in `Task`.
+      remarks: on what was done with the data, for the log.
+      most: tokens of a text.
+    """
+
+    name: str
+    examples: Sequence[Any]
+    heldout: Sequence[Any]
+    kind: str
+    readable: Callable[[str], str] | None = None
+    remarks: tuple[str, ...] = ()
+    most: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.datasets import Given, Task, Texts
+from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags

@@ -26,12 +26,13 @@ from funrl.trainer.jobs.compatibility import (
     check_readers,
     check_token_ids,
 )
-from funrl.trainer.jobs.datasets import Given, Task, Texts, fields_of_texts, fit_prompts, task_of_prompts, texts_of
+from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import Models, first_model, located, lora_of, models_of, reads_policys
 from funrl.trainer.jobs.prompts import with_chat_template
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
 from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
 from funrl.trainer.settings.checks import check_settings

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
-from funrl.models import ModelConfig
+from funrl.models import Model, ModelConfig
 from funrl.models.flat import saved_fields
-from funrl.trainer.jobs.datasets import Given
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
@@ -61,6 +60,26 @@ PROBES = (
     "Gr\u00f6\u00dfe na\u00efve \u0395\u03bb\u03bb \u0440\u0443\u0441 \u4e2d\u6587 \u0639\u0631 \U0001f642",
     "27+186=",
 )  # texts whose tokens tell two tokenizers with the same vocabulary apart
+
+
+class Given(NamedTuple):
+    """Objects that a caller in Python gives, instead of flags that name them.
+
+    Attributes:
+      model: instead of --model; its weights begin at random.
+      tokenizer: of that model; None: the embedded task's.
+      records: instead of --prompts or --data: dicts such as their lines.
+      rewards: instead of --reward.
+      eval_records: instead of --eval_data.
+      curriculum: instead of --curriculum.
+    """
+
+    model: Model | None = None
+    tokenizer: Any = None
+    records: Sequence[Mapping[str, Any]] | None = None
+    rewards: tuple[Callable[..., float], ...] | None = None
+    eval_records: Sequence[Mapping[str, Any]] | None = None
+    curriculum: Callable[..., Any] | None = None
 
 
 class Provenance(NamedTuple):

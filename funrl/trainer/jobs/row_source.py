@@ -18,10 +18,14 @@ from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.batch import select
+from funrl.data.prompt_format import template_arguments
 from funrl.data.prompts import Example
 from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.chat import TemplateChat
+from funrl.environments.environment import Environment
+from funrl.environments.run import EpisodeLimits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -40,6 +44,7 @@ from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import RewardModel, as_read, with_completion_scores, with_step_scores
 from funrl.trainer.sources.curriculum import weighing
+from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
@@ -57,6 +62,7 @@ FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 REWARD_TIMEOUT_S = 600.0  # where no flag says
+POLICY = "policy"  # the agent of environments that name none
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
@@ -194,10 +200,10 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     """Everything that the source of a job's prompts needs."""
     settings = job.settings
     task = job.task
-    weights = task.weights[: len(task.rewards)]
+    weights = task.weights[: max(len(task.rewards), task.environment is not None)]
     difficulty = None if settings.examples.difficulty is None else difficulty_of(settings.examples.difficulty)
     weighted = weighing(task.prompts, task.curriculum, difficulty, weights, parts.mesh)
-    solved = verdicts(weights) if task.rewards else None
+    solved = verdicts(weights) if weights else None
     demonstrates = learns_from_demonstrations(job.algorithm)
     return Generation(
         engine=rewarded_engine(job, parts, show),
@@ -212,7 +218,26 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
         pad=job.pad,
         choices=job.model.abilities.choices if settings.routers.router_replay else 0,
+        episodes=None if task.environment is None else episode_setup(job, task.environment),
     )
+
+
+def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
+    """Setup of the episodes of a job."""
+    flags = job.settings.environments
+    limits = EpisodeLimits(
+        turns=flags.episode_turns,
+        length=job.model.config.max_positions,
+        tokens=flags.episode_tokens or 0,
+        environment_s=flags.env_timeout,
+        retries=flags.episode_retries,
+        waiting=flags.max_waiting,
+    )
+    arguments = job.settings.formatting.template_arguments
+    chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
+    choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
+    agents = getattr(environment, "agents", (POLICY,))
+    return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
@@ -225,7 +250,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         generator.mesh,
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),
-        weights=job.task.weights[: len(rewards)],
+        weights=job.task.weights[: max(len(rewards), job.task.environment is not None)],
         queue=job.settings.engines.queue,
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,

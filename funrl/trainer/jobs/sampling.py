@@ -7,7 +7,7 @@ from typing import Any
 from funrl.models import ModelConfig
 from funrl.models.huggingface.generation_config import GENERATION, sampling_defaults
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.datasets import Task
+from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_value

@@ -25,7 +25,15 @@ from funrl.trainer.settings.mesh_checks import (
 )
 from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
-from funrl.trainer.settings.scorers import MODEL_FLAGS, SCORERS, model_path, scorers_of, weights_by_name
+from funrl.trainer.settings.scorers import (
+    MODEL_FLAGS,
+    SCORERS,
+    check_environment,
+    has_environment,
+    model_path,
+    scorers_of,
+    weights_by_name,
+)
 from funrl.trainer.settings.settings import (
     Settings,
     check_values,
@@ -90,6 +98,7 @@ def check_together(settings: Settings) -> None:
         check_split_residual,
         _check_lora,
         _check_reward_timeout,
+        check_environment,
         _check_trackers,
         _check_difficulty,
         _check_profile,
@@ -110,7 +119,7 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
         if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
             raise SettingsError(f"--model={settings.models.model} needs --prompts=FILE.jsonl{reward}")
-    elif rewarded and settings.rewards.reward is None and not scorers_of(settings):
+    elif rewarded and settings.rewards.reward is None and not scorers_of(settings) and not has_environment(settings):
         raise SettingsError(
             f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
         )
@@ -119,7 +128,8 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
     )  # the embedded task has one
     if settings.rewards.on_reward_error != "stop" and not functions:
         raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
-    weights_of_rewards(settings, functions)
+    if not has_environment(settings):
+        weights_of_rewards(settings, functions)
     if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
         raise SettingsError(
             f"--step_separator={settings.formatting.step_separator} does nothing without --process_reward_model=DIR"

@@ -21,7 +21,8 @@ class ExampleSettings:
 
     task: str = flag(
         "arithmetic",
-        "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder",
+        "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder; "
+        "calculator: products, by calls of a tool",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )

@@ -1,4 +1,4 @@
-"""Flags of rewards."""
+"""Flags of rewards and environments."""
 
 from __future__ import annotations
 
@@ -74,6 +74,54 @@ class RewardSettings:
         chosen="600",
         kinds=RL,
         effect="event",
+    )
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """Environments of several turns."""
+
+    env: str | None = flag(
+        None,
+        "FILE.py:NAME of an environment, which rewards its episodes: a class with run, a class with reset, step and "
+        "close, or a function that answers messages; see docs/environments.md",
+        kinds=RL,
+    )
+    episode_turns: int = flag(
+        16,
+        "maximum replies of the policy in an episode",
+        at_least(1),
+        kinds=RL,
+        effect="event",
+    )
+    episode_tokens: int | None = flag(
+        None,
+        "maximum tokens that the policy writes in an episode",
+        at_least(1),
+        kinds=RL,
+        chosen="the model's positions",
+        effect="event",
+    )
+    env_timeout: float = flag(
+        60.0,
+        "maximum seconds of an environment between two replies",
+        above(0),
+        kinds=RL,
+        effect="event",
+    )
+    episode_retries: int = flag(
+        1,
+        "further attempts at an episode whose environment fails; then its group is left out",
+        at_least(0),
+        kinds=RL,
+        effect="event",
+    )
+    max_waiting: int = flag(
+        1024,
+        "maximum unfinished episodes of a replica",
+        at_least(1),
+        kinds=RL,
+        effect="ranks",
     )
 
 

@@ -1,4 +1,7 @@
-"""Flags of models that score completions: DIR, or DIR@0.5 with a weight. Nothing here imports torch."""
+"""Flags of models that score completions, DIR or DIR@0.5 with a weight, and of environments that reward episodes.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,21 @@ import math
 
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
-from funrl.trainer.settings.settings import Settings, flag_value
+from funrl.tasks.embedded import embedded_task
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
 SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
+WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
+    "reward": "the environment rewards its episodes",
+    "reward_model": "reward models read single completions",
+    "process_reward_model": "reward models read single completions",
+    "judge": "a judge reads single completions",
+    "reward_weights": "the environment's reward is the only one",
+    "on_reward_error": "an episode that fails is tried again, see --episode_retries",
+    "new_tokens_per_step": "an episode ends in the step in which it began",
+}
 
 
 def scorers_of(settings: Settings) -> tuple[str, ...]:
@@ -52,3 +66,30 @@ def weights_by_name(settings: Settings, functions: int) -> str | None:
     if all(weight is None for weight in weights):
         return None
     return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in weights)
+
+
+def has_environment(settings: Settings) -> bool:
+    """True if a run with these flags makes episodes: with an environment of a flag, or of the embedded task."""
+    if settings.environments.env is not None:
+        return True
+    examples = settings.examples
+    return examples.prompts is None and examples.data is None and embedded_task(examples.task).environment is not None
+
+
+def check_environment(settings: Settings) -> None:
+    """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
+    if not has_environment(settings):
+        for name in ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"):
+            value = flag_value(settings, name)
+            if value != settings_flags()[name].default:
+                raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
+        return
+    what = f"--env={settings.environments.env}"
+    if settings.environments.env is None:
+        what = f"--task={settings.examples.task}"
+    for name in WITHOUT_ENVIRONMENT:
+        value = flag_value(settings, name)
+        if value != settings_flags()[name].default:
+            raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
+    if settings.environments.env is not None and settings.examples.prompts is None:
+        raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")

@@ -21,7 +21,7 @@ from funrl.trainer.settings.devices import DeviceSettings, WaitSettings
 from funrl.trainer.settings.generation import EngineSettings, SamplingSettings
 from funrl.trainer.settings.models import ModelSettings
 from funrl.trainer.settings.outputs import EvaluationSettings, OutputSettings
-from funrl.trainer.settings.rewards import JudgeSettings, RewardSettings
+from funrl.trainer.settings.rewards import EnvironmentSettings, JudgeSettings, RewardSettings
 from funrl.trainer.settings.runs import EstimateSettings, RunSettings
 from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, RouterSettings, UpdateSettings
 
@@ -38,6 +38,7 @@ class Settings:
     formatting: FormatSettings = field(default_factory=FormatSettings)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     judging: JudgeSettings = field(default_factory=JudgeSettings)
+    environments: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     run: RunSettings = field(default_factory=RunSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
     devices: DeviceSettings = field(default_factory=DeviceSettings)

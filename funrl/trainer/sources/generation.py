@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,23 @@ from funrl.trainer.steps.step_rows import Rows, rows_of
 LONGEST_REMARK = 1000  # characters of a failure's message
 
 
+class Written(Protocol):
+    """A completion, or the transcript of an episode, as it is shown.
+
+    Attributes:
+      number: of its request or episode.
+      tokens: [T] int64.
+      written: token ids without the stop token that ended it.
+    """
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def written(self) -> list[int]: ...
+
+
 class Rollout(NamedTuple):
     """Rewarded completions of all prompts. Row r is sample `r % samples` of prompt `r // samples`.
 
@@ -53,9 +70,10 @@ class Rollout(NamedTuple):
       reward_s: seconds that this rank waited for rewards, its own or other ranks', after all rows were complete.
       failed: [R] bool, rows on which a reward function failed, whose score is then 0; None: a failure ends the run.
       entries: totals of the further numbers that reward functions returned in dicts, over the rows of all ranks.
+      episodes: totals of facts about episodes, over those of all ranks; where there are episodes, R counts them.
     """
 
-    completions: Sequence[Completion]
+    completions: Sequence[Any]
     lengths: Tensor
     finished: Tensor
     score: Tensor
@@ -66,6 +84,7 @@ class Rollout(NamedTuple):
     reward_s: float = 0.0
     failed: Tensor | None = None
     entries: Totals = {}  # noqa: RUF012  (never mutated)
+    episodes: Totals = {}  # noqa: RUF012  (never mutated)
 
     @property
     def own(self) -> np.ndarray:
@@ -304,7 +323,7 @@ def generating_ranks(prompts: int, samples: int, ranks: int) -> np.ndarray:
 
 
 def completion_texts(
-    done: Sequence[Completion], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
+    done: Sequence[Written], decode: Callable[[list[int]], str], before: Sequence[int] | None = None
 ) -> list[str]:
     """Text of every completion, without the stop token that ended it.
 

@@ -164,7 +164,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped)}
         metrics |= _staleness(rows, engine.engine.version or 0)
         if generation.shows(step):
-            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.samples))
+            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.counts))
         state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured, "begun": _tree(held)}
         return rows, state, metrics
 

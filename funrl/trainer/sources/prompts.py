@@ -18,6 +18,14 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
+from funrl.trainer.sources.episode_rows import (
+    EpisodeSetup,
+    episode_metrics,
+    kept_samples,
+    outcome_rows,
+    rewarded_episodes,
+    rows_of_samples,
+)
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, parts_of_scores, table_of
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, first_texts, rollout, to_rows
 from funrl.trainer.sources.observing import Show
@@ -101,6 +109,7 @@ class Generation(NamedTuple):
       shows: step -> whether to show samples.
       pad: id of the padding token.
       choices: experts recorded for each token; 0: none.
+      episodes: how prompts become episodes; None: each is completed once.
     """
 
     engine: RewardedEngine
@@ -115,6 +124,7 @@ class Generation(NamedTuple):
     shows: Callable[[int], bool] = lambda step: False
     pad: int = 0
     choices: int = 0
+    episodes: EpisodeSetup | None = None
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -134,6 +144,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         batches: list[Chosen] = []
         sampled = dropped_rows = failed = 0
         entries: Totals = {}
+        facts: Totals = {}
         room = batch_size
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
@@ -146,6 +157,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             entries = add_totals(entries, done.entries)
+            facts = add_totals(facts, done.episodes)
             kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
@@ -172,7 +184,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "curriculum": measured}
-        return batch, state, weighed | failures | entry_metrics(entries) | (metrics if selection.filter else {})
+        further = entry_metrics(entries) | episode_metrics(facts)
+        return batch, state, weighed | failures | further | (metrics if selection.filter else {})
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
     first = {"prompts_consumed": 0, "order": order, "curriculum": weighing.init()}
@@ -206,7 +219,7 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
       kept, sampled: prompts.
     """
     wanted = generation.schedule.batch
-    if kept < wanted:
+    if kept < wanted and generation.selection.filter is not None:
         show.note(
             f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}; a "
             f"--max_refills above {generation.selection.max_refills} may fill it"
@@ -219,10 +232,12 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
     show.samples(step, *first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
+    rows = outcome_rows(done, rows)
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
-    return metrics_of(scores, heldout) | entry_metrics(done.entries, "eval/reward")
+    further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
+    return metrics_of(scores, heldout) | further
 
 
 def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
@@ -254,6 +269,8 @@ def rewarded_rows(
       phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
+        if generation.episodes is not None:
+            return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         done = rollout(generation.engine, examples, sampling, seed=seed)
         rows = to_rows(examples, done, sampling, generation.pad, choices=generation.choices)
     if done.reward_s and not phase:
@@ -264,6 +281,9 @@ def rewarded_rows(
 def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
     """[prompts, samples] bool, rows that the filter keeps."""
     samples = generation.sampling.samples
+    if generation.episodes is not None:
+        kept_E = kept_samples(on_cpu(rows), generation.selection.filter, prompts * samples)
+        return kept_E.reshape(prompts, samples)
     if generation.selection.filter is None:
         return np.ones((prompts, samples), dtype=bool)
     return generation.selection.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, samples)
@@ -294,6 +314,11 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
       RewardError: there is none.
     """
     failed_B = rows.batch.get("failed")
+    if generation.episodes is not None:
+        kept_E = kept_samples(on_cpu(rows), None, prompts * generation.sampling.samples)
+        if not kept_E.any():
+            raise RewardError(f"each of {len(kept_E)} episodes failed or is unscored; none is left to train on")
+        return kept_E.reshape(prompts, -1)
     if failed_B is None or generation.engine.on_error != "skip":
         return np.ones((prompts, generation.sampling.samples), dtype=bool)
     if failed_B.all():
@@ -308,18 +333,21 @@ def failed_rows(rows: Rows) -> int:
 
 
 class Chosen(NamedTuple):
-    """Prompts taken for the batch, their kept rows, and the number of kept samples of each prompt."""
+    """Prompts taken for the batch, their kept rows, and the number of kept rows of each prompt."""
 
     examples: list[Example]
     rows: Rows
-    samples: np.ndarray
+    counts: np.ndarray
 
 
 def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
     """The kept rows of some prompts."""
     samples = kept_PS.shape[1]
     numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
-    return Chosen([examples[i] for i in prompts], take(rows, numbers), kept_PS[prompts].sum(1))
+    kept = take(rows, rows_of_samples(rows, numbers))
+    own_samples = numbers if kept.examples is None else kept.examples
+    counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
+    return Chosen([examples[i] for i in prompts], kept, counts)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -333,22 +361,35 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
       baseline: whether to add the scores of greedy completions.
     """
     rows = join_rows([part.rows for part in chosen])
-    counts = np.concatenate([part.samples for part in chosen])
+    counts = np.concatenate([part.counts for part in chosen])
     device = rows.batch.group.device
     group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
-    rows = rows.with_fields(group=group_B, failed=None)
+    rows = rows.with_fields(group=group_B, failed=None, episode=_episode_numbers(chosen, device))
     if not baseline:
         return rows
     examples = [example for part in chosen for example in part.examples]
     sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
-    scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
+    done, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+    scores = outcome_rows(done, greedy).batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
     rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
     if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
         return rows
     if greedy.batch.failed.all():
         raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
     return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+
+
+def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
+    """[B] a number for the episode of each row, different in all parts; None: rows are no episodes'."""
+    numbers = []
+    begin = 0
+    for part in chosen:
+        episode_B = part.rows.examples
+        if episode_B is None:
+            return None
+        numbers.append(begin + episode_B)
+        begin = 1 + int(numbers[-1].max(initial=begin - 1))
+    return torch.from_numpy(np.concatenate(numbers)).to(device)
 
 
 def first_samples(
@@ -365,6 +406,7 @@ def first_samples(
     """
     numbers = [i * samples for i in range(len(examples))]
     texts = first_texts(done, numbers, generation.engine.decode, before=[e.tokens[-1] for e in examples])
+    rows = outcome_rows(done, rows)
     score_B = rows.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
     return examples, texts, scores, parts_of_scores(generation.reward_names, rows, numbers)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.algos.advantages.units import by_unit, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
@@ -48,13 +49,16 @@ def advantages(
 def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of scored rows; what no token has is left out. Demonstrations, which were not sampled, do not count.
 
+    Where rows belong to episodes, outcomes and lengths are those of each agent of an episode.
+
     Args:
       rows, made: before and after the advantage chain; without one, the same.
       names: of the columns of `scores`; (): their numbers, from 1.
     """
-    batch = rows.batch
-    mask = rows.batch.mask
-    own_B = torch.ones_like(rows.batch.truncated)
+    units = units_of(rows.batch)
+    batch = rows.batch if units is None else by_unit(rows.batch, units)
+    mask = batch.mask
+    own_B = torch.ones_like(batch.truncated)
     demonstration = batch.get("demonstration")
     if demonstration is not None:
         mask = mask & ~demonstration

@@ -86,7 +86,7 @@ def epoch_of(rows: Rows, plan: UpdatePlan, number: int) -> Epoch:
     placed = rows.epoch
     if placed is not None and placed.number == number and placed.plan == plan:
         return placed
-    return plan_epoch(rows.lengths, rows.mesh, plan, number)
+    return plan_epoch(rows.lengths, rows.mesh, plan, number, example=rows.examples)
 
 
 class MiniBatch(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,14 +42,29 @@ class MicroBatch(NamedTuple):
     batch: Batch
 
 
-def mini_batches(rows: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
-    """Numbers of all rows in a random order, in `count` parts of about the same size; the same on every mesh."""
+def mini_batches(examples: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
+    """Numbers of all examples in a random order, in `count` parts of about the same size; the same on every mesh."""
     generator = torch.Generator().manual_seed(derived_seed(seed, step, epoch))
-    order = torch.randperm(rows, generator=generator)
-    return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer rows than parts
+    order = torch.randperm(examples, generator=generator)
+    return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer than parts
 
 
-def plan_epoch(lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 0) -> Epoch:
+def rows_of_examples(parts: Sequence[np.ndarray], example: np.ndarray) -> list[np.ndarray]:
+    """The rows of each part's examples, in the order of the examples.
+
+    Args:
+      parts: numbers of examples, dense from 0 in the order of `example`'s values.
+      example: [B] number of each row's example.
+    """
+    index = np.unique(example, return_inverse=True)[1]
+    order = np.argsort(index, kind="stable")
+    begins = np.searchsorted(index[order], np.arange(index.max(initial=-1) + 2))
+    return [np.concatenate([order[begins[i] : begins[i + 1]] for i in part]) for part in parts]
+
+
+def plan_epoch(
+    lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 0, *, example: np.ndarray | None = None
+) -> Epoch:
     """Divide one pass into mini-batches, and assign a rank and a micro-batch to every row; the same on every rank.
 
     Args:
@@ -57,10 +72,15 @@ def plan_epoch(lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 
       mesh: whose ranks share the rows.
       plan: division of the step's rows, with a cost.
       number: of the pass, from 0.
+      example: [B] number of each row's example, such as its episode, whose rows are in one mini-batch, on any ranks;
+        None: each row is one.
     """
     assert plan.cost is not None
     ranks = mesh.size(mesh.row_axes)
-    parts = mini_batches(len(lengths), plan.minibatches, plan.seed, plan.step, number)
+    examples = len(lengths) if example is None else len(np.unique(example))
+    parts = mini_batches(examples, plan.minibatches, plan.seed, plan.step, number)
+    if example is not None:
+        parts = rows_of_examples(parts, example)
     sizes, most_rows = sizes_of(lengths, plan.token_budget, token_ranks(mesh))
     packings = [pack(lengths[part], ranks, sizes, most_rows, cost=plan.cost) for part in parts]
     to = np.zeros(len(lengths), dtype=np.int64)

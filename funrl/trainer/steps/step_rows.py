@@ -79,6 +79,12 @@ class Rows(NamedTuple):
         return self.batch.length.cpu().numpy()
 
     @property
+    def examples(self) -> np.ndarray | None:
+        """[B] number of each row's example, its episode; None: each row is one."""
+        episode_B = self.batch.get("episode")
+        return None if episode_B is None else episode_B.cpu().numpy()
+
+    @property
     def index(self) -> int:
         """This rank's index over the row axes."""
         return int(self.mesh.index(self.mesh.row_axes))

@@ -1,0 +1,220 @@
+"""Environments of simpler things: a message environment, tools, a function of messages, one completion.
+
+| given | environment |
+|---|---|
+| an object with `reset`, `step` and `close` | `message_environment` |
+| typed functions with docstrings, and a score | `tool_environment` |
+| a function that answers messages | `function_environment` |
+| a reward function of prompt and completion | `single_turn` |
+
+Every function may be plain or `async`; a plain one runs in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from funrl.data.prompts import Example
+from funrl.environments.calls import call
+from funrl.environments.environment import Environment, MessageEnvironment
+from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
+from funrl.rewards.call import Score as RewardScore
+from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
+from funrl.rollout.policy import LimitReached, Policy
+
+LONGEST_OUTPUT = 10_000  # characters of a tool's output
+
+
+def message_environment(make: Callable[[], MessageEnvironment]) -> Environment:
+    """An environment of conversations with one agent.
+
+    Args:
+      make: makes the other side, anew for each attempt at an episode; its methods may be plain.
+
+    The episode's reward is the sum of its turns' rewards; it is unscored if all of them are None. A limit ends the
+    conversation before its next turn, with the rewards so far: an environment that counts an unfinished episode as a
+    failure returns 0.0 instead of None.
+    """
+    return _Conversations(make)
+
+
+def tool_environment(
+    tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None = None
+) -> Environment:
+    """An environment in which the policy calls tools until it replies without a call.
+
+    A tool's output, or the error that it raised, follows as a message of role "tool", and so does what could not be
+    read of a call.
+
+    Args:
+      tools: functions with types and a docstring that describes their arguments (Google style), which become the JSON
+        schemas that the chat template shows.
+      score: (messages, **fields of the example's record) -> reward of the episode; None: unscored.
+      system: a system message, before the messages of the example.
+
+    Raises:
+      ValueError: a tool has no docstring or types.
+    """
+    return _Tools(tools, score, system)
+
+
+def function_environment(answer: Callable[..., Any]) -> Environment:
+    """An environment of a function: (messages, **fields of the example's record) -> the next ones, or the reward.
+
+    Args:
+      answer: a text continues as the user's message, a list of messages as these; a number or None is the reward, and
+        ends the episode.
+    """
+    return _Answers(answer)
+
+
+def single_turn(reward: Reward | None = None) -> Environment:
+    """An environment of one completion of each prompt.
+
+    Args:
+      reward: a reward function of any form that rewards a completion on its own; None: the episodes are unscored.
+    """
+    return _SingleTurn(reward)
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """JSON schema of a function, from its types and its docstring. Raises ValueError if it lacks them."""
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:
+        name = getattr(tool, "__name__", repr(tool))
+        raise ValueError(f"tool {name} needs types, and a docstring with a line for each argument: {error}") from error
+
+
+def example_messages(example: Example) -> list[Message]:
+    """Messages of an example; a text is the user's."""
+    return [{"role": "user", "content": example.text}] if example.messages is None else list(example.messages)
+
+
+class _Conversations:
+    def __init__(self, make: Callable[[], MessageEnvironment]):
+        self._make = make
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Let the policy and a new environment take turns."""
+        environment = self._make()
+        try:
+            messages, tools = await call(environment.reset, example, seed)
+            trajectory = policy.start(messages, tools)
+            rewards: dict[Node, float] = {}
+            status: Status = "done"
+            ended = False
+            while not ended:
+                try:
+                    reply, trajectory = await policy.sample(trajectory)
+                except LimitReached as limit:
+                    status = limit.status
+                    break
+                message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
+                messages, reward, ended = await call(environment.step, message)
+                if reward is not None:
+                    rewards[trajectory.leaf] = reward
+                if not ended:
+                    trajectory = policy.extend(trajectory, messages)
+            total = math.fsum(rewards.values()) if rewards else None
+            return Episode([_to_last_turn(trajectory)], {trajectory.agent: total}, rewards, status=status)
+        finally:
+            await call(environment.close)
+
+
+class _Tools:
+    def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
+        self._tools = {tool.__name__: tool for tool in tools}
+        self._schemas = [tool_schema(tool) for tool in tools]
+        self._score = score
+        self._system = system
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Let the policy call tools until it replies without a call."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        trajectory = policy.start([*system, *example_messages(example)], self._schemas)
+        status: Status = "done"
+        calls = failed = 0
+        while True:
+            try:
+                reply, trajectory = await policy.sample(trajectory)
+            except LimitReached as limit:
+                status = limit.status
+                break
+            if not reply.tool_calls and not reply.problems:
+                break
+            outputs = [await self._output(name, arguments) for name, arguments in reply.tool_calls]
+            calls += len(outputs) + len(reply.problems)
+            failed += sum(not fine for fine, _ in outputs) + len(reply.problems)
+            texts = [text for _, text in outputs] + [f"error: {problem}" for problem in reply.problems]
+            trajectory = policy.extend(trajectory, [{"role": "tool", "content": text} for text in texts])
+        trajectory = _to_last_turn(trajectory)
+        reward = await call(self._score, trajectory.messages(), **example.fields)
+        parts = {"tool_calls": float(calls), "failed_tool_calls": float(failed)}
+        return Episode([trajectory], {trajectory.agent: reward}, parts=parts, status=status)
+
+    async def _output(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether a call succeeded, and the text of its output or error."""
+        if name not in self._tools:
+            return False, f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
+        try:
+            value = await call(self._tools[name], **arguments)
+        except (Exception, SystemExit) as error:
+            return False, f"error: {type(error).__name__}: {error}"[:LONGEST_OUTPUT]
+        return True, (value if isinstance(value, str) else json.dumps(value, default=str))[:LONGEST_OUTPUT]
+
+
+class _Answers:
+    def __init__(self, answer: Callable[..., Any]):
+        self._answer = answer
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Let the function answer until it gives a reward."""
+        trajectory = policy.start(example_messages(example))
+        while True:
+            try:
+                _, trajectory = await policy.sample(trajectory)
+            except LimitReached as limit:
+                last = _to_last_turn(trajectory)
+                return Episode([last], {last.agent: None}, status=limit.status)
+            answer = await call(self._answer, trajectory.messages(), **example.fields)
+            if isinstance(answer, str):
+                answer = [{"role": "user", "content": answer}]
+            if not isinstance(answer, Sequence):
+                return Episode([trajectory], {trajectory.agent: answer})
+            trajectory = policy.extend(trajectory, answer)
+
+
+class _SingleTurn:
+    def __init__(self, reward: Reward | None):
+        self._reward = None if reward is None else reward_functions([reward])[0]
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Complete the prompt once, and reward the completion."""
+        reply, trajectory = await policy.sample(policy.start(example.tokens))
+        if self._reward is None:
+            return Episode([trajectory], {trajectory.agent: None})
+        messages = example.messages if example.conversational else None
+        text = str(reply.message["content"])
+        row = Completed(example.text, text, example.fields, completion_ids=reply.tokens, messages=messages)
+        if self._reward.awaited:
+            (outcome,) = await awaited_outcomes(self._reward, [row])
+        else:
+            (outcome,) = await call(outcomes, self._reward, [row])
+        if isinstance(outcome, Failure):
+            raise RewardError(*outcome)
+        parts = outcome.entries if isinstance(outcome, RewardScore) else {}
+        return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
+
+
+def _to_last_turn(trajectory: Trajectory) -> Trajectory:
+    """The trajectory up to its last sampled turn: what follows is never read."""
+    node: Node | None = trajectory.leaf
+    while node is not None and not node.sampled:
+        node = node.parent
+    return trajectory if node is None else Trajectory(trajectory.agent, node, trajectory.tools)

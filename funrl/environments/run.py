@@ -1,0 +1,255 @@
+"""Run episodes on an engine: groups by tickets, environments beside the engine's steps, failures tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from funrl.data.prompts import Example
+from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
+from funrl.environments.environment import Environment, ScoringEnvironment
+from funrl.mesh.collectives import from_first
+from funrl.mesh.counter import shared_counter
+from funrl.mesh.mesh import Mesh
+from funrl.rollout.engine import Engine
+from funrl.rollout.episode_records import from_record, to_record
+from funrl.rollout.episodes import Episode
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
+from funrl.rollout.requests import Completion, request_seed
+from funrl.rollout.resident import ResidentEngine, run_beside
+
+TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
+
+
+class EpisodeGroup(NamedTuple):
+    """The episodes of one example. They are run on one replica and scored together.
+
+    Attributes:
+      example: the prompt, and the other fields of its record.
+      first: number of the first episode; the others follow.
+      seeds: of each episode; the first call of the policy has the noise of `Request.seed`.
+    """
+
+    example: Example
+    first: int
+    seeds: Sequence[int]
+
+
+class EpisodeRun(NamedTuple):
+    """Episodes of a replica, and what it took to run them.
+
+    Attributes:
+      episodes: (number, episode) pairs, ascending: number = that of its group's first one + its index in the group.
+      wall_s: seconds from begin to end.
+      running_s: seconds of them in which the engine had an unfinished request.
+      environment_s: seconds that environments took, summed over episodes.
+      attempts: attempts at the episodes, failed ones included.
+    """
+
+    episodes: list[tuple[int, Episode]]
+    wall_s: float
+    running_s: float
+    environment_s: float
+    attempts: int
+
+
+def episode_groups(examples: Sequence[Example], samples: int, seed: int, first: int = 0) -> list[EpisodeGroup]:
+    """Groups of `samples` episodes of each example, whose first calls have the noise of `requests_of`.
+
+    Args:
+      examples: of all replicas.
+      samples: episodes of each.
+      seed: of the step.
+      first: number of the first episode of the first example.
+    """
+    return [
+        EpisodeGroup(example, first + n * samples, [request_seed(seed, n * samples + i) for i in range(samples)])
+        for n, example in enumerate(examples)
+    ]
+
+
+def run_episodes(
+    engine: Engine,
+    mesh: Mesh,
+    environment: Environment,
+    groups: Sequence[EpisodeGroup],
+    setup: PolicySetup,
+    limits: EpisodeLimits = EPISODE_LIMITS,
+) -> EpisodeRun:
+    """Run the episodes of the groups that this replica takes. Collective over the mesh.
+
+    A failed episode is tried again with a new call of the environment and the same seeds, `limits.retries` times; then
+    its status is "failed". An environment's `score` replaces the rewards of a group of which no episode has failed.
+
+    Args:
+      engine: this replica's engine, awake and without unfinished requests.
+      mesh: of the engines; its row axes are the replicas. All tensor ranks of a replica make this call.
+      environment: makes the episodes; it runs on the first tensor rank of a replica only.
+      groups: groups of all replicas, the same on every rank.
+      setup: how the policy samples and renders.
+      limits: of each episode.
+
+    Returns: every episode of the groups that this replica took, once; the same on all of its tensor ranks.
+
+    Raises:
+      RuntimeError, FloatingPointError: as the engine raises them.
+    """
+    take = shared_counter(mesh)
+    begin = time.perf_counter()
+    runners: list[_Runner] = []
+
+    async def program(resident: ResidentEngine) -> list[tuple[int, Episode]]:
+        runners.append(_Runner(resident, environment, setup, limits))
+        return await runners[0].run(_Tickets(groups, take, mesh.size(mesh.row_axes)))
+
+    episodes = run_beside(engine, mesh, program)
+    counts = (0.0, 0.0, 0)
+    if runners:
+        counts = (runners[0].resident.running_s, runners[0].environment_s, runners[0].attempts)
+    if mesh.size("tensor") > 1:
+        records = None if episodes is None else [(number, to_record(episode)) for number, episode in episodes]
+        records, counts = from_first((records, counts), mesh, "tensor")
+        if episodes is None:
+            episodes = [(number, from_record(record)) for number, record in records]
+    assert episodes is not None
+    running_s, environment_s, attempts = counts
+    return EpisodeRun(
+        episodes,
+        wall_s=time.perf_counter() - begin,
+        running_s=running_s,
+        environment_s=environment_s,
+        attempts=attempts,
+    )
+
+
+class _Tickets:
+    """The groups that this replica takes: many at first, few later, as in `tickets.complete_shared`."""
+
+    def __init__(self, groups: Sequence[EpisodeGroup], take: Callable[[int], int], replicas: int):
+        self.groups = groups
+        self.next_group = 0
+        self._take = take
+        self._shares = 1 if replicas == 1 else 2 * replicas
+
+    @property
+    def left(self) -> bool:
+        """False once all groups have been taken."""
+        return self.next_group < len(self.groups)
+
+    def take(self, room: int) -> Sequence[EpisodeGroup]:
+        """Take the next groups.
+
+        Args:
+          room: episodes that would begin at once, at least 1.
+        """
+        most = -(-(len(self.groups) - self.next_group) // self._shares)
+        count = max(1, min(most, -(-room // max(1, len(self.groups[0].seeds)))))
+        begin = self._take(count)
+        self.next_group = begin + count
+        return self.groups[begin : begin + count]
+
+
+class _Runner:
+    """The episodes of a replica, on its event loop.
+
+    Attributes:
+      resident: the engine.
+      environment_s, attempts: as in `EpisodeRun`.
+    """
+
+    def __init__(self, resident: ResidentEngine, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
+        self.resident = resident
+        self.environment_s = 0.0
+        self.attempts = 0
+        self._environment = environment
+        self._setup = setup
+        self._limits = limits
+        self._unfinished: set[int] = set()  # numbers of episodes
+        self._beginning: set[int] = set()  # those of them that have not called the policy yet
+
+    async def run(self, tickets: _Tickets) -> list[tuple[int, Episode]]:
+        """Run all groups that this replica takes."""
+        tasks: set[asyncio.Task[list[tuple[int, Episode]]]] = set()
+        episodes: list[tuple[int, Episode]] = []
+        try:
+            while tickets.left or tasks:
+                room = self._room()
+                if tickets.left and (room > 0 or not self._unfinished):
+                    tasks |= {self._begin(group) for group in tickets.take(max(room, 1))}
+                if tasks:  # otherwise other replicas have taken the rest
+                    await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
+                ended = {task for task in tasks if task.done()}
+                tasks -= ended
+                episodes += [pair for task in ended for pair in task.result()]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return sorted(episodes, key=lambda pair: pair[0])
+
+    def _room(self) -> int:
+        """Further episodes that may begin now: whose first requests the engine could begin, and within the limit."""
+        return min(self.resident.room() - len(self._beginning), self._limits.waiting - len(self._unfinished))
+
+    def _begin(self, group: EpisodeGroup) -> asyncio.Task[list[tuple[int, Episode]]]:
+        numbers = range(group.first, group.first + len(group.seeds))
+        self._unfinished.update(numbers)
+        self._beginning.update(numbers)
+        task = asyncio.create_task(self._group(group))
+        task.add_done_callback(lambda _: self.resident.notify())
+        return task
+
+    async def _group(self, group: EpisodeGroup) -> list[tuple[int, Episode]]:
+        """Run the episodes of a group, and score them together."""
+        pairs = list(enumerate(group.seeds, group.first))
+        episodes = await asyncio.gather(*(self._episode(group.example, number, seed) for number, seed in pairs))
+        if isinstance(self._environment, ScoringEnvironment) and all(x.status != "failed" for x in episodes):
+            episodes = await self._scored(self._environment, episodes)
+        return [(number, episode) for (number, _), episode in zip(pairs, episodes, strict=True)]
+
+    async def _episode(self, example: Example, number: int, seed: int) -> Episode:
+        """Run one episode, several times if it fails."""
+        try:
+            episode = await self._attempt(example, number, seed)
+            for _ in range(self._limits.retries):
+                if episode.status == "failed":
+                    episode = await self._attempt(example, number, seed)
+        finally:
+            self._beginning.discard(number)
+            self._unfinished.discard(number)
+            self.resident.keep(number, 0)
+            self.resident.notify()
+        return episode
+
+    async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
+        clock = EpisodeClock(self._limits.environment_s)
+        policy = Policy(functools.partial(self._complete, number, clock), self._setup, seed, self._limits)
+        self.attempts += 1
+        try:
+            return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
+        finally:
+            self.environment_s += clock.environment_s
+
+    async def _complete(self, number: int, clock: EpisodeClock, prompt: Sequence[int], *request: Any) -> Completion:
+        self._beginning.discard(number)
+        with clock.policy():
+            completion = await self.resident.complete(prompt, *request)
+        self.resident.keep(number, len(prompt) + len(completion.tokens))
+        return completion
+
+    async def _scored(self, environment: ScoringEnvironment, episodes: Sequence[Episode]) -> list[Episode]:
+        """Episodes of a group with the rewards of `score`; all have failed if it fails."""
+        try:
+            scores = await asyncio.wait_for(environment.score(episodes), self._limits.environment_s)
+            scores = checked_scores(scores, len(episodes))
+        except (Exception, SystemExit) as error:
+            problem = problem_text("score", error)
+            return [dataclasses.replace(x, status="failed", problem=problem) for x in episodes]
+        return [
+            dataclasses.replace(x, rewards=dict.fromkeys(x.agents(), score))
+            for x, score in zip(episodes, scores, strict=True)
+        ]

@@ -1,0 +1,135 @@
+"""Episodes: what an environment and a policy said to each other, token by token.
+
+    trajectory = Trajectory("policy", Node(None, [5, 7], sampled=False))
+    trajectory.token_ids()  # [5, 7]: what the model saw
+
+A node is what one side added. A trajectory is a path of nodes from the root of one agent's conversation. Both are
+immutable values, so a retry, a branch or a shorter context is an earlier trajectory used again, and nothing that the
+policy wrote is tokenised a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from funrl.rollout.sampling_parameters import Sampling
+
+Message = Mapping[str, Any]  # of a chat: "role", "content", and perhaps "tool_calls" and others
+Status = Literal["done", "turns", "tokens", "time", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Tokens that one side added to a trajectory, on the host. Compared and hashed by identity.
+
+    Attributes:
+      parent: what they follow; None: the root.
+      tokens: [N] token ids, at least one.
+      sampled: whether the policy sampled them; otherwise they are context: a prompt, a tool's output, or the tokens
+        that a template puts between turns.
+      raw_logp: [N] nats, under the model's own distribution; None unless sampled.
+      sampling_logp: [N] nats, under the distribution that was sampled from; None unless sampled.
+      versions: [N] int64, version of the weights that sampled each token; None unless sampled.
+      routes: [P + N - 1, choices] int16, experts of all tokens of the path but the last, as in
+        `requests.Completion`; None: they are not recorded.
+      messages: what the tokens say, as messages of a chat; empty for raw tokens.
+      finish: how sampling ended, as in `requests.Completion`; None unless sampled.
+      sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
+    """
+
+    parent: Node | None
+    tokens: Sequence[int]
+    sampled: bool
+    raw_logp: Tensor | None = None
+    sampling_logp: Tensor | None = None
+    versions: Tensor | None = None
+    routes: Tensor | None = None
+    messages: Sequence[Message] = ()
+    finish: str | None = None
+    sampling: Sampling | None = None
+    seed: int | None = None
+
+    def path(self) -> list[Node]:
+        """Nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A path of nodes of one agent; what other agents say is context in it.
+
+    Attributes:
+      agent: its name; a run maps agents to roles.
+      leaf: the last node.
+      tools: descriptions of the tools (JSON schemas of functions) that the template showed the model.
+    """
+
+    agent: str
+    leaf: Node
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def nodes(self) -> Iterator[Node]:
+        """Nodes from the root to the leaf."""
+        return iter(self.leaf.path())
+
+    def token_ids(self) -> list[int]:
+        """All token ids: what the model saw and wrote."""
+        return [token for node in self.leaf.path() for token in node.tokens]
+
+    def messages(self) -> list[Message]:
+        """The messages of all nodes, in order."""
+        return [message for node in self.leaf.path() for message in node.messages]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The turn that the policy sampled.
+
+    Attributes:
+      message: as a message of a chat, without the token that ended it.
+      tool_calls: (name, arguments) of the calls that were read from it.
+      problems: why calls or parts of the message could not be read; the environment may show them to the policy.
+      tokens: [N] token ids, the end of the turn included.
+      finish: as in `requests.Completion`: "stop", "string" or "length".
+    """
+
+    message: Message
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]]
+    problems: Sequence[str]
+    tokens: Sequence[int]
+    finish: str
+
+
+@dataclass(frozen=True)
+class Episode:
+    """All trajectories of one run of an environment, and their rewards.
+
+    Attributes:
+      ends: trajectories to train on, each of an agent, in canonical order: as the environment lists them. Several
+        may share nodes.
+      rewards: outcome reward of each agent; None: unscored, left out of baselines and losses and counted, never 0.
+      turn_rewards: reward of single sampled nodes.
+      parts: named parts of the reward or further numbers, averaged into metrics.
+      status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
+      problem: why it failed; "" otherwise.
+    """
+
+    ends: Sequence[Trajectory]
+    rewards: Mapping[str, float | None]
+    turn_rewards: Mapping[Node, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    status: Status = "done"
+    problem: str = ""
+
+    def agents(self) -> list[str]:
+        """Names of its agents, in the order of their first trajectory."""
+        return list(dict.fromkeys(end.agent for end in self.ends))

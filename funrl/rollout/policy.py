@@ -1,0 +1,311 @@
+"""The policy of one episode: it starts trajectories, samples replies and adds what the environment says.
+
+    trajectory = policy.start([{"role": "user", "content": "17 * 23?"}])
+    reply, trajectory = await policy.sample(trajectory)
+    trajectory = policy.extend(trajectory, [{"role": "user", "content": "Are you sure?"}])
+
+Messages are rendered by a `Chat`; what the policy wrote stays the tokens that it wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
+from funrl.rollout.requests import Completion
+from funrl.rollout.sampling_parameters import Sampling
+
+# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed)
+Complete = Callable[[Sequence[int], Sampling, int, int], Awaitable[Completion]]
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
+
+
+class LimitReached(Exception):
+    """A trajectory may not be continued.
+
+    Attributes:
+      status: the limit, as the status of its episode.
+    """
+
+    def __init__(self, status: Status, message: str):
+        super().__init__(message)
+        self.status: Status = status
+
+
+class ReadReply(NamedTuple):
+    """Message that tokens of the policy say; see `Reply`."""
+
+    message: Message
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    problems: Sequence[str] = ()
+
+
+class Chat(Protocol):
+    """The rendering of messages as tokens, and the reading of replies."""
+
+    def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of a conversation, up to the begin of the policy's turn."""
+        ...
+
+    def continuation(self, messages: Sequence[Message], tools: Tools, last: int | None) -> list[int]:
+        """Tokens from the end of a reply to the begin of the policy's next turn, with messages in between.
+
+        Args:
+          last: the stop token that ended the reply, which is not rendered again; None: the reply was cut off.
+        """
+        ...
+
+    def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools) -> ReadReply:
+        """Read a reply, given without the token that ended it. Raises nothing.
+
+        Args:
+          before: all tokens before the reply.
+        """
+        ...
+
+
+class PolicySetup(NamedTuple):
+    """Sampling and rendering of the policy of an episode.
+
+    Attributes:
+      sampling: of a reply; `max_new_tokens` bounds each reply, `samples` is ignored.
+      chat: renders messages and reads replies; None: everything is token ids, and messages are empty.
+    """
+
+    sampling: Sampling
+    chat: Chat | None = None
+
+
+class EpisodeLimits(NamedTuple):
+    """Limits of an episode, and of a replica.
+
+    Attributes:
+      turns: sampled turns of a trajectory.
+      tokens: sampled tokens of a trajectory; 0: no limit.
+      length: tokens of a trajectory, such as the model's number of positions; 0: no limit.
+      episode_s: seconds after whose end a trajectory gets no further turn; 0: no limit. What it ends depends on time.
+      environment_s: seconds that an environment may take between two calls of the policy.
+      retries: further attempts at an episode whose environment failed.
+      waiting: bound on the unfinished episodes of a replica, which bounds their memory on the host.
+    """
+
+    turns: int = 16
+    tokens: int = 0
+    length: int = 0
+    episode_s: float = 0.0
+    environment_s: float = 60.0
+    retries: int = 1
+    waiting: int = 1024
+
+
+EPISODE_LIMITS = EpisodeLimits()
+
+
+class Policy:
+    """The policy of one episode. Calls of `sample` may run concurrently."""
+
+    def __init__(self, complete: Complete, setup: PolicySetup, seed: int, limits: EpisodeLimits = EPISODE_LIMITS):
+        """Make it.
+
+        Args:
+          complete: completes a prompt.
+          setup: how it samples and renders.
+          seed: of the episode, as of a request; see `call_seed`.
+          limits: of its trajectories.
+        """
+        self._complete = complete
+        self._setup = setup
+        self._seed = seed
+        self._limits = limits
+        self._first: list[int] | None = None
+        self._calls: Counter[bytes] = Counter()
+        self._sampled: list[Trajectory] = []
+        self._begin = time.monotonic()
+
+    def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
+        """Begin a trajectory.
+
+        Args:
+          content: messages or token ids, at least one.
+          tools: descriptions that the chat template shows.
+          agent: whose trajectory it is.
+
+        Raises:
+          ValueError: there is no content, or messages cannot be rendered.
+        """
+        tokens, messages = tokens_or_messages(content)
+        if messages:
+            tokens = self._chat().opening(messages, tools)
+        if self._first is None:
+            self._first = tokens
+        node = Node(None, tokens, sampled=False, messages=messages)
+        return Trajectory(agent, node, tools)
+
+    def extend(self, trajectory: Trajectory, content: Sequence[Message] | Sequence[int]) -> Trajectory:
+        """Add what others say. Only that is rendered; the tokens of the policy's turns stay as they are.
+
+        Messages that follow other messages, without a turn of the policy in between, are rendered together with them.
+
+        Args:
+          content: messages or token ids, at least one.
+
+        Raises:
+          ValueError: there is no content, or messages cannot be rendered there.
+        """
+        leaf = trajectory.leaf
+        tokens, messages = tokens_or_messages(content)
+        if tokens:
+            return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False))
+        if not leaf.sampled:
+            if not leaf.messages:
+                raise ValueError("messages cannot follow token ids of the environment: extend by token ids")
+            messages = [*leaf.messages, *messages]
+            if leaf.parent is None:
+                return self.start(messages, trajectory.tools, trajectory.agent)
+            leaf = leaf.parent
+        last = leaf.tokens[-1] if leaf.finish == "stop" else None
+        tokens = self._chat().continuation(messages, trajectory.tools, last)
+        return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False, messages=messages))
+
+    async def sample(
+        self,
+        trajectory: Trajectory,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> tuple[Reply, Trajectory]:
+        """Sample the policy's next turn.
+
+        Args:
+          max_tokens: bound on its tokens; None: that of the setup, which holds in any case.
+          stop: texts that end it, besides those of the setup.
+          seed: makes equal calls with the same seed give the same tokens; None: they differ.
+
+        Raises:
+          LimitReached: a limit leaves no room for a turn.
+          ValueError: the engine cannot take the request.
+        """
+        asked = self._asked(max_tokens, stop)
+        tokens = trajectory.token_ids()
+        room = self._room(trajectory, len(tokens))
+        request_seed = self._call_seed(tokens, asked, seed)
+        sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
+        completion = await self._complete(tokens, sampling, request_seed, _computed(trajectory))
+        chat = self._setup.chat
+        written = completion.written
+        reading = ReadReply({"role": "assistant", "content": ""})
+        if chat is not None:
+            reading = chat.read(tokens, written, trajectory.tools)
+        node = Node(
+            trajectory.leaf,
+            completion.tokens.tolist(),
+            sampled=True,
+            raw_logp=completion.raw_logp,
+            sampling_logp=completion.sampling_logp,
+            versions=completion.versions,
+            routes=completion.routes,
+            messages=() if chat is None else (reading.message,),
+            finish=completion.finish,
+            sampling=sampling,
+            seed=request_seed,
+        )
+        longer = dataclasses.replace(trajectory, leaf=node)
+        self._sampled.append(longer)
+        return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+
+    def ends(self) -> list[Trajectory]:
+        """Trajectories of this episode that end with a sampled turn which no other continues."""
+        continued = {id(node) for end in self._sampled for node in end.leaf.path()[:-1]}
+        return [end for end in self._sampled if id(end.leaf) not in continued]
+
+    def _chat(self) -> Chat:
+        if self._setup.chat is None:
+            raise ValueError("messages need a chat template: give the policy a chat, or token ids")
+        return self._setup.chat
+
+    def _asked(self, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
+        """Sampling parameters of a call, before limits."""
+        sampling = dataclasses.replace(self._setup.sampling, samples=1)
+        if stop:
+            sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stop))
+        if max_tokens is not None:
+            most = min(max_tokens, sampling.max_new_tokens)
+            sampling = dataclasses.replace(sampling, max_new_tokens=most)
+        return sampling
+
+    def _room(self, trajectory: Trajectory, length: int) -> int:
+        """Tokens that the limits leave for the next turn, at least 1."""
+        limits = self._limits
+        turns = [len(node.tokens) for node in trajectory.nodes() if node.sampled]
+        if len(turns) >= limits.turns:
+            raise LimitReached("turns", f"the trajectory has {len(turns)} turns, the limit of them")
+        if limits.episode_s and time.monotonic() - self._begin > limits.episode_s:
+            raise LimitReached("time", f"the episode has taken more than {limits.episode_s:g} s")
+        room = limits.length - length if limits.length else self._setup.sampling.max_new_tokens
+        if limits.tokens:
+            room = min(room, limits.tokens - sum(turns))
+        if room < 1:
+            raise LimitReached(
+                "tokens",
+                f"the trajectory has {length} tokens, {sum(turns)} of them sampled; the limits are {limits.length} and "
+                f"{limits.tokens}",
+            )
+        return room
+
+    def _call_seed(self, tokens: list[int], asked: Sampling, seed: int | None) -> int:
+        """Seed of a call's noise; counts the call."""
+        key = call_key(tokens, asked)
+        if seed is not None:
+            return call_seed(self._seed, key, "seed", seed)
+        ordinal = self._calls[key]
+        self._calls[key] += 1
+        default = dataclasses.replace(self._setup.sampling, samples=1)
+        if ordinal == 0 and asked == default and tokens == self._first:
+            return self._seed
+        return call_seed(self._seed, key, "ordinal", ordinal)
+
+
+def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
+    """Split what was given into token ids and messages, one of which is empty. Raises ValueError if both are."""
+    tokens = [token for token in content if not isinstance(token, Mapping)]
+    messages = [message for message in content if isinstance(message, Mapping)]
+    if bool(tokens) == bool(messages):
+        raise ValueError(f"give messages or token ids, at least one, instead of {list(content)[:10]!r}")
+    return tokens, messages
+
+
+def call_key(tokens: Sequence[int], asked: Sampling) -> bytes:
+    """Digest of what a call of the policy asks for: all tokens of the path, and its sampling parameters."""
+    digest = hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16)
+    digest.update(repr(asked).encode())
+    return digest.digest()
+
+
+def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
+    """Seed of the noise of a call, a signed 64-bit number.
+
+    It depends on nothing else: neither on the order in which concurrent calls arrive (up to an exchange of equal ones),
+    nor on the mesh. The first call of the trajectory that an episode starts first, with the sampling parameters of the
+    setup, has the seed of the episode instead.
+
+    Args:
+      seed: of the episode.
+      key: of the call.
+      kind, number: "ordinal" among equal calls, or "seed" given by the caller.
+    """
+    digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _computed(trajectory: Trajectory) -> int:
+    """Tokens up to the last one of the last sampled turn, which was never fed back."""
+    lengths = [len(node.tokens) for node in trajectory.nodes()]
+    turns = [n for n, node in enumerate(trajectory.nodes()) if node.sampled]
+    return sum(lengths[: turns[-1] + 1]) - 1 if turns else 0

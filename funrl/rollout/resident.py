@@ -1,0 +1,216 @@
+"""A resident engine: coroutines of one event loop ask for completions while the engine steps.
+
+Under tensor parallelism the coroutines run on the first rank of a replica. It tells the others at every iteration which
+requests to submit and to cancel, so that all make the same calls of the engine in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from funrl.mesh.collectives import from_first
+from funrl.mesh.mesh import Mesh
+from funrl.processes.heartbeat import beat
+from funrl.rollout.engine import Engine, awake_step
+from funrl.rollout.requests import Completion, Request
+from funrl.rollout.sampling_parameters import Sampling
+
+_T = TypeVar("_T")
+BEAT_S = 1.0  # between two signs of life while there is nothing to compute
+GROWTH = 4  # of the tokens that are reserved, as the cache of a native engine begins anew when it grows
+CANCEL_S = 10.0  # for a program to clean up when the engine has failed
+
+
+class _Orders(NamedTuple):
+    """Calls of the engine in one iteration, besides `Engine.step`.
+
+    Attributes:
+      submit, cancel, reserve: arguments of its calls.
+      idle: whether there is nothing to step.
+      end: whether this was the last iteration: "", "done", or the problem that ended it.
+    """
+
+    submit: Sequence[Request] = ()
+    cancel: Sequence[int] = ()
+    reserve: int | None = None
+    idle: bool = False
+    end: str = ""
+
+
+class ResidentEngine:
+    """The engine as coroutines see it, on a replica's first rank.
+
+    Attributes:
+      running_s: seconds in which the engine had an unfinished request.
+    """
+
+    def __init__(self, engine: Engine):
+        self.running_s = 0.0
+        self._engine = engine
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._new: dict[int, Request] = {}
+        self._cancelled: list[int] = []
+        self._count = 0
+        self._page_tokens = max(1, engine.cost().page_tokens)
+        self._kept: dict[object, int] = {}
+        self._reserved = 0
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+
+    async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0) -> Completion:
+        """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
+
+        Raises:
+          ValueError: as in `Engine.submit`; other requests are not affected.
+        """
+        number = self._count
+        request = Request(number, prompt, sampling, seed, computed=computed)
+        self._engine.check([request])
+        self._count += 1
+        self._new[number] = request
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._wake.set()
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(number, None) is not None and self._new.pop(number, None) is None:
+                self._cancelled.append(number)
+                self._wake.set()
+
+    def keep(self, key: object, tokens: int) -> None:
+        """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
+
+        Args:
+          key: of a conversation.
+          tokens: 0: it has ended.
+        """
+        self._kept.pop(key, None)
+        if tokens:
+            self._kept[key] = -(-tokens // self._page_tokens) * self._page_tokens
+
+    def room(self) -> int:
+        """Estimated number of further requests that would begin at once."""
+        return self._engine.room() - len(self._new)
+
+    async def progress(self, timeout_s: float | None = None) -> None:
+        """Wait until a request has ended since the last call, `notify` was called, or the time is over."""
+        await _first_of(self._progress.wait(), timeout_s)
+        self._progress.clear()
+
+    def notify(self) -> None:
+        """End the waiting for progress."""
+        self._progress.set()
+
+    async def lead(self, program: Awaitable[_T], mesh: Mesh) -> _T:
+        """Step the engine until a program ends that runs beside it; cancels what is then unfinished."""
+        task = asyncio.ensure_future(program)
+        task.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not task.done():
+                await self._iterate(mesh)
+        except BaseException:  # of the engine, which fails on the other ranks too
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_S)
+            self._engine.cancel([*self._waiting, *self._cancelled])
+            raise
+        unfinished = [*self._waiting, *self._cancelled]
+        problem = "cancelled" if task.cancelled() else str(task.exception() or "")
+        from_first(_Orders(cancel=unfinished, end=problem or "done"), mesh, "tensor")
+        self._engine.cancel(unfinished)
+        return task.result()
+
+    async def _iterate(self, mesh: Mesh) -> None:
+        """Submit and cancel what the coroutines ask for, step the engine, and let them run."""
+        orders = self._take_orders()
+        if not orders.submit and not orders.cancel and not self._engine.unfinished():
+            beat()
+            from_first(_Orders(idle=True), mesh, "tensor")
+            self._wake.clear()
+            await _first_of(self._wake.wait(), BEAT_S)
+            return
+        begin = time.perf_counter()
+        from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
+        for done in _iteration(self._engine, orders):
+            future = self._waiting.pop(done.number, None)
+            if future is not None and not future.done():
+                future.set_result(done)
+                self._progress.set()
+        await asyncio.sleep(0)
+        self.running_s += time.perf_counter() - begin
+
+    def _take_orders(self) -> _Orders:
+        kept = sum(self._kept.values()) if self._new else 0
+        reserve = max(kept, GROWTH * self._reserved) if kept > self._reserved else None
+        self._reserved = reserve or self._reserved
+        orders = _Orders(list(self._new.values()), self._cancelled, reserve)
+        self._new = {}
+        self._cancelled = []
+        return orders
+
+
+def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T | None:
+    """Run a program beside the engine's steps. Collective over "tensor".
+
+    Args:
+      engine: awake, without unfinished requests.
+      mesh: of the engine.
+      program: its coroutine runs on the first rank of a replica, on an event loop of its own.
+
+    Returns: the program's result on the first rank; None on the others.
+
+    Raises:
+      RuntimeError, FloatingPointError: as the engine raises them; on a rank that follows, also if the first has failed.
+    """
+    engine.check([])  # a native engine measures its free memory now, on all ranks
+    engine.reserve(0)
+    if mesh.index("tensor") == 0:
+        return _run(_lead(engine, mesh, program))
+    while True:
+        beat()
+        orders = from_first(None, mesh, "tensor") or _Orders()
+        if orders.end:
+            engine.cancel(orders.cancel)
+            if orders.end != "done":
+                raise RuntimeError(f"the first rank of this replica has failed: {orders.end}")
+            return None
+        if not orders.idle:
+            _iteration(engine, orders)
+
+
+async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T:
+    resident = ResidentEngine(engine)
+    return await resident.lead(program(resident), mesh)
+
+
+def _iteration(engine: Engine, orders: _Orders) -> list[Completion]:
+    """The calls of the engine in one iteration."""
+    if orders.cancel:
+        engine.cancel(orders.cancel)
+    if orders.reserve is not None:
+        engine.reserve(orders.reserve)
+    if orders.submit:
+        engine.submit(orders.submit)
+    return awake_step(engine) if engine.unfinished() else []
+
+
+async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:
+    """Wait, at most for some seconds."""
+    try:
+        await asyncio.wait_for(waiting, timeout_s)
+    except TimeoutError:
+        return
+
+
+def _run(program: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine on an event loop of its own: in a thread if this one has a loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(program)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, program).result()

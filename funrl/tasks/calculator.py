@@ -1,0 +1,184 @@
+"""An embedded task of several turns: products, which are too hard without the tool.
+
+    user       37*48
+    assistant  <tool_call>{"name": "calculator", "arguments": {"expression": "37*48"}}</tool_call>
+    tool       1776
+    assistant  1776
+
+The small decoder that learns it can copy digits and cannot multiply. Its demonstrator seldom calls the calculator and
+mostly estimates, by factors rounded to tens; reinforcement learning finds out that the tool pays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from funrl.data.prompts import Prompt
+from funrl.data.tokenizer import chat_character_tokenizer
+from funrl.tasks.arithmetic import Split, is_held_out
+from funrl.tasks.task import EmbeddedTask
+
+if TYPE_CHECKING:
+    from funrl.environments.environment import Environment
+    from funrl.models.decoder.config import Config
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token each, as are those of the template
+END_OF_CALL = '"}}</tool_call>'
+ROLE_MARKS = ("<user>", "<assistant>", "<tool>")
+DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
+SMALLEST, LARGEST = 11, 99  # factors
+CALLS_SHARE = 0.2  # share of the conversations that call the tool
+TRAINING_PRODUCTS = 4096
+IMITATION_STEPS = 400
+CONVERSATIONS = 25_600
+IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def calculator(expression: str) -> str:
+    """Multiply two whole numbers.
+
+    Args:
+        expression: the product, such as 12*34.
+    """
+    left, sign, right = expression.partition("*")
+    if not (sign and left.strip().isdecimal() and right.strip().isdecimal()):
+        raise ValueError(f"{expression!r} is not a product of two whole numbers such as 12*34")
+    return str(int(left) * int(right))
+
+
+def final_product(messages: Sequence[Mapping[str, Any]], answer: str, **fields: Any) -> float:
+    """1.0 if the last message is exactly the product, else 0.0."""
+    last = messages[-1]
+    return float(last["role"] == "assistant" and last["content"] == answer)
+
+
+def calculator_environment() -> Environment:
+    """The calculator as the only tool."""
+    from funrl.environments.adapters import tool_environment
+
+    return tool_environment([calculator], final_product)
+
+
+def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
+    """Random pairs of factors [count, 2]; the two splits share no pair."""
+    rng = np.random.default_rng((seed, 2))
+    pairs = rng.integers(SMALLEST, LARGEST + 1, size=(30 * count, 2))
+    return pairs[is_held_out(pairs) == (split == "heldout")][:count]
+
+
+def conversations(seed: int, count: int) -> list[dict[str, Any]]:
+    """Conversations of a demonstrator that calls the tool in a share `CALLS_SHARE` of them and estimates otherwise."""
+    rng = np.random.default_rng((seed, 3))
+    records = []
+    for left, right in factors(seed, count).tolist():
+        product = left * right
+        question = {"role": "user", "content": f"{left}*{right}"}
+        if rng.random() < CALLS_SHARE:
+            messages = [
+                question,
+                {"role": "assistant", "content": f"{CALL}{left}*{right}{END_OF_CALL}"},
+                {"role": "tool", "content": str(product)},
+                {"role": "assistant", "content": str(product)},
+            ]
+        else:
+            estimate = 100 * round(left / 10) * round(right / 10)
+            messages = [question, {"role": "assistant", "content": str(estimate)}]
+        records.append({"messages": messages})
+    return records
+
+
+def right_calls(seed: int, count: int, split: Split = "train") -> list[tuple[list[dict[str, str]], str]]:
+    """Questions with the call that answers them, as (messages, completion)."""
+    return [
+        ([{"role": "user", "content": f"{left}*{right}"}], f"{CALL}{left}*{right}{END_OF_CALL}")
+        for left, right in factors(seed, count, split).tolist()
+    ]
+
+
+def products_to_train(seed: int, count: int = TRAINING_PRODUCTS) -> list[Prompt]:
+    """Questions to train on, with the field "answer"."""
+    return _prompts(factors(seed, count))
+
+
+def heldout_products(count: int) -> list[Prompt]:
+    """At most `count` different questions that no training split contains; the same ones for every seed."""
+    pairs = factors(0, 4 * count, "heldout")
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    return _prompts(pairs[np.sort(first)][:count])
+
+
+def calculator_tokenizer() -> Any:
+    """One token a character, and one for each role and each fixed part of a call."""
+    return chat_character_tokenizer(DIGITS_AND_SIGNS, (*ROLE_MARKS, CALL, END_OF_CALL), CHAT_TEMPLATE, unknown="?")
+
+
+def has_calculator_tokenizer(folder: str | Path) -> bool:
+    """True if a model's directory has the task's calculator_tokenizer, as that of a run on the task has."""
+    try:
+        content = json.loads((Path(folder) / "calculator_tokenizer.json").read_text())
+        added = {token["content"] for token in content["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return {CALL, END_OF_CALL, *ROLE_MARKS} <= added
+
+
+def calculator_model(head: int) -> Config:
+    """The small decoder that learns the task.
+
+    Args:
+      head: size of a head; keys and values have fewer of a larger size, and as many parameters.
+    """
+    from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
+
+    return decoder_config(
+        vocab=32,  # 19 are used; a tensor axis up to 16 divides it
+        embed=64,
+        layers=2,
+        heads=8,
+        kv_heads=64 // head,
+        head=head,
+        mlp=128,
+        rope_theta=100.0,
+        max_positions=64,
+        eos=(1,),
+        pad=0,
+    )
+
+
+def calculator_task() -> EmbeddedTask:
+    """Products by calls of a tool."""
+    return EmbeddedTask(
+        name="calculator",
+        training_prompts=products_to_train,
+        heldout_prompts=heldout_products,
+        reward=final_product,
+        demonstrations=conversations,
+        texts={"demonstrations": right_calls},
+        tokenizer=calculator_tokenizer,
+        is_its_tokenizer=has_calculator_tokenizer,
+        model_config=lambda head: calculator_model(max(head, 16)),
+        max_new_tokens=12,
+        warmstart_steps=IMITATION_STEPS,
+        warmstart_demonstrations=CONVERSATIONS,
+        warmstart_flags=IMITATION_FLAGS,
+        demonstration_field="answer",
+        readable=None,
+        environment=calculator_environment,
+    )
+
+
+def _prompts(pairs: np.ndarray) -> list[Prompt]:
+    return [
+        Prompt([{"role": "user", "content": f"{left}*{right}"}], {"answer": str(left * right)})
+        for left, right in pairs.tolist()
+    ]

@@ -1,0 +1,377 @@
+"""From prompts to episodes, and from episodes to rows on the ranks that ran them.
+
+A row is a path from the root to a leaf, with as many sampled spans as it has turns. A node that several rows share is
+trained in the first of them, and is context in the others: each sampled node is trained exactly once. Rows are numbered
+in one order on every mesh, by episode and then as the environment lists its trajectories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.algos.advantages.units import by_unit, episode_fields, units_of
+from funrl.algos.terms import Filter
+from funrl.batch import TOKEN_INT, Batch
+from funrl.data.prompts import Example
+from funrl.environments.chat import TemplateChat
+from funrl.environments.environment import Environment
+from funrl.environments.run import EpisodeLimits, PolicySetup, episode_groups, run_episodes
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rows import gather_table
+from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout
+from funrl.trainer.sources.pending_rewards import Totals, add_totals
+from funrl.trainer.steps.step_rows import Rows, rows_of, take
+
+NumberedEpisodes = Sequence[tuple[int, Episode]]
+
+
+class RowForm(NamedTuple):
+    """Form of the rows that are made of episodes.
+
+    Attributes:
+      agents: names of the agents that may have rows.
+      pad: id of the padding token.
+      dtype: of log-probabilities and scores.
+      raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
+        of the one sampled from.
+      versions: whether rows get the version of the weights that sampled each token.
+      choices: experts recorded for each token; 0: none.
+    """
+
+    agents: tuple[str, ...] = ("policy",)
+    pad: int = 0
+    dtype: torch.dtype = torch.float32
+    raw: bool = False
+    versions: bool = False
+    choices: int = 0
+
+
+class EpisodeSetup(NamedTuple):
+    """Setup of the episodes of a run and of their rows.
+
+    Attributes:
+      environment: makes the episodes.
+      chat: renders messages and reads replies; None: the environment talks in token ids.
+      limits: of an episode.
+      form: of its rows; its dtype is that of the engine's log-probabilities.
+    """
+
+    environment: Environment
+    chat: TemplateChat | None = None
+    limits: EpisodeLimits = EpisodeLimits()
+    form: RowForm = RowForm()
+
+
+class Transcript(NamedTuple):
+    """Everything after the prompt of an episode's first trajectory, as a completion of its number.
+
+    Attributes:
+      number: of the episode.
+      tokens: [T] int64.
+      written: token ids without the one that ended the last turn.
+    """
+
+    number: int
+    tokens: Tensor
+    written: list[int]
+
+
+class EpisodeTable(NamedTuple):
+    """All E episodes of a rollout, as every rank knows them; A agents.
+
+    Attributes:
+      owner: [E] rank of each episode, as an index over the row axes of the generate mesh.
+      reward: [E, A] float64, of each agent; NaN: unscored, or it has no trajectory.
+      failed: [E] bool, the environment failed.
+      finished: [E] bool, the environment ended it, and no limit did.
+      turns: [E] sampled nodes.
+      tokens: [E] tokens of all rows.
+    """
+
+    owner: np.ndarray
+    reward: Tensor
+    failed: Tensor
+    finished: Tensor
+    turns: Tensor
+    tokens: Tensor
+
+
+class RowPath(NamedTuple):
+    """A row: a path, and the sampled nodes of it that are trained in this row."""
+
+    trajectory: Trajectory
+    nodes: list[Node]
+    trained: frozenset[Node]
+
+
+def rewarded_episodes(
+    setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
+) -> tuple[Rollout, Rows]:
+    """Run `sampling.samples` episodes of each example. Collective.
+
+    Args:
+      setup: how episodes are made.
+      engine: the engine on its mesh; its reward functions are not called.
+      examples: prompts, the same on every rank.
+      sampling: of the policy's replies.
+      seed: of their noise.
+
+    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent;
+      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
+    """
+    mesh = engine.mesh
+    count = len(examples) * sampling.samples
+    groups = episode_groups(examples, sampling.samples, seed)
+    policy = PolicySetup(sampling, setup.chat)
+    run = run_episodes(engine.engine, mesh, setup.environment, groups, policy, setup.limits)
+    form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
+    rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
+    transcripts = [_transcript(number, episode) for number, episode in run.episodes]
+    lengths = torch.zeros(count, dtype=torch.int64)
+    for transcript in transcripts:
+        lengths[transcript.number] = len(transcript.tokens)
+    reward_E = table.reward[:, 0]
+    unscored_E = reward_E.isnan()
+    parts, problems = zip(*collectives.gather_objects(_parts_of(run.episodes), mesh), strict=True)
+    if table.failed.any():
+        problem = next(filter(None, problems), "")[:LONGEST_REMARK]
+        engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
+    done = Rollout(
+        transcripts,
+        lengths=collectives.psum(lengths.to(mesh.device), mesh, mesh.row_axes),
+        finished=table.finished,
+        score=reward_E.nan_to_num(nan=0.0),
+        scores=reward_E[:, None],
+        owner=table.owner,
+        mesh=mesh,
+        dtype=engine.dtype,
+        failed=unscored_E | table.failed,
+        entries=add_totals(*parts),
+        episodes=_facts(table),
+    )
+    return done, scored_rows(rows, table, sampling.samples)
+
+
+def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
+    """Metrics "episodes/...": mean turns and tokens of episodes, and the shares that failed or are unscored."""
+    return {f"{prefix}episodes/{name}": value / count for name, (value, count) in totals.items() if count}
+
+
+def outcome_rows(done: Rollout, rows: Rows) -> Rows:
+    """Scores of completions by their numbers: `rows`, where a completion is a row; else one row for each episode."""
+    if rows.examples is None:
+        return rows
+    scores = {"score": done.score.to(done.dtype), "scores": done.scores.to(done.dtype)}
+    return Rows(Batch(**scores), done.owner, done.mesh)
+
+
+def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
+    """Numbers of the rows of some samples of a rollout, in the order of the rows."""
+    episode_B = rows.examples
+    return samples if episode_B is None else np.flatnonzero(np.isin(episode_B, samples))
+
+
+def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
+    """[count] bool, episodes that a filter keeps for one of their agents, among those that have rows.
+
+    Args:
+      rows: of the episodes, on the CPU.
+      filter: sees one number for each agent of an episode; None: it keeps all.
+    """
+    kept_E = np.zeros(count, dtype=bool)
+    units = units_of(rows.batch)
+    assert units is not None
+    if not len(units.first):
+        return kept_E
+    episode_U = rows.batch.episode[units.first].numpy()
+    kept_U = np.ones(len(episode_U), dtype=bool) if filter is None else filter(by_unit(rows.batch, units)).numpy()
+    kept_E[episode_U[kept_U]] = True
+    return kept_E
+
+
+def _transcript(number: int, episode: Episode) -> Transcript:
+    """An episode that failed has no trajectory, and an empty transcript."""
+    if not episode.ends:
+        return Transcript(number, torch.zeros(0, dtype=torch.int64), [])
+    nodes = episode.ends[0].leaf.path()
+    tokens = [token for node in nodes[1:] for token in node.tokens]
+    written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
+    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written)
+
+
+def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
+    """Totals of the parts of rewards, and why the first failed episode did."""
+    totals = [{name: (float(x), 1) for name, x in episode.parts.items()} for _, episode in episodes]
+    return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
+
+
+def _facts(table: EpisodeTable) -> Totals:
+    """Totals of facts about all episodes, as metrics have them."""
+    columns = {
+        "turns": table.turns,
+        "tokens": table.tokens,
+        "failed": table.failed,
+        "unscored": table.reward.isnan().all(1) & ~table.failed,
+    }
+    return {name: (float(x.sum()), len(x)) for name, x in columns.items()}
+
+
+def paths_of(episode: Episode) -> list[RowPath]:
+    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none."""
+    paths: list[RowPath] = []
+    seen: set[Node] = set()
+    for end in episode.ends:
+        nodes = end.leaf.path()
+        trained = frozenset(node for node in nodes if node.sampled and node not in seen)
+        if trained:
+            last = max(i for i, node in enumerate(nodes) if node in trained)
+            paths.append(RowPath(end, nodes[: last + 1], trained))  # context after it is read by nobody
+            seen |= trained
+    return paths
+
+
+def rows_of_episodes(
+    own: NumberedEpisodes, count: int, samples: int, form: RowForm, mesh: Mesh
+) -> tuple[Rows, EpisodeTable]:
+    """Rows of all episodes, right-padded to a multiple of 8 tokens, and the table of episodes. Collective.
+
+    Rows of failed and of unscored episodes are among them, with a score of 0: see `scored_rows`.
+
+    Args:
+      own: this rank's episodes by number, ascending.
+      count: E, episodes of all ranks, numbered from 0.
+      samples: episodes of each example: episode e is of group e // samples.
+      form: of the rows.
+      mesh: of the engines.
+    """
+    paths = [paths_of(episode) for _, episode in own]
+    table, row_counts_E = _episode_table(own, paths, count, form, mesh)
+    begins_E = np.cumsum(row_counts_E) - row_counts_E
+    owner_B = np.repeat(table.owner, row_counts_E)
+    index = int(mesh.index(mesh.row_axes))
+    expected = np.flatnonzero(owner_B == index)
+    numbers = [begins_E[number] + i for (number, _), some in zip(own, paths, strict=True) for i in range(len(some))]
+    assert np.array_equal(expected, np.array(numbers, dtype=np.int64)), "a rank's episodes are not ascending"
+    flat = [(episode, path) for (_, episode), some in zip(own, paths, strict=True) for path in some]
+    tokens = _token_fields(flat, form, mesh.device)
+    columns = {
+        "length": torch.tensor([_length(path) for _, path in flat], dtype=torch.int64, device=mesh.device),
+        "agent": torch.tensor(
+            [form.agents.index(path.trajectory.agent) for _, path in flat], dtype=torch.int64, device=mesh.device
+        ),
+    }
+    everywhere = gather_table(columns, owner_B, mesh, axes=mesh.row_axes)
+    episode_B = torch.from_numpy(np.repeat(np.arange(count), row_counts_E)).to(mesh.device)
+    reward_B = table.reward[episode_B, everywhere["agent"]]
+    batch = Batch(
+        **tokens,
+        **everywhere,
+        group=episode_B // samples,
+        episode=episode_B,
+        score=reward_B.nan_to_num(nan=0.0).to(form.dtype),
+        truncated=~table.finished[episode_B],
+    )
+    rows = rows_of(batch, owner_B, mesh)
+    units = units_of(rows.batch)
+    assert units is not None
+    return rows.with_fields(**episode_fields(rows.batch, units)), table
+
+
+def scored_rows(rows: Rows, table: EpisodeTable, samples: int) -> Rows:
+    """Rows that can be trained on.
+
+    A group with a failed episode is left out whole, since the others would be compared without it; an agent whose
+    reward is None is left out alone.
+    """
+    failed_P = table.failed.reshape(-1, samples).any(1)
+    batch = rows.batch
+    unscored_B = table.reward[batch.episode, batch.agent].isnan()
+    kept_B = ~unscored_B & ~failed_P[batch.episode // samples]
+    return rows if bool(kept_B.all()) else take(rows, np.flatnonzero(kept_B.cpu().numpy()))
+
+
+def _length(path: RowPath) -> int:
+    return sum(len(node.tokens) for node in path.nodes)
+
+
+def _episode_table(
+    own: NumberedEpisodes, paths: Sequence[Sequence[RowPath]], count: int, form: RowForm, mesh: Mesh
+) -> tuple[EpisodeTable, np.ndarray]:
+    """The table of episodes, and the number of rows of each [E], in one collective."""
+    agents = len(form.agents)
+    columns_E = torch.zeros(count, 6 + agents, dtype=torch.float64)
+    index = int(mesh.index(mesh.row_axes))
+    for (number, episode), some in zip(own, paths, strict=True):
+        rewards = [episode.rewards.get(agent) for agent in form.agents]
+        unknown = set(episode.agents()) - set(form.agents)
+        if unknown:
+            raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {list(form.agents)}")
+        turns = sum(len(path.trained) for path in some)
+        values = [math.nan if reward is None else float(reward) for reward in rewards]
+        failed = episode.status in ("failed", "cancelled")
+        length = sum(_length(path) for path in some)
+        row = [index, len(some), failed, _is_finished(episode, some), turns, length, *values]
+        columns_E[number] = torch.tensor(row, dtype=torch.float64)
+    whole_E = collectives.psum(columns_E.to(mesh.device), mesh, mesh.row_axes)
+    owner, rows, failed, finished, turns, tokens = whole_E[:, :6].cpu().unbind(1)
+    device = mesh.device
+    table = EpisodeTable(
+        owner.numpy().astype(np.int64),
+        whole_E[:, 6:],
+        (failed > 0).to(device),
+        (finished > 0).to(device),
+        turns.long().to(device),
+        tokens.long().to(device),
+    )
+    return table, rows.numpy().astype(np.int64)
+
+
+def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
+    """True if neither a limit of the episode nor that of its last replies ended it."""
+    last = [path.nodes[-1].finish for path in paths]
+    return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
+
+
+def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
+    """Fields per token of this rank's rows."""
+    longest = max((_length(path) for _, path in flat), default=1)
+    shape = (len(flat), math.ceil(longest / 8) * 8)
+    tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    rollout_logp = torch.zeros(shape, dtype=form.dtype)
+    token_reward = torch.zeros(shape, dtype=form.dtype)
+    turn = torch.zeros(shape, dtype=TOKEN_INT)
+    version = torch.zeros(shape, dtype=TOKEN_INT)
+    routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
+    for row, (episode, path) in enumerate(flat):
+        begin = turns = 0
+        for node in path.nodes:
+            here = slice(begin, begin + len(node.tokens))
+            tokens[row, here] = torch.as_tensor(node.tokens, dtype=TOKEN_INT)
+            turn[row, here] = turns
+            if node.sampled:
+                turns += 1
+            if node in path.trained:
+                assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
+                mask[row, here] = True
+                rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
+                version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
+                token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
+            if node.routes is not None and form.choices:
+                routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
+            begin = here.stop
+    fields = {"tokens": tokens, "mask": mask, "turn": turn, "rollout_logp": rollout_logp, "token_reward": token_reward}
+    if form.versions:
+        fields["version"] = version
+    if form.choices:
+        fields["routes"] = routes
+    return {name: x.to(device) for name, x in fields.items()}

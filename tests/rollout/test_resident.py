@@ -1,0 +1,140 @@
+"""An engine that steps beside coroutines: requests come while others run, and an error is that of who has made it."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from small_engines import CONFIGS, PROMPTS, assert_same, engine_of, load, weights
+
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, parse
+from funrl.models import decoder_model
+from funrl.processes.workers import WorkerError
+from funrl.rollout import resident
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.requests import requests_of
+from funrl.rollout.resident import run_beside
+from funrl.rollout.sampling_parameters import Sampling
+
+CONFIG = CONFIGS["llama"]
+HOW = Sampling(max_new_tokens=20, stop=(3, 17))
+
+
+def test_requests_arrive_while_others_run_and_are_completed_as_alone():
+    requests = requests_of(PROMPTS * 3, HOW, 4)
+
+    async def later(engine, request, wait_s):
+        await asyncio.sleep(wait_s)
+        done = await engine.complete(request.prompt, request.sampling, request.seed)
+        return done._replace(number=request.number)
+
+    async def program(engine):
+        return await asyncio.gather(*(later(engine, one, 0.003 * (n % 5)) for n, one in enumerate(requests)))
+
+    engine = engine_of(CONFIG, max_rows=6)
+    assert_same(run_beside(engine, SINGLE, program), complete(engine_of(CONFIG), requests), 1e-5)
+    assert engine.unfinished() == 0 and engine.cost().used_pages == 0
+
+
+def test_it_runs_where_a_loop_runs_already():
+    async def notebook():
+        return run_beside(engine_of(CONFIG), SINGLE, lambda engine: engine.complete([1, 2], HOW, 3))
+
+    done = asyncio.run(notebook())
+    assert done is not None and done.finish in ("stop", "length")
+
+
+def test_an_error_is_that_of_who_asks_and_a_cancelled_caller_leaves_nothing():
+    async def program(engine):
+        long = Sampling(max_new_tokens=100)
+        fine = asyncio.ensure_future(engine.complete([1, 2], long, 0))
+        gone = asyncio.ensure_future(engine.complete([1, 2], long, 1))
+        never = asyncio.ensure_future(engine.complete([1, 2], long, 2))
+        await asyncio.sleep(0)
+        never.cancel()  # it has not been submitted yet
+        with pytest.raises(ValueError, match="has token 77"):
+            await engine.complete([77], HOW, 0)
+        await asyncio.sleep(0.005)
+        gone.cancel()
+        left = asyncio.ensure_future(engine.complete([1, 3], long, 1))
+        return len((await fine).tokens), left
+
+    engine = engine_of(CONFIG)
+    length, _ = run_beside(engine, SINGLE, program)
+    assert length == 100 and engine.unfinished() == 0
+    complete(engine, requests_of(PROMPTS, HOW, 4))  # the next one takes it over
+
+    async def fails(engine):
+        await engine.complete([1, 2], HOW, 0)
+        raise LookupError("of the program")
+
+    with pytest.raises(LookupError, match="of the program"):
+        run_beside(engine, SINGLE, fails)
+    assert engine.unfinished() == 0
+
+
+def test_an_error_of_the_engine_ends_the_program():
+    engine = engine_of(CONFIG)
+    broken = {name: x * float("nan") for name, x in weights(CONFIG).items() if name == "embed"}
+    load(engine, weights(CONFIG) | broken)
+    cleaned = []
+
+    async def program(engine):
+        try:
+            await engine.complete([1, 2], HOW, 0)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.append(True)
+
+    with pytest.raises(FloatingPointError, match="not finite"):
+        run_beside(engine, SINGLE, program)
+    assert cleaned == [True] and engine.unfinished() == 0
+
+
+def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):
+    beats = []
+    monkeypatch.setattr(resident, "BEAT_S", 0.05)
+    monkeypatch.setattr(resident, "beat", lambda: beats.append(time.monotonic()))
+
+    async def program(engine):
+        await asyncio.sleep(0.6)
+        return engine.running_s
+
+    begin = time.process_time()
+    assert run_beside(engine_of(CONFIG), SINGLE, program) == 0.0
+    assert 4 <= len(beats) <= 16 and time.process_time() - begin < 0.3
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fails", [False, True])
+def test_tensor_ranks_follow_the_first(fails):
+    requests = requests_of(PROMPTS, HOW, 4)
+
+    async def program(engine):
+        if fails:
+            await asyncio.sleep(0.1)
+            raise LookupError("of the program")
+        gone = asyncio.ensure_future(engine.complete([1, 2], HOW, 0))
+        engine.keep("it", 1000)
+        done = []
+        for request in requests[:3]:
+            await asyncio.sleep(0.01)  # nothing runs meanwhile
+            done.append(await engine.complete(request.prompt, HOW, request.seed))
+        gone.cancel()
+        others = [engine.complete(request.prompt, HOW, request.seed) for request in requests[3:]]
+        return [one._replace(number=n) for n, one in enumerate(done + await asyncio.gather(*others))]
+
+    def rank(mesh):
+        engine = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4))
+        load(engine, weights(CONFIG, torch.float64))
+        done = run_beside(engine, mesh, program)
+        assert (done is None) == (mesh.rank > 0) and engine.unfinished() == 0 and engine.cost().pages >= 62
+        return done
+
+    if fails:
+        with pytest.raises(WorkerError, match="of the program"):
+            launch(rank, parse("tp2"), "cpu")
+        return
+    assert_same(launch(rank, parse("tp2"), "cpu"), complete(engine_of(CONFIG, torch.float64), requests), 1e-10)

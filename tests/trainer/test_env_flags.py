@@ -1,0 +1,113 @@
+"""Flags of environments: how one is named, what bounds its episodes, and what does not go with it."""
+
+import functools
+import json
+
+import pytest
+from small_runs import GRPO, SMALL, Quiet
+
+from funrl.mesh.mesh import single
+from funrl.trainer import loop
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.row_source import episode_setup
+from funrl.trainer.settings.checks import check_settings
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
+
+ENVIRONMENTS = '''
+from funrl.rollout.episodes import Episode
+
+class Turns:
+    """Says 5 after each reply, until a limit ends the episode."""
+    agents = ("policy",)
+
+    async def run(self, policy, example, seed):
+        trajectory = policy.start(example.tokens)
+        replies = 0
+        try:
+            while True:
+                reply, last = await policy.sample(trajectory)
+                replies += 1
+                trajectory = policy.extend(last, [5])
+        except Exception:
+            return Episode([last], {"policy": float(replies)}, status="turns")
+
+def count(messages, **fields):
+    """Asks once more, then rewards."""
+    return "1" if len(messages) < 3 else float(len(messages[-1]["content"]))
+
+def made():
+    return Turns()
+
+class Half:
+    def reset(self): ...
+'''
+TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "own.py").write_text(ENVIRONMENTS)
+    lines = [json.dumps({"prompt": f"{n}+{n}="}) for n in range(20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def job_of(files, name="Turns", **settings):
+    given = {"prompts": str(files / "prompts.jsonl"), "env": f"{files / 'own.py'}:{name}", "samples_per_prompt": 3}
+    return prepare(settings_of(**SMALL | given | settings), functools.partial(GRPO, kl_coef=0.0))
+
+
+def metrics_of_step(job):
+    run, state = loop.begin_run(job, single(), Quiet())
+    state = sync(run.parts, state, frozen=run.frozen)
+    return loop.draw_batch(run, state)[2]
+
+
+@pytest.mark.parametrize("name", ["Turns", "made"])
+def test_an_environment_of_a_file(files, name):
+    metrics = metrics_of_step(job_of(files, name, episode_turns=3))
+    assert metrics["episodes/turns"] == 3 and metrics["episodes/failed"] == 0
+
+
+def test_a_function_of_messages_is_one(files):
+    job = job_of(files, "count", chat_template=str(files / "chat.jinja"))
+    assert metrics_of_step(job)["episodes/turns"] == 2
+
+
+def test_flags_bound_the_episodes(files):
+    flags = {
+        "episode_turns": 4, "episode_tokens": 9, "env_timeout": 2.5, "episode_retries": 3, "max_waiting": 7,
+    }  # fmt: skip
+    job = job_of(files, **flags)
+    limits = episode_setup(job, job.task.environment).limits
+    assert (limits.turns, limits.tokens, limits.environment_s, limits.retries, limits.waiting) == tuple(flags.values())
+    assert limits.length == job.model.config.max_positions
+    assert metrics_of_step(job)["episodes/turns"] <= 4
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ({"env": "own.py:Missing"}, "Missing"),
+        ({"env": "own.py:Half"}, "Half lacks step, close"),
+        ({"env": "own.py:Turns", "reward": "math"}, "the environment rewards its episodes"),
+        ({"env": "own.py:Turns", "new_tokens_per_step": 2}, "an episode ends in the step in which it began"),
+        ({"env": "own.py:Turns", "on_reward_error": "zero"}, "--episode_retries"),
+    ],
+)
+def test_what_cannot_work_is_refused(files, flags, message):
+    flags = flags | {"env": str(files / flags["env"])}
+    with pytest.raises(ValueError, match=message):
+        prepare(settings_of(**SMALL | {"prompts": str(files / "prompts.jsonl")} | flags), GRPO)
+
+
+def test_a_flag_without_an_environment_is_refused():
+    with pytest.raises(SettingsError, match="--episode_turns=3 does nothing without an environment"):
+        check_settings(settings_of(episode_turns=3))
+    with pytest.raises(SettingsError, match="needs --prompts"):
+        check_settings(settings_of(env="own.py:Turns"))
+    with pytest.raises(SettingsError, match="--reward_weights=2 with --task=calculator"):
+        check_settings(settings_of(task="calculator", reward_weights="2"))

@@ -1,0 +1,156 @@
+"""Rows of episodes: paths, shared nodes, what all ranks know."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from funrl.data.packing import RowCost
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.mesh.text import parse
+from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.trainer.sources.episode_rows import RowForm, paths_of, rows_of_episodes, scored_rows
+from funrl.trainer.steps.micro import plan_epoch
+from funrl.trainer.steps.step_rows import UpdatePlan
+
+COUNT, SAMPLES = 24, 4
+
+
+def sampled(parent, rng, finish="stop"):
+    n = rng.randint(1, 5)
+    raw = torch.tensor([-rng.random() for _ in range(n)], dtype=torch.float64)
+    tokens = [rng.randrange(50) for _ in range(n)]
+    return Node(parent, tokens, True, raw, raw - 1, torch.full((n,), 3), finish=finish)
+
+
+def random_episode(seed):
+    """Two agents at times, branches, retries, trajectories that share nodes or are parts of others."""
+    rng = random.Random(seed)
+    ends = []
+    for agent in ("policy", "critic")[: rng.randint(1, 2)]:
+        root = Node(None, [rng.randrange(50) for _ in range(rng.randint(1, 4))], False)
+        leaves = [root]
+        for _ in range(rng.randint(1, 6)):
+            node = sampled(rng.choice(leaves), rng)
+            leaves.append(Node(node, [7, 8], False) if rng.random() < 0.5 else node)
+        ends += [Trajectory(agent, leaf) for leaf in rng.sample(leaves, rng.randint(1, len(leaves)))]
+    rewards = {agent: rng.choice([0.0, 1.0, None]) for agent in ("policy", "critic")}
+    nodes = dict.fromkeys(n for end in ends for n in end.nodes() if n.sampled)
+    turn_rewards = {node: rng.random() for node in nodes if rng.random() < 0.3}
+    status = "failed" if rng.random() < 0.1 else "done"
+    return Episode(ends, rewards, turn_rewards, status=status)
+
+
+FORM = RowForm(agents=("policy", "critic"), pad=0, dtype=torch.float64, versions=True)
+
+
+def rows_here(mesh=None):
+    mesh = mesh or single()
+    ranks = mesh.size(mesh.row_axes)
+    own = [(e, random_episode(e)) for e in range(COUNT) if (e // SAMPLES) % ranks == int(mesh.index(mesh.row_axes))]
+    return rows_of_episodes(own, COUNT, SAMPLES, FORM, mesh)
+
+
+def test_each_sampled_node_is_trained_exactly_once_and_rows_are_what_the_model_saw():
+    rows, _ = rows_here()
+    batch = rows.batch
+    row = 0
+    for number in range(COUNT):
+        episode = random_episode(number)
+        trained = []
+        for path in paths_of(episode):
+            ids = [t for node in path.nodes for t in node.tokens]
+            assert batch.tokens[row, : len(ids)].tolist() == ids and batch.length[row] == len(ids)
+            assert batch.episode[row] == number and batch.group[row] == number // SAMPLES
+            begin = 0
+            for node in path.nodes:
+                here = slice(begin, begin + len(node.tokens))
+                assert batch.mask[row, here].all() == (node in path.trained)
+                if node in path.trained:
+                    assert torch.equal(batch.rollout_logp[row, here], node.sampling_logp)
+                    assert batch.token_reward[row, here].sum() == episode.turn_rewards.get(node, 0)
+                    assert (batch.version[row, here] == 3).all()
+                begin = here.stop
+            assert not batch.mask[row, begin:].any()
+            trained += path.trained
+            row += 1
+        on_paths = {node for end in episode.ends for node in end.nodes() if node.sampled}
+        assert len(trained) == len(set(trained)) and set(trained) == on_paths
+    assert row == len(batch.tokens)
+
+
+def test_turns_count_the_replies_before_a_token():
+    rng = random.Random(0)
+    root = Node(None, [1, 2], False)
+    first = sampled(root, rng)
+    heard = Node(first, [3], False)
+    second = sampled(heard, rng)
+    rows, table = rows_of_episodes(
+        [(0, Episode([Trajectory("policy", second)], {"policy": 1.0}))], 1, 1, RowForm(dtype=torch.float64), single()
+    )
+    n, m = len(first.tokens), len(second.tokens)
+    assert rows.batch.turn[0, : 3 + n + m].tolist() == [0] * (2 + n) + [1] * (1 + m)
+    assert rows.batch.get("token_reward") is None and table.turns.tolist() == [2]
+    assert rows.batch.truncated.tolist() == [False] and rows.batch.episode_tokens.tolist() == [n + m]
+
+
+def test_a_failed_group_and_an_unscored_agent_are_left_out():
+    rows, table = rows_here()
+    kept = scored_rows(rows, table, SAMPLES)
+    for episode, agent in zip(kept.batch.episode.tolist(), kept.batch.agent.tolist(), strict=True):
+        group = range(episode // SAMPLES * SAMPLES, episode // SAMPLES * SAMPLES + SAMPLES)
+        assert all(random_episode(e).status == "done" for e in group)
+        assert random_episode(episode).rewards[("policy", "critic")[agent]] is not None
+    assert 0 < len(kept.batch.score) < len(rows.batch.score)
+
+
+def test_a_reply_that_a_limit_ended_is_truncated():
+    rng = random.Random(0)
+    end = Trajectory("policy", sampled(Node(None, [1], False), rng, finish="length"))
+    for status, expected in (("done", True), ("turns", True)):
+        rows, _ = rows_of_episodes([(0, Episode([end], {"policy": 1.0}, status=status))], 1, 1, RowForm(), single())
+        assert rows.batch.truncated.tolist() == [expected]
+
+
+def test_an_unknown_agent_is_an_error():
+    end = Trajectory("judge", sampled(Node(None, [1], False), random.Random(0)))
+    with pytest.raises(ValueError, match=r"agents \['judge'\].*policy"):
+        rows_of_episodes([(0, Episode([end], {"judge": 1.0}))], 1, 1, RowForm(), single())
+
+
+def test_the_rows_of_an_episode_are_in_one_mini_batch():
+    rows, _ = rows_here()
+    plan = UpdatePlan(3, minibatches=5, token_budget=64, cost=RowCost())
+    epoch = plan_epoch(rows.lengths, single(), plan, example=rows.examples)
+    assert sorted(np.concatenate(epoch.parts).tolist()) == list(range(len(rows.lengths)))
+    parts = [set(rows.examples[part].tolist()) for part in epoch.parts]
+    assert sum(map(len, parts)) == len(set(rows.examples.tolist())) and len(parts) == 5
+
+
+def test_episodes_of_one_row_are_chosen_as_rows_are():
+    lengths = np.arange(30) % 7 + 3
+    plan = UpdatePlan(2, minibatches=4, token_budget=64, cost=RowCost())
+    plain = plan_epoch(lengths, single(), plan)
+    same = plan_epoch(lengths, single(), plan, example=np.arange(30) + 100)
+    assert [p.tolist() for p in plain.parts] == [p.tolist() for p in same.parts]
+    assert np.array_equal(plain.to, same.to)
+
+
+def _summary(mesh):
+    rows, table = rows_here(mesh)
+    batch = rows.batch
+    own = {int(n): (batch.tokens[i].tolist(), batch.mask[i].tolist()) for i, n in enumerate(rows.own)}
+    return own, [x.tolist() for x in (batch.episode, batch.agent, batch.score, batch.length, batch.episode_tokens,
+                                      batch.episode_first, batch.truncated, table.failed, table.turns)]  # fmt: skip
+
+
+@pytest.mark.gloo
+def test_ranks_number_rows_as_one_process_does():
+    whole, facts = _summary(single())
+    own, others = launch(_summary, parse("dp2"), "cpu")
+    assert others == facts
+    for number, (tokens, mask) in own.items():
+        width = min(len(tokens), len(whole[number][0]))
+        assert tokens[:width] == whole[number][0][:width] and mask[:width] == whole[number][1][:width]

@@ -1,0 +1,126 @@
+"""Training on episodes of several turns and branches, on meshes; and the single turn, which is a run without them."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from small_runs import GRPO, PPO, assert_same, digits_reward, small_job, steps_program
+
+from funrl import trees
+from funrl.algos import Algorithm, chain, clipped_surrogate, gae, reduce, sequence_mean, to_turns, turn_center
+from funrl.algos.losses.value_loss import clipped_value_loss
+from funrl.environments.adapters import single_turn
+from funrl.mesh.launch import launch
+from funrl.rollout.episodes import Episode
+
+
+class Branching:
+    """Two turns of token ids, the second one twice, from the same first turn; a second agent in some episodes."""
+
+    agents = ("policy", "other")
+
+    async def run(self, policy, example, seed):
+        start = policy.start(example.tokens)
+        first, trajectory = await policy.sample(start, max_tokens=3)
+        heard = policy.extend(trajectory, [5, 6])
+        (left, one), (right, two) = await policy.sample(heard), await policy.sample(heard)
+        ends, rewards = [one, two], {"policy": self.reward(first.tokens, left.tokens, right.tokens)}
+        if len(first.tokens) > 1 and first.tokens[0] % 2:
+            reply, path = await policy.sample(policy.start([7, *example.tokens], agent="other"), max_tokens=2)
+            ends.append(path)
+            rewards["other"] = self.reward(reply.tokens)
+        if first.tokens[0] == 4:
+            rewards["policy"] = None
+        return Episode(ends, rewards, {trajectory.leaf: 0.25 * len(first.tokens)}, {"left": float(len(left.tokens))})
+
+    def reward(self, *replies):
+        return sum(sum(tokens) % 7 for tokens in replies) / 7
+
+
+def turns():
+    return Algorithm(
+        advantage=chain(to_turns(0.9), turn_center()), losses={"policy": reduce(clipped_surrogate(), sequence_mean())}
+    )
+
+
+RECIPES = {"grpo": functools.partial(GRPO, kl_coef=0.02), "ppo": PPO, "turns": turns}
+
+
+def episode_job(compose, environment, **settings):
+    job = small_job(
+        compose, reward=None, **{"samples_per_prompt": 3, "minibatches": 2, "task": "calculator", **settings}
+    )
+    task = job.task._replace(rewards=(), weights=(1.0,), environment=environment)
+    return dataclasses.replace(job, task=task)
+
+
+@functools.cache
+def steps_of_mesh(name, mesh, steps=2):
+    job = episode_job(RECIPES[name], Branching(), mesh=mesh)
+    return launch(steps_program(job, steps), job.sizes, "cpu")
+
+
+MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ppo", "turns"))])
+def test_episodes_give_the_same_numbers_on_every_mesh(name, mesh):
+    one, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
+    assert_same(one, other, 1e-9)
+    batch = other["batches"][0]
+    assert batch.agent.max() == 1 and not batch.episode_first.all()
+    for metrics in other["metrics"]:
+        assert metrics["episodes/turns"] >= 3 and metrics["episodes/failed"] == 0
+        assert metrics["rollout/logprob_gap_max"] < 1e-10
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_single_turn_is_a_run_without_environment_to_the_bit(name):
+    job = small_job(RECIPES[name], samples_per_prompt=3, minibatches=2, epochs=2)
+    plain = launch(steps_program(job, 2), job.sizes, "cpu")
+    job = episode_job(RECIPES[name], single_turn(digits_reward), epochs=2, task="arithmetic")
+    episodes = launch(steps_program(job, 2), job.sizes, "cpu")
+    for before, after in zip(plain["batches"], episodes["batches"], strict=True):
+        for field in before.names():
+            if field != "scores":  # 0 columns of a run without reward functions
+                assert torch.equal(before.get(field), after.get(field)), field
+    for before, after in zip(plain["metrics"], episodes["metrics"], strict=True):
+        assert before.items() <= after.items()
+    for (name, x), (_, y) in zip(trees.named(plain["weights"]), trees.named(episodes["weights"]), strict=True):
+        assert torch.equal(x, y), name
+
+
+class Fails:
+    """Raises in one group."""
+
+    async def run(self, policy, example, seed):
+        _, trajectory = await policy.sample(policy.start(example.tokens))
+        if sum(example.tokens) % 3 == 0:
+            raise RuntimeError("no such place")
+        return Episode([trajectory], {"policy": float(trajectory.leaf.tokens[0])})
+
+
+def test_a_failed_group_is_left_out_and_counted():
+    job = episode_job(RECIPES["grpo"], Fails(), batch_prompts=8)
+    done = launch(steps_program(job, 1), job.sizes, "cpu")
+    batch, metrics = done["batches"][0], done["metrics"][0]
+    failed = sum(sum(e.tokens) % 3 == 0 for e in job.task.prompts) / len(job.task.prompts)
+    assert 0 < metrics["episodes/failed"] < 2 * failed
+    assert len(batch.score) == 24 - 24 * metrics["episodes/failed"]
+
+
+def test_value_functions_see_single_rows():
+    """A critic learns from rows of episodes: its target is that of the row's own tokens."""
+    compose = lambda: Algorithm(  # noqa: E731
+        advantage=chain(to_turns(), gae(gae_lambda=0.9)),
+        losses={
+            "policy": reduce(clipped_surrogate(), sequence_mean()),
+            "critic": reduce(clipped_value_loss(), sequence_mean()),
+        },
+    )
+    job = episode_job(compose, Branching())
+    batch = launch(steps_program(job, 1), job.sizes, "cpu")["batches"][0]
+    assert torch.isfinite(batch.returns).all() and (batch.returns[~batch.mask] == 0).all()
