@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,36 +99,30 @@ class Order(NamedTuple):
     elsewhere: bool
 
 
-class Link(Protocol):
-    """The way from a rank to whoever reads its record."""
+class Link:
+    """The way from a rank to whoever reads its record; this one leads nowhere."""
 
     def tick(self, heart: Heartbeat) -> Order | None:
         """Called a few times a second; the decision, once there is one."""
-        ...
-
-    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
-        """Report a failure; False where nobody decides about it."""
-        ...
-
-    def elsewhere(self) -> str | None:
-        """A folder that all ranks see and that can be written, for what the usual one does not take."""
-        ...
-
-    def notify(self, text: str) -> None:
-        """Print a line for the user, after the error."""
-        ...
 
     def publish(self, heart: Heartbeat, wait_s: float = 0.0) -> None:
         """Show the record to whoever reads it, as soon as the way is free; at most `wait_s` seconds are lost here."""
-        ...
+
+    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
+        """Report a failure; False where nobody decides about it."""
+        return False
+
+    def elsewhere(self) -> str | None:
+        """A folder that all ranks see and that can be written, for what the usual one does not take."""
+
+    def notify(self, text: str) -> None:
+        """Print a line for the user, after the error."""
 
     def close(self, heart: Heartbeat) -> None:
         """Leave the last record, after which nobody is asked for anything."""
-        ...
 
     def timed_out(self) -> str | None:
         """The explanation of a collective that has failed by `--timeout`; None where it has not."""
-        ...
 
 
 Save = Callable[[bool, str | None], str]

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import traceback
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from funrl.processes import stall_monitor
 
 LOOPBACK = "127.0.0.1"
-CONNECT_S = 300.0  # for another process that keeps the store to come up
 QUEUE = 4096  # ranks that may connect before the store runs
 
 MESH = "funrl/mesh"  # of rank 0
@@ -57,14 +55,14 @@ def serve(listener: socket.socket) -> Any:
 
 
 def connect(port: int, host: str = LOOPBACK) -> Any:
-    """Connect to the store of the run. Raises: RuntimeError: nothing answers there."""
-    timeout = timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    """Connect to the store of the run. Raises: RuntimeError: nothing answers there for five minutes."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
-def address() -> tuple[int, str]:
-    """Port and host of the store of ranks that torchrun or srun has started."""
-    return int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"]
+def join() -> Any:
+    """Connect to the store of ranks that torchrun or srun has started; each of torchrun's restarts has its own keys."""
+    client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"])
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
 
 
 def kept_by_agent() -> bool:

@@ -14,22 +14,12 @@ import time
 from typing import Any, NamedTuple
 
 from funrl.processes import stall_monitor, store
-from funrl.processes.heartbeat import (
-    HEARD,
-    NOBODY,
-    ORDER_S,
-    TICK_S,
-    Heartbeat,
-    Order,
-    decode,
-    waited_s,
-)
+from funrl.processes.heartbeat import HEARD, NOBODY, ORDER_S, TICK_S, Heartbeat, Link, Order, decode, waited_s
 from funrl.processes.watch import HEARTBEAT_S, Waiting
 
 POLL_S = 1.0  # at most between two records of a rank
 POLL_SHARE_S = 1e-3  # of each rank, so that the store gets about a thousand records a second
 END_S = 5.0  # how long a rank may take to end by itself once another has failed
-ANSWER_S = 20.0  # for the store
 STORE = "the process that keeps the run's store"
 
 
@@ -53,7 +43,7 @@ class Launched(NamedTuple):
     plain: tuple[type[Exception], ...]
 
 
-class Alone:
+class Alone(Link):
     """The link of the only rank of a run: its thread speaks itself."""
 
     def __init__(self, heartbeat_s: float | None) -> None:
@@ -68,24 +58,11 @@ class Alone:
                 stall_monitor.say(text)
         return None
 
-    def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
-        return False
-
-    def elsewhere(self) -> str | None:
-        return None
-
     def notify(self, text: str) -> None:
         stall_monitor.say(text)
 
-    def publish(self, heart: Heartbeat, wait_s: float = 0.0) -> None: ...
 
-    def close(self, heart: Heartbeat) -> None: ...
-
-    def timed_out(self) -> str | None:
-        return None
-
-
-class StoreLink:
+class StoreLink(Link):
     """The link of one of several ranks. A thread of its own talks to the store, which may not answer."""
 
     def __init__(self, client: Any, rank: int, world: int, waiting: Waiting, launched: Launched | None = None) -> None:
@@ -229,6 +206,5 @@ class StoreLink:
         if self.waited_s < stall_monitor.TIMED_OUT * self.timeout_s:
             return None
         self.ordered.wait(ORDER_S)
-        return (
-            self.explanation or f"a collective has waited {stall_monitor.duration(self.timeout_s)} in vain (--timeout)"
-        )
+        timeout = stall_monitor.duration(self.timeout_s)
+        return self.explanation or f"a collective has waited {timeout} in vain (--timeout)"

@@ -60,7 +60,6 @@ class Watch:
         self.next_poll = 0.0
         self.next_read = 0.0
         self.ended: dict[int, float] = {}  # ranks that have ended, and how long they had waited in a collective
-        self.failed: set[int] = set()  # those of them that have failed
         self.stalled: list[int] = []
         self.failed_at: float | None = None
         self.lost: set[int] = set()  # ranks that have not heard of the failure
@@ -96,7 +95,6 @@ class Watch:
         sign = self.signs[rank]
         self.ended[rank] = time.monotonic() - sign.since if sign.status == RUNNING else sign.since
         if failed:
-            self.failed.add(rank)
             store.report_first(self.client, rank, f"rank {rank} has failed")
 
     def in_steps(self) -> bool:
@@ -153,8 +151,8 @@ class Watch:
         self.ordered_at = now
         if not self.stalled:
             waited_s = {rank: sign.since for rank, sign in self.signs.items() if sign.status == FAILED} | self.ended
-            failed = {rank for rank in waited_s if rank not in self.ended} | self.failed
-            self.explanation = stall_monitor.timed_out(self.signs, failed, waited_s, silent, self.timeout_s) or ""
+            text = stall_monitor.timed_out(self.signs, waited_s.keys(), waited_s, silent, self.timeout_s)
+            self.explanation = text or ""
         self.client.set(store.ORDER, f"{self.order.replica} {self.order.elsewhere} {self.explanation}")
 
 
@@ -167,8 +165,7 @@ def keeper(world: int, waiting: Waiting) -> Iterator[None]:
     Raises:
       OSError: the port of the store is taken.
     """
-    port, host = store.address()
-    listener = None if store.kept_by_agent() else store.listen(port)
+    listener = None if store.kept_by_agent() else store.listen(int(os.environ["MASTER_PORT"]))
     first_rank = os.getpid()
     flush_output()
     pid = os.fork()
@@ -177,8 +174,9 @@ def keeper(world: int, waiting: Waiting) -> Iterator[None]:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which are for the ranks
                 signal.signal(number, signal.SIG_IGN)
             discard(1)
-            client = store.connect(port, host) if listener is None else store.serve(listener)
-            _keep(Watch(client, world, waiting), first_rank)
+            server = None if listener is None else store.serve(listener)
+            _keep(Watch(store.join(), world, waiting), first_rank)
+            del server
         os._exit(0)
     if listener is not None:
         listener.close()

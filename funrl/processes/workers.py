@@ -64,7 +64,7 @@ class _Place(NamedTuple):
     port: int
 
 
-def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting = Waiting()) -> Any:  # noqa: B008
+def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
