@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from funrl.processes import stall_monitor
 
 LOOPBACK = "127.0.0.1"
+CONNECT = timedelta(minutes=5)
 QUEUE = 4096  # ranks that may connect before the store runs
 
 MESH = "funrl/mesh"  # of rank 0
@@ -26,7 +28,7 @@ MOST = 1_000_000  # characters of a report; the store takes 8 MB at once
 SIGNS = "funrl/signs"  # records by rank
 FAILURE = "funrl/failure"  # the first: "rank text"
 UNWRITABLE = "funrl/unwritable"  # it is the usual folder that has failed
-ORDER = "funrl/order"  # what is saved, and the explanation of the end: "replica elsewhere explanation"
+RESCUE = "funrl/order"  # what is saved, and the explanation of the end: "replica elsewhere explanation"
 NOTICES = "funrl/notices"  # lines for the user
 REPORTS = "funrl/reports"  # of failures, a line of JSON each: [rank, text]
 
@@ -47,21 +49,21 @@ def listen(port: int | None = None) -> socket.socket:
     return socket.create_server(("", port), backlog=QUEUE)
 
 
-def serve(listener: socket.socket) -> Any:
+def keep_store(listener: socket.socket) -> Any:
     """Run the store in this process, on a listening socket, until nothing refers to it any more."""
     port = listener.getsockname()[1]
     descriptor = listener.detach()
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def connect(port: int, host: str = LOOPBACK) -> Any:
-    """Connect to the store of the run. Raises: RuntimeError: nothing answers there for five minutes."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+def connect(port: int, host: str = LOOPBACK, timeout: timedelta = CONNECT) -> Any:
+    """Connect to the store of the run. Raises: RuntimeError: nothing has answered there in time."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def join() -> Any:
+def join_store(timeout: timedelta = CONNECT) -> Any:
     """Connect to the store of ranks that torchrun or srun has started; each of torchrun's restarts has its own keys."""
-    client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"])
+    client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"], timeout)
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
 
 

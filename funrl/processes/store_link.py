@@ -17,7 +17,7 @@ from funrl.processes import stall_monitor, store
 from funrl.processes.heartbeat import HEARD, NOBODY, ORDER_S, TICK_S, Heartbeat, Link, Order, decode, waited_s
 from funrl.processes.watch import HEARTBEAT_S, Waiting
 
-POLL_S = 1.0  # at most between two records of a rank
+PUBLISH_S = 1.0  # at most between two records of a rank
 POLL_SHARE_S = 1e-3  # of each rank, so that the store gets about a thousand records a second
 END_S = 5.0  # how long a rank may take to end by itself once another has failed
 STORE = "the process that keeps the run's store"
@@ -32,7 +32,7 @@ class FailureNotice(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What a rank knows of the launcher of this program, which takes its report and ends it.
+    """Agreement with the launcher of this program, which takes a rank's report and ends it.
 
     Attributes:
       folder: one that all ranks see and that can be written, for what the usual one does not take.
@@ -80,7 +80,7 @@ class StoreLink(Link):
         self.heartbeat_s = waiting.heartbeat_s or HEARTBEAT_S
         self.speaks = waiting.heartbeat_s is not None and rank == 0
         self.stalled_s = None if launched else waiting.stalled_s
-        self.poll_s = min(POLL_S, self.heartbeat_s / 4, max(TICK_S, world * POLL_SHARE_S))
+        self.poll_s = min(PUBLISH_S, self.heartbeat_s / 4, max(TICK_S, world * POLL_SHARE_S))
         self.thread: threading.Thread | None = None
         self.closed = threading.Event()
         self.awake = threading.Event()
@@ -108,7 +108,7 @@ class StoreLink(Link):
             stall_monitor.say(f"no progress: {STORE} does not answer")
         passed_s = min(now - self.ticked, stall_monitor.GAP_S)
         self.ticked = now
-        self.unanswered_s = self.unanswered_s + passed_s if silent_s > 3 * POLL_S else 0.0
+        self.unanswered_s = self.unanswered_s + passed_s if silent_s > 3 * PUBLISH_S else 0.0
         if self.stalled_s is not None and self.unanswered_s >= self.stalled_s:
             self._lose_store("does not answer (--stalled_after)")
         failure = self.failure
@@ -152,8 +152,8 @@ class StoreLink(Link):
             heart.put("<B", HEARD, 1)
             self.failure = FailureNotice(int(rank), text, time.monotonic())
         self._leave_record(heart)
-        if self.failure is not None and self.order is None and self.client.check([store.ORDER]):
-            replica, elsewhere, self.explanation = self.client.get(store.ORDER).decode().split(" ", 2)
+        if self.failure is not None and self.order is None and self.client.check([store.RESCUE]):
+            replica, elsewhere, self.explanation = self.client.get(store.RESCUE).decode().split(" ", 2)
             self.order = Order(int(replica), elsewhere == "True")
             self.ordered.set()
 
@@ -199,7 +199,7 @@ class StoreLink(Link):
 
     def close(self, heart: Heartbeat) -> None:
         self.closed.set()
-        self.publish(heart, POLL_S)
+        self.publish(heart, PUBLISH_S)
         self.awake.set()
 
     def timed_out(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The watch over the ranks of a run, from a process that is none of them: the launcher, or the keeper beside rank 0.
+"""The watch over the ranks of a run, from a process beside them: the launcher, or the keeper of the first rank.
 
 It reads the records of all ranks in the store, warns when the run makes no progress, and hears of the first failure.
 Every rank that lives then writes a last record; from those the watch decides which ranks save the state.
@@ -20,7 +20,7 @@ from funrl.processes.heartbeat import ENDED, FAILED, NOBODY, NOT_BEGUN, RUNNING,
 from funrl.processes.output import discard, flush_output
 
 HEARTBEAT_S = 60.0
-POLL_S = 0.1
+LOOK_S = 0.1  # between two looks at the store
 SETTLE_S = 0.3  # how long to wait for the failures that one failure causes
 HEAR_S = 3.0  # how long ranks may take to hear of a failure
 LEAVE_S = 10.0  # how long the other ranks may take to end, once the first one has ended
@@ -72,7 +72,7 @@ class Watch:
         now = time.monotonic()  # which stands still while the machine is suspended
         if now < self.next_poll:
             return
-        self.next_poll = now + POLL_S
+        self.next_poll = now + LOOK_S
         if self.failed_at is None and self.client.check([store.FAILURE]):
             self.failed_at = now
         if now < self.next_read and self.failed_at is None:
@@ -153,7 +153,7 @@ class Watch:
             waited_s = {rank: sign.since for rank, sign in self.signs.items() if sign.status == FAILED} | self.ended
             text = stall_monitor.timed_out(self.signs, waited_s.keys(), waited_s, silent, self.timeout_s)
             self.explanation = text or ""
-        self.client.set(store.ORDER, f"{self.order.replica} {self.order.elsewhere} {self.explanation}")
+        self.client.set(store.RESCUE, f"{self.order.replica} {self.order.elsewhere} {self.explanation}")
 
 
 @contextlib.contextmanager
@@ -174,8 +174,8 @@ def keeper(world: int, waiting: Waiting) -> Iterator[None]:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which are for the ranks
                 signal.signal(number, signal.SIG_IGN)
             discard(1)
-            server = None if listener is None else store.serve(listener)
-            _keep(Watch(store.join(), world, waiting), first_rank)
+            server = None if listener is None else store.keep_store(listener)
+            _keep(Watch(store.join_store(), world, waiting), first_rank)
             del server
         os._exit(0)
     if listener is not None:
@@ -194,4 +194,4 @@ def _keep(watch: Watch, first_rank: int) -> None:
             watch.note_end(0, failed=not first_ended)
         if watch.saving() or not (first_ended or watch.order is not None):
             end = time.monotonic() + LEAVE_S
-        time.sleep(POLL_S)
+        time.sleep(LOOK_S)

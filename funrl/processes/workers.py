@@ -37,6 +37,7 @@ END_AT_ONCE = signal.SIGUSR1  # from the process that started the ranks; a termi
 
 _ranks: set[int] = set()  # ids of the running ranks that this process has started
 _asked: int | None = None  # the first signal by which this process was asked to stop
+_Place = tuple[int, str, int]  # a rank's number, the folder that all processes share, and the port of the store
 _supervised = False  # whether this process is a rank that another process of this program has started
 
 
@@ -54,14 +55,6 @@ class RankProgram(NamedTuple):
 
     run: Callable[[int, Any, str], Any]
     plain: tuple[type[Exception], ...]
-
-
-class _Place(NamedTuple):
-    """A rank's number, the folder that all processes share, and the port of the store."""
-
-    rank: int
-    folder: str
-    port: int
 
 
 def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -> Any:
@@ -85,9 +78,9 @@ def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -
         flush_output()
         try:
             for rank in range(count):
-                place = _Place(rank, folder, listener.getsockname()[1])
+                place = (rank, folder, listener.getsockname()[1])
                 pids[_fork(task, place, listener) if fork else _start(place)] = rank
-            watch = end.enter_context(contextlib.closing(Watch(store.serve(listener), count, waiting)))
+            watch = end.enter_context(contextlib.closing(Watch(store.keep_store(listener), count, waiting)))
             with _stop_signals(watch.in_steps):
                 _ranks.update(pids)
                 failed = _wait(pids, watch)
@@ -252,7 +245,7 @@ def main(rank: str, folder: str, port: str) -> None:
         with open(os.path.join(folder, "task"), "rb") as file:
             return pickle.load(file)
 
-    _live(task, _Place(int(rank), folder, int(port)), cloudpickle.dump)
+    _live(task, (int(rank), folder, int(port)), cloudpickle.dump)
 
 
 def _live(task: Callable[[], RankProgram], place: _Place, dump: Callable[[Any, Any], None]) -> None:

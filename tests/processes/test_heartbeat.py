@@ -341,3 +341,30 @@ def test_ranks_of_another_launcher_save_and_end_when_one_is_stopped_or_killed(la
     ends = f"rank {1 - late} ends: no answer for 3 s (--stalled_after) from rank {late} on"
     said = [f"rank {1 - late}: rank {1 - late} saves", *([ends] if sign == signal.SIGSTOP else [])]
     assert [text for text in said if text not in err] == [], err
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="finds the process that keeps the store in /proc")
+@pytest.mark.parametrize(
+    ("sign", "said"),
+    [
+        (signal.SIGKILL, ["has failed"]),
+        pytest.param(signal.SIGSTOP, ["does not answer", "does not answer (--stalled_after)"], marks=pytest.mark.slow),
+    ],
+)
+def test_without_their_store_ranks_save_and_end_by_themselves(sign, said, tmp_path):
+    def program(m):
+        heartbeat.set_rescue(lambda *_: f"rank {m.rank} saves", m.rank)
+        heartbeat.mark_recoverable(2)
+        collectives.psum(torch.ones(1), m, "data")
+        if m.rank == 0:
+            with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as children:
+                os.kill(int(children.read()), sign)
+        time.sleep(60)
+
+    port = free_port()
+    pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
+    assert all(waited(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0] != 0) for pid in pids)
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert all(f"the process that keeps the run's store {text}" in first for text in said), first
+    assert "rank 1: rank 1 saves" in second and "saves" not in first  # its machine may be lost with the store
