@@ -190,17 +190,16 @@ class StoreLink(Link):
             store.add_line(self.client, store.NOTICES, text)
 
     def publish(self, heart: Heartbeat, wait_s: float = 0.0) -> None:
-        if not self.lock.acquire(timeout=wait_s):
-            self.awake.set()  # the thread is at it, or the store does not answer
-            return
-        with contextlib.suppress(RuntimeError, OSError):
-            self._leave_record(heart)
-        self.lock.release()
+        if self.lock.acquire(timeout=wait_s):
+            with contextlib.suppress(RuntimeError, OSError):
+                self._leave_record(heart)
+            self.lock.release()
+        else:  # the thread is at it, or the store does not answer
+            self.awake.set()
 
     def close(self, heart: Heartbeat) -> None:
         self.closed.set()
         self.publish(heart, PUBLISH_S)
-        self.awake.set()
 
     def timed_out(self) -> str | None:
         if self.waited_s < stall_monitor.TIMED_OUT * self.timeout_s:

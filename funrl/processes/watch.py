@@ -111,8 +111,7 @@ class Watch:
 
     def over(self) -> bool:
         """True once every rank has ended that still answers."""
-        lost = self.lost | self.ended.keys()
-        return all(sign.status == ENDED for rank, sign in self.signs.items() if rank not in lost)
+        return all(self.signs[rank].status == ENDED for rank in self.signs.keys() - self.lost - self.ended.keys())
 
     def reports(self) -> dict[int, str]:
         """The first failure that each rank has reported, by rank, in the order of their arrival."""
@@ -151,8 +150,7 @@ class Watch:
         self.ordered_at = now
         if not self.stalled:
             waited_s = {rank: sign.since for rank, sign in self.signs.items() if sign.status == FAILED} | self.ended
-            text = stall_monitor.timed_out(self.signs, waited_s.keys(), waited_s, silent, self.timeout_s)
-            self.explanation = text or ""
+            self.explanation = stall_monitor.timed_out(self.signs, waited_s, waited_s, silent, self.timeout_s) or ""
         self.client.set(store.RESCUE, f"{self.order.replica} {self.order.elsewhere} {self.explanation}")
 
 
