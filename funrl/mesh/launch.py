@@ -22,13 +22,13 @@ import torch.distributed as dist
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.processes import heartbeat
+from funrl.processes import heartbeat, store
 from funrl.processes.device_memory import expand_segments
 from funrl.processes.environment import read_environment
-from funrl.processes.heartbeat import RECORD_BYTES, Link
-from funrl.processes.shared_progress import SharedProgress
-from funrl.processes.store_progress import Alone, StoreLink
-from funrl.processes.workers import RankProgram, WorkerError, can_fork, report_failure, run_processes
+from funrl.processes.heartbeat import Heartbeat, Link
+from funrl.processes.store_link import Alone, Launched, StoreLink
+from funrl.processes.watch import Waiting, keeper
+from funrl.processes.workers import RankProgram, WorkerError, can_fork, run_processes
 
 __all__ = [
     "Waiting",
@@ -45,24 +45,7 @@ __all__ = [
     "view",
 ]
 
-HEARTBEAT_S = 60.0
-ENVIRONMENT = "env://"  # rendezvous of ranks that torchrun or srun has started
 Before = Callable[[int], contextlib.AbstractContextManager[Any]]
-
-
-class Waiting(NamedTuple):
-    """Limits of the waiting of ranks for each other.
-
-    Attributes:
-      timeout: how long a rank waits for another in a collective, of any group, before that is an error.
-      heartbeat_s: seconds without progress after which a line on the standard error names the rank that the run waits
-        for, and its phase; None: no line.
-      stalled_s: seconds without a sign of life from a rank's process after which the run ends; None: it does not.
-    """
-
-    timeout: timedelta = timedelta(minutes=10)
-    heartbeat_s: float | None = HEARTBEAT_S
-    stalled_s: float | None = None
 
 
 class _Program(NamedTuple):
@@ -73,7 +56,7 @@ class _Program(NamedTuple):
     sizes: dict[str, int]
     device: str
     plain: tuple[type[Exception], ...]
-    timeout: timedelta
+    waiting: Waiting
 
 
 class _Rank(NamedTuple):
@@ -171,34 +154,27 @@ def launch(
     if "WORLD_SIZE" in os.environ:
         rank = int(os.environ["RANK"])
         local = int(os.environ.get("LOCAL_RANK", 0))
-        own = _Rank(rank, local, local_ranks(world))
-        group = functools.partial(_process_group, sizes, own, device, ENVIRONMENT, waiting.timeout)
-        link = StoreLink(
-            rank, world, waiting.heartbeat_s, timeout_s=waiting.timeout.total_seconds(), stalled_s=waiting.stalled_s
-        )
-        return _on_rank(program, before, rank, mesh_of=group, link=link)
+        run = _Program(program, before, sizes, device=device, plain=plain, waiting=waiting)
+        with keeper(world, waiting) if rank == 0 else contextlib.nullcontext():
+            return _in_group(run, _Rank(rank, local, local_ranks(world)), store.join_store(waiting.timeout))
     if world == 1:
         return _on_rank(program, before, 0, mesh_of=functools.partial(_single, device), link=Alone(waiting.heartbeat_s))
-    run = functools.partial(_run, _Program(program, before, sizes, device=device, plain=plain, timeout=waiting.timeout))
-    return run_processes(
-        RankProgram(run, plain),
-        world,
-        fork=device == "cpu" and can_fork(),
-        heartbeat_s=waiting.heartbeat_s,
-        timeout_s=waiting.timeout.total_seconds(),
-        stalled_s=waiting.stalled_s,
-    )
+    run = functools.partial(_run, _Program(program, before, sizes, device=device, plain=plain, waiting=waiting))
+    return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork(), waiting=waiting)
 
 
-def _run(program: _Program, rank: int, folder: str) -> Any:
+def _run(program: _Program, rank: int, client: Any, folder: str) -> Any:
     """Run the program on one of the ranks that are started here."""
-    world = Mesh(program.sizes).world
-    rendezvous = f"file://{folder}/rendezvous"
-    own = _Rank(rank, local=rank, here=world)
-    group = functools.partial(_process_group, program.sizes, own, program.device, rendezvous, program.timeout)
-    report = functools.partial(report_failure, folder, rank, plain=program.plain)
-    progress = SharedProgress(folder, world, report=report)
-    return _on_rank(program.run, program.before, rank, mesh_of=group, link=progress, record=progress.record(rank))
+    own = _Rank(rank, local=rank, here=Mesh(program.sizes).world)
+    return _in_group(program, own, client, Launched(f"{folder}-saved", program.plain))
+
+
+def _in_group(program: _Program, own: _Rank, client: Any, launched: Launched | None = None) -> Any:
+    """Run the program on one of several ranks, which have a client of their store."""
+    timeout = program.waiting.timeout
+    group = functools.partial(_process_group, program.sizes, own, program.device, client, timeout)
+    link = StoreLink(client, own.number, Mesh(program.sizes).world, program.waiting, launched=launched)
+    return _on_rank(program.run, program.before, own.number, mesh_of=group, link=link)
 
 
 def _on_rank(
@@ -207,18 +183,19 @@ def _on_rank(
     rank: int,
     mesh_of: Callable[[], contextlib.AbstractContextManager[Mesh]],
     link: Link,
-    record: Any = None,
 ) -> Any:
     """Run the program on this rank: enter `before` while there is no thread, then start the heartbeat and the mesh."""
-    record = memoryview(bytearray(RECORD_BYTES)) if record is None else record
+    heart = Heartbeat(link)
     with contextlib.nullcontext() if before is None else before(rank) as opened:
         try:
-            with heartbeat.alive(heartbeat.Heartbeat(record, link)), mesh_of() as mesh:
+            with heartbeat.alive(heart), mesh_of() as mesh:
                 return program(mesh) if before is None else program(mesh, opened)
         except Exception as error:
-            if isinstance(link, StoreLink) and (text := link.timed_out()):
+            if text := link.timed_out():
                 raise WorkerError(text) from error
             raise
+        finally:
+            link.close(heart)
 
 
 @contextlib.contextmanager
@@ -231,10 +208,11 @@ def _single(device: str) -> Iterator[Mesh]:
 
 
 @contextlib.contextmanager
-def _process_group(
-    sizes: dict[str, int], own: _Rank, device: str, rendezvous: str, timeout: timedelta
-) -> Iterator[Mesh]:
-    """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes."""
+def _process_group(sizes: dict[str, int], own: _Rank, device: str, client: Any, timeout: timedelta) -> Iterator[Mesh]:
+    """The mesh of all ranks as one of them sees it, with a process group for every combination of its axes.
+
+    The groups wait in a client of the store of their own, beside the one that is given.
+    """
     rank = own.number
     torch.set_num_threads(max(1, cores() // own.here))
     where = torch.device(f"{device}:{own.local}" if device == "cuda" else "cpu")
@@ -243,33 +221,32 @@ def _process_group(
         torch.cuda.set_device(where)
     options: dict[str, Any] = {"device_id": where} if device == "cuda" else {}
     with heartbeat.phase("rendezvous"):
+        groups_client = client.clone()
+        groups_client.set_timeout(timeout)
+        _check_same_mesh(groups_client, sizes, rank)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            init_method=rendezvous,
+            store=groups_client,
             rank=rank,
             world_size=Mesh(sizes).world,
             timeout=timeout,
             **options,
         )
         heartbeat.name_group(dist.group.WORLD.group_name, "all ranks", True)  # type: ignore[union-attr]
-        if rendezvous == ENVIRONMENT:
-            _check_same_mesh(sizes, rank)
         names = groups(sizes, timeout=timeout)
     yield Mesh(sizes, rank, where, groups=names, timeout=timeout)
     # Not after an error: to leave a group of NCCL takes all ranks, and the others wait elsewhere for this one.
-    heartbeat.closing()
     heartbeat.entered("barrier", dist.group.WORLD.group_name)  # type: ignore[union-attr]
     dist.barrier()
     heartbeat.left()
     dist.destroy_process_group()
 
 
-def _check_same_mesh(sizes: dict[str, int], rank: int) -> None:
+def _check_same_mesh(client: Any, sizes: dict[str, int], rank: int) -> None:
     """Check that this rank was started with the first one's mesh. Raises: MeshError."""
-    store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     if rank == 0:
-        store.set("funrl/mesh", meshes.text(sizes))
-    elif (first := store.get("funrl/mesh").decode()) != meshes.text(sizes):
+        client.set(store.MESH, meshes.text(sizes))
+    elif (first := client.get(store.MESH).decode()) != meshes.text(sizes):
         raise MeshError(f"rank {rank} has the mesh {meshes.text(sizes)} and rank 0 {first}: start all with one --mesh")
 
 

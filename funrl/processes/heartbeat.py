@@ -2,8 +2,7 @@
 
 A rank writes its step, its phase and its last collective in a record of fixed size, at a cost that does not depend on
 the number of ranks. A thread beside the program counts up, so that a stopped rank differs from one that computes. The
-records are read by `stall_monitor`; on one machine they are in memory that the ranks share with the process that has
-started them (`shared_progress`), otherwise they go through the store of the run's rendezvous (`store_progress`).
+records go through the store of the run (`store_link`) to the process that watches all of them (`watch`).
 
 When a rank has failed, others may still hold the state of the run: what `set_rescue` was given is called in this thread
 on the ranks that are chosen for it, while their programs wait in a collective for the one that has failed.
@@ -17,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ SAVE_S = 120.0  # how long it then waits for the save
 RUNNING, FAILED, SAVING, ENDED = range(4)  # states of a rank
 NOBODY = -1  # instead of the number of a replica
 
-_RECORD = struct.Struct("<QQdiIIiiBB2x32s48s64s")
-RECORD_BYTES = 192
+_RECORD = struct.Struct("<QQdiIIiiBBBx32s48s64s")
 _BEATS = 0
 _TICKS = 8
 _SINCE = 16
@@ -39,6 +37,7 @@ _RECOVERABLE = 36
 _REPLICA = 40
 STATUS = 44
 _WAITING = 45
+HEARD = 46
 _PHASE = 48
 _COLLECTIVE = 80
 
@@ -58,6 +57,7 @@ class Sign(NamedTuple):
       replica: the ranks of one number hold every part of the state together; NOBODY: no ranks do without the others.
       status: RUNNING, FAILED, SAVING or ENDED.
       waiting: whether it is in a collective.
+      heard: whether it has heard of a failure.
       collective: the last one, such as "all_reduce over data".
     """
 
@@ -71,12 +71,13 @@ class Sign(NamedTuple):
     replica: int
     status: int
     waiting: int
+    heard: int
     phase: str
     collective: str
     host: str
 
 
-NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, "not begun", "", "an unknown host")
+NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, 0, "not begun", "", "an unknown host")
 
 
 def decode(record: Any) -> Sign:
@@ -98,28 +99,30 @@ class Order(NamedTuple):
     elsewhere: bool
 
 
-class Link(Protocol):
-    """The way from a rank to whoever reads its record."""
+class Link:
+    """The way from a rank to whoever reads its record; this one leads nowhere."""
 
     def tick(self, heart: Heartbeat) -> Order | None:
         """Called a few times a second; the decision, once there is one."""
-        ...
+
+    def publish(self, heart: Heartbeat, wait_s: float = 0.0) -> None:
+        """Show the record to whoever reads it, as soon as the way is free; at most `wait_s` seconds are lost here."""
 
     def failed(self, heart: Heartbeat, error: BaseException, unwritable: bool) -> bool:
         """Report a failure; False where nobody decides about it."""
-        ...
+        return False
 
     def elsewhere(self) -> str | None:
         """A folder that all ranks see and that can be written, for what the usual one does not take."""
-        ...
 
     def notify(self, text: str) -> None:
         """Print a line for the user, after the error."""
-        ...
 
-    def close(self) -> None:
-        """Stop asking other ranks for anything, as they may end at any moment."""
-        ...
+    def close(self, heart: Heartbeat) -> None:
+        """Leave the last record, after which nobody is asked for anything."""
+
+    def timed_out(self) -> str | None:
+        """The explanation of a collective that has failed by `--timeout`; None where it has not."""
 
 
 Save = Callable[[bool, str | None], str]
@@ -128,13 +131,9 @@ Save = Callable[[bool, str | None], str]
 class Heartbeat:
     """The record of this rank, and the thread that keeps it ticking."""
 
-    def __init__(self, record: Any, link: Link) -> None:
-        """Prepare the record; the thread starts later.
-
-        Args:
-          record: `RECORD_BYTES` of writable memory.
-        """
-        self.record = record
+    def __init__(self, link: Link) -> None:
+        """Prepare the record; the thread starts later."""
+        self.record = bytearray(_RECORD.size)
         self.link = link
         self.beats = self.ticks = self.phases = self.collectives = 0
         self.since = 0.0
@@ -143,7 +142,7 @@ class Heartbeat:
         self.settled = threading.Event()
         self.stop = threading.Event()
         now = time.monotonic()
-        _RECORD.pack_into(record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, b"start", b"", _host())
+        _RECORD.pack_into(self.record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, 0, b"start", b"", _host())
         self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
 
     def _live(self) -> None:
@@ -217,6 +216,7 @@ def at_step(number: int) -> None:
     if _own is not None:
         _own.put("<i", _STEP, number)
         _own.beat()
+        _own.link.publish(_own)
 
 
 def in_steps() -> bool:
@@ -239,6 +239,7 @@ def phase(name: str) -> Iterator[None]:
         heart.put("<I", _PHASES, heart.phases)
         heart.put("32s", _PHASE, name.encode()[:32])
         heart.beat()
+        heart.link.publish(heart)
     if _mark is None:
         yield
     else:
@@ -322,12 +323,6 @@ def failed(error: BaseException, unwritable: bool = False) -> bool:
         if time.monotonic() - begin > (SAVE_S if saving else ORDER_S):
             break
     return True
-
-
-def closing() -> None:
-    """Mark the end of the program; other ranks end too."""
-    if _own is not None:
-        _own.link.close()
 
 
 def waited_s() -> float:

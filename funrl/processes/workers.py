@@ -13,25 +13,23 @@ import itertools
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
-from funrl.processes import heartbeat, stall_monitor
-from funrl.processes.heartbeat import SAVE_S
+from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.output import flush_output, lasting_output
 from funrl.processes.parent import end_with_parent
-from funrl.processes.shared_progress import SharedProgress, Supervision
+from funrl.processes.watch import Waiting, Watch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
-SETTLE_S = 0.3  # how long to wait for the failures that one failure causes
 REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
 
 STOPPING = "interrupted: the run finishes this step, saves and ends; another Ctrl-C ends it at once"
@@ -39,6 +37,7 @@ END_AT_ONCE = signal.SIGUSR1  # from the process that started the ranks; a termi
 
 _ranks: set[int] = set()  # ids of the running ranks that this process has started
 _asked: int | None = None  # the first signal by which this process was asked to stop
+_Place = tuple[int, str, int]  # a rank's number, the folder that all processes share, and the port of the store
 _supervised = False  # whether this process is a rank that another process of this program has started
 
 
@@ -50,44 +49,41 @@ class RankProgram(NamedTuple):
     """The program of every process.
 
     Attributes:
-      run: (rank, folder that all processes share) -> a result; rank 0's counts.
+      run: (rank, client of the store, folder that all processes share) -> a result; rank 0's counts.
       plain: exceptions whose message is all that a user needs; no traceback is shown of them.
     """
 
-    run: Callable[[int, str], Any]
+    run: Callable[[int, Any, str], Any]
     plain: tuple[type[Exception], ...]
 
 
-def run_processes(
-    task: RankProgram,
-    count: int,
-    fork: bool,
-    heartbeat_s: float | None = None,
-    timeout_s: float | None = None,
-    stalled_s: float | None = None,
-) -> Any:
+def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
       fork: whether the processes are forks of this one; see `can_fork`.
-      heartbeat_s, timeout_s, stalled_s: see `shared_progress.Supervision`.
 
     Raises:
       WorkerError: a process failed, or does not answer.
       ValueError: cloudpickle cannot take the task to fresh interpreters.
     """
-    with tempfile.TemporaryDirectory(prefix="funrl-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="funrl-") as folder,
+        store.listen() as listener,
+        contextlib.ExitStack() as end,
+    ):
         pids: dict[int, int] = {}
-        supervision = Supervision(SharedProgress(folder, count, create=True), heartbeat_s, timeout_s, stalled_s)
         if not fork:
             _leave(task, folder)
         flush_output()
         try:
             for rank in range(count):
-                pids[_fork(task, rank, folder) if fork else _start(rank, folder)] = rank
-            with _stop_signals(supervision.in_steps):
+                place = (rank, folder, listener.getsockname()[1])
+                pids[_fork(task, place, listener) if fork else _start(place)] = rank
+            watch = end.enter_context(contextlib.closing(Watch(store.keep_store(listener), count, waiting)))
+            with _stop_signals(watch.in_steps):
                 _ranks.update(pids)
-                failed = _wait(pids, supervision)
+                failed = _wait(pids, watch)
             first_is_done = 0 not in pids.values() and 0 not in failed
         except KeyboardInterrupt:
             _end(pids, END_AT_ONCE)  # rank 0 gets the time to leave its files readable
@@ -98,8 +94,8 @@ def run_processes(
         result = os.path.join(folder, "result")
         if first_is_done and not os.path.exists(result):
             raise WorkerError("rank 0 ended before the program did, as os._exit does")
-        if failed or supervision.ordered:  # one may have reported a failure, and not end
-            raise WorkerError((supervision.explained(failed) or _explain(folder, failed)) + supervision.notices())
+        if failed or watch.order is not None:  # one may have reported a failure, and not end
+            raise WorkerError((watch.explanation or _explain(watch.reports(), failed)) + watch.notices())
         with open(result, "rb") as file:
             return pickle.load(file)
 
@@ -210,13 +206,14 @@ def import_before_fork() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def _fork(task: RankProgram, rank: int, folder: str) -> int:
+def _fork(task: RankProgram, place: _Place, listener: socket.socket) -> int:
     import_before_fork()
     pid = os.fork()
     if pid:
         return pid
     try:
-        _live(lambda: task, rank, folder, pickle.dump)
+        listener.close()
+        _live(lambda: task, place, pickle.dump)
     finally:  # a signal may come before there is anything to catch it: nothing of the parent's is left to this process
         os._exit(1)
 
@@ -234,26 +231,27 @@ def _leave(task: RankProgram, folder: str) -> None:
         file.write(content)
 
 
-def _start(rank: int, folder: str) -> int:
+def _start(place: _Place) -> int:
     """Start a fresh interpreter, which finds modules where this one does."""
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    arguments = [sys.executable, "-P", "-m", "funrl.processes.workers", str(rank), folder]
+    arguments = [sys.executable, "-P", "-m", "funrl.processes.workers", *map(str, place)]
     return os.posix_spawn(sys.executable, arguments, os.environ | {"PYTHONPATH": paths})
 
 
-def main(rank: str, folder: str) -> None:
+def main(rank: str, folder: str, port: str) -> None:
     """The life of a fresh interpreter."""
 
     def task() -> RankProgram:
         with open(os.path.join(folder, "task"), "rb") as file:
             return pickle.load(file)
 
-    _live(task, int(rank), folder, cloudpickle.dump)
+    _live(task, (int(rank), folder, int(port)), cloudpickle.dump)
 
 
-def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callable[[Any, Any], None]) -> None:
-    """The life of one rank: run, leave the result or the traceback in `folder`, end without Python's own shutdown."""
+def _live(task: Callable[[], RankProgram], place: _Place, dump: Callable[[Any, Any], None]) -> None:
+    """The life of one rank: run, leave the result or report the failure, end without Python's own shutdown."""
     global _supervised
+    rank, folder, port = place
     end_with_parent()
     _ranks.clear()
     _supervised = True
@@ -261,11 +259,14 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     signal.signal(signal.SIGINT, lambda *_: None)  # the process that started this rank decides what it means
     signal.signal(END_AT_ONCE, _interrupted if rank == 0 else lambda *_: os._exit(130))
     status = 1
+    client = None
     plain = ()
+
     try:
+        client = store.connect(port)
         run, plain = task()
         with lasting_output():
-            result = run(rank, folder)
+            result = run(rank, client, folder)
         if rank == 0:
             with open(os.path.join(folder, "result"), "wb") as file:
                 dump(result, file)
@@ -273,41 +274,33 @@ def _live(task: Callable[[], RankProgram], rank: int, folder: str, dump: Callabl
     except KeyboardInterrupt:
         status = 130
     except BaseException as error:  # asyncio's CancelledError and SystemExit are failures too
-        report_failure(folder, rank, error, plain)
+        store.report_failure(client, rank, error, plain)
     finally:
         with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
             flush_output()
         os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
 
 
-def _wait(pids: dict[int, int], supervision: Supervision) -> dict[int, int]:
+def _wait(pids: dict[int, int], watch: Watch) -> dict[int, int]:
     """Wait until all ranks end well, or one does not; return the wait statuses of failed ranks, by rank.
 
-    A rank that loses its peer fails within moments of it, so the others are polled once more before the verdict. Then
-    the remaining ranks may save the state, if they hold it.
+    The remaining ranks may save the state, if they hold it.
     """
     failed: dict[int, int] = {}
-    dead: set[int] = set()
-    verdict = float("inf")
     deadline = float("inf")
     while pids and time.monotonic() < deadline:
         for pid in list(pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 rank = pids.pop(pid)
-                dead.add(rank)
-                supervision.ended(rank)
+                watch.note_end(rank, failed=status != 0)
                 if status:
                     failed[rank] = status
-        now = time.monotonic()
-        if supervision.poll() or failed:
-            verdict = min(verdict, now + SETTLE_S)
-        if now >= verdict and not supervision.ordered:
-            supervision.order(dead)
-            deadline = now + SAVE_S
-        if supervision.ordered and not supervision.saving(dead):
-            # A rank that has reported a failure writes its traceback now.
-            deadline = min(deadline, now if failed or supervision.stalled else now + REPORT_S)
+        watch.poll()
+        if watch.order is not None and not watch.saving():
+            # A rank that has reported a failure unwinds now.
+            now = time.monotonic()
+            deadline = min(deadline, now if failed or watch.stalled else now + REPORT_S)
         time.sleep(0.02)
     return failed
 
@@ -329,8 +322,8 @@ def _end(pids: dict[int, int], sign: signal.Signals) -> None:
             time.sleep(0.02)
 
 
-def _explain(folder: str, failed: Mapping[int, int]) -> str:
-    """The report of the rank that failed first: one that was killed, else the one with the oldest traceback.
+def _explain(reports: Mapping[int, str], failed: Mapping[int, int]) -> str:
+    """The report of the rank that failed first: one that was killed, else the first that has reported.
 
     A rank that waits for another in vain aborts itself in the end, which explains nothing if there is a traceback. One
     that aborts by itself leaves the others waiting, with tracebacks of their own: aborted ranks are named behind it.
@@ -344,37 +337,12 @@ def _explain(folder: str, failed: Mapping[int, int]) -> str:
         code = os.waitstatus_to_exitcode(status)
         if code - 128 in (signal.SIGTERM, signal.SIGINT):  # which have not come from here yet
             return f"rank {rank} was ended by {signal.Signals(code - 128).name}"
-        if code > 0 and not os.path.exists(os.path.join(folder, f"error-{rank}")):
+        if code > 0 and rank not in reports:
             return f"rank {rank} ended with status {code} and left no traceback"
-    reports = []
-    for name in os.listdir(folder):
-        if name.startswith("error-"):
-            path = os.path.join(folder, name)
-            with open(path) as file:
-                reports.append((os.stat(path).st_mtime_ns, int(name.removeprefix("error-")), file.read()))
-    silent = sorted(set(killed) - {rank for _, rank, _ in reports})
-    aborted = [f"rank {rank} aborted and left no traceback" for rank in silent]
+    aborted = [f"rank {rank} aborted and left no traceback" for rank in sorted(killed.keys() - reports.keys())]
     if reports:
-        return "\n".join([min(reports)[2].rstrip("\n"), *aborted])
+        return "\n".join([next(iter(reports.values())).rstrip("\n"), *aborted])
     return aborted[0] if aborted else "rank 0 aborted and left no traceback"
-
-
-def report_failure(folder: str, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
-    """Leave the explanation of a failure for the supervisor; a rank's first report stands."""
-    try:
-        trace = "".join(traceback.format_exception(error))
-        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        text = str(error) if isinstance(error, plain) else f"rank {rank} failed: {cause}\n{trace}"
-    except Exception as other:  # the error's own text raises
-        trace = "".join(traceback.format_tb(error.__traceback__))
-        text = f"rank {rank} failed:\n{trace}{type(error).__name__}, whose text raises {type(other).__name__}"
-    try:
-        with open(os.path.join(folder, f"error-{rank}"), "x") as file:
-            file.write(text)
-    except FileExistsError:
-        return
-    except OSError:  # the disk is full, which may be the very error
-        print(text, file=sys.stderr)
 
 
 def _interrupted(*_: Any) -> None:

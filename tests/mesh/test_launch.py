@@ -21,8 +21,8 @@ from funrl.mesh.launch import Waiting, WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
 from funrl.processes import heartbeat
 from funrl.processes import workers as processes
-from funrl.processes.heartbeat import RECORD_BYTES, Heartbeat
-from funrl.processes.store_progress import Alone
+from funrl.processes.heartbeat import Heartbeat
+from funrl.processes.store_link import Alone
 from funrl.processes.workers import can_fork
 
 pytestmark = pytest.mark.gloo
@@ -198,7 +198,7 @@ def test_an_interrupt_leaves_no_process():
 
 
 def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
-    with heartbeat.alive(Heartbeat(bytearray(RECORD_BYTES), Alone(None))), processes.stops_when_asked():
+    with heartbeat.alive(Heartbeat(Alone(None))), processes.stops_when_asked():
         signal.raise_signal(signal.SIGTERM)
         assert processes.stop_asked() and not processes.interrupt_asked()
         heartbeat.at_step(1)

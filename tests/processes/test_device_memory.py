@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from funrl.mesh import launch
 from funrl.mesh.mesh import parse
@@ -41,8 +42,9 @@ def test_a_rank_configures_memory_before_it_takes_its_device(calls, monkeypatch)
 
     monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(launch, "_check_same_mesh", lambda *given: None)
     rank = launch._Rank(1, 1, 2)
-    group = launch._process_group(parse("dp2"), rank, "cuda", "env://", launch.Waiting().timeout)
+    group = launch._process_group(parse("dp2"), rank, "cuda", HashStore(), launch.Waiting().timeout)
     with pytest.raises(RuntimeError, match="no further"), group:
         pass
     assert calls == ["expandable_segments:True", "device"]

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from funrl.mesh import collectives
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import parse
-from funrl.processes import heartbeat, stall_monitor, store_progress
-from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RECORD_BYTES, RUNNING, Heartbeat, Order, Sign, decode
-from funrl.processes.store_progress import Alone
+from funrl.processes import heartbeat, stall_monitor, store
+from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RUNNING, Heartbeat, Order, Sign, decode
+from funrl.processes.store_link import Alone
 
-SIGN = Sign(1, 1, 0.0, 3, 7, 40, -1, NOBODY, RUNNING, 0, "generate", "all_reduce over data", "host7")
+SIGN = Sign(1, 1, 0.0, 3, 7, 40, -1, NOBODY, RUNNING, 0, 0, "generate", "all_reduce over data", "host7")
 WAITING = SIGN._replace(waiting=1, phase="reward")
 
 
@@ -124,8 +124,9 @@ def test_a_run_ends_by_the_timeout_where_every_rank_that_failed_has_waited_for_i
 
 @pytest.mark.timed
 def test_a_rank_writes_where_it_is():
-    record = bytearray(RECORD_BYTES)
-    with heartbeat.alive(Heartbeat(record, Alone(None))):
+    heart = Heartbeat(Alone(None))
+    record = heart.record
+    with heartbeat.alive(heart):
         heartbeat.at_step(5)
         heartbeat.name_group("g", "data+tensor", True)
         with heartbeat.phase("score_policy"):
@@ -246,8 +247,8 @@ def free_port():
 
 def in_the_store(rank):
     """True if the store has a rank's record of the phase that both ranks are in."""
-    store, key = dist.distributed_c10d._get_default_store(), f"{store_progress.PREFIX}/{rank}"
-    return store.check([key]) and decode(bytes(store.get(key))).phase == "generate"
+    client, key = dist.distributed_c10d._get_default_store().underlying_store, f"{store.SIGNS}/{rank}"
+    return client.check([key]) and decode(bytes(client.get(key))).phase == "generate"
 
 
 def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S):
@@ -276,13 +277,13 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
     ("late", "how", "said"),
     [
         (1, "stops", ["the run waits for rank 1 on", "(step 3, generate", "which did not arrive; --timeout says"]),
-        (0, "stops", ["the process that keeps the run's rendezvous does not answer", f"has waited {WAIT_S} s in vain"]),
-        pytest.param(1, "hangs", ["rank 0 ends, as rank 1 has failed"], marks=pytest.mark.slow),
+        (0, "stops", ["the run waits for rank 0 on", f"has waited {WAIT_S} s for rank 0 on", "which did not arrive"]),
+        pytest.param(1, "hangs", ["rank 0 ends: rank 1 has failed"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timed
 def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, said, tmp_path):
-    """The first rank keeps the store here, as under srun. A rank that hangs could be waiting for its device."""
+    """A process beside the first rank keeps the store, as under srun. A rank that hangs could wait for its device."""
 
     def program(m):
         heartbeat.at_step(3)
@@ -304,34 +305,30 @@ def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, ho
     for pid in pids[late : late + 1] if ended else pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    err = (tmp_path / str(1 - late)).read_text()
+    err = "".join((tmp_path / str(rank)).read_text() for rank in (0, 1 - late))  # beside the first rank it is said
     assert ended
     assert [text for text in said if text not in err] == [], err
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("late", "said"),
-    [
-        (1, ["no answer for 3 s (--stalled_after) from rank 1 on", "rank 0 ends, as rank 1 does not answer"]),
-        pytest.param(
-            0, ["rank 1 ends, as the process that keeps the run's rendezvous does not answer (--stalled_after)"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
-def test_ranks_of_another_launcher_end_when_one_does_not_answer(late, said, tmp_path):
+    ("late", "sign"),
+    [(1, signal.SIGSTOP), pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow), (0, signal.SIGKILL)],
+)
+def test_ranks_of_another_launcher_save_and_end_when_one_is_stopped_or_killed(late, sign, tmp_path):
     def program(m):
         heartbeat.at_step(3)
         with heartbeat.phase("generate"):
             heartbeat.set_rescue(lambda *_: f"rank {m.rank} saves", m.rank)
             heartbeat.mark_recoverable(2)
             collectives.psum(torch.ones(1), m, "data")
-            assert waited(lambda: in_the_store(0) and in_the_store(1))
-            collectives.psum(torch.ones(1), m, "data")
             if m.rank == late:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            collectives.psum(torch.ones(1), m, "data")
+                os.kill(os.getpid(), sign)
+            try:
+                collectives.psum(torch.ones(1), m, "data")
+            except RuntimeError as error:
+                heartbeat.failed(error)
+                raise
 
     port = free_port()
     pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
@@ -341,5 +338,33 @@ def test_ranks_of_another_launcher_end_when_one_does_not_answer(late, said, tmp_
         os.waitpid(pid, 0)
     err = (tmp_path / str(1 - late)).read_text()
     assert ended, err
-    said = [*said, f"rank {1 - late}: rank {1 - late} saves"]  # the second one alone, where it cannot ask the first
+    ends = f"rank {1 - late} ends: no answer for 3 s (--stalled_after) from rank {late} on"
+    said = [f"rank {1 - late}: rank {1 - late} saves", *([ends] if sign == signal.SIGSTOP else [])]
     assert [text for text in said if text not in err] == [], err
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="finds the process that keeps the store in /proc")
+@pytest.mark.parametrize(
+    ("sign", "said"),
+    [
+        (signal.SIGKILL, ["has failed"]),
+        pytest.param(signal.SIGSTOP, ["does not answer", "does not answer (--stalled_after)"], marks=pytest.mark.slow),
+    ],
+)
+def test_without_their_store_ranks_save_and_end_by_themselves(sign, said, tmp_path):
+    def program(m):
+        heartbeat.set_rescue(lambda *_: f"rank {m.rank} saves", m.rank)
+        heartbeat.mark_recoverable(2)
+        collectives.psum(torch.ones(1), m, "data")
+        if m.rank == 0:
+            with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as children:
+                os.kill(int(children.read()), sign)
+        time.sleep(60)
+
+    port = free_port()
+    pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
+    assert all(waited(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0] != 0) for pid in pids)
+    first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert all(f"the process that keeps the run's store {text}" in first for text in said), first
+    assert "rank 1: rank 1 saves" in second and "saves" not in first  # its machine may be lost with the store

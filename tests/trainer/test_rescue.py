@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -109,6 +111,17 @@ def test_what_no_rank_holds_any_more_is_not_saved(mesh, settings, tmp_path):
         run(str(tmp_path), mesh, killed(1), save_every="1", **settings)
     assert list(complete_checkpoints(tmp_path)) in ([1], [1, 2])  # the second may have been under way
     assert not list(Path(tmp_path).glob(".step-*.last"))
+
+
+@pytest.mark.slow
+def test_the_state_of_a_run_of_torchrun_whose_first_rank_is_killed_is_saved(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(f"import test_rescue\ntest_rescue.run({str(tmp_path)!r}, 'dp2', test_rescue.killed(0))\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], done.stderr
 
 
 def test_one_device_saves_itself_and_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 The program of a rank may be waiting in a collective for one that has failed, so the save runs beside it, in the thread
 that `heartbeat` keeps. The ranks of one replica hold every part of the state; each writes its own as if there were no
-others, and the one that commits finds their parts in the folder. The launcher, or the first rank, chooses a replica
+others, and the one that commits finds their parts in the folder. The process that watches the run chooses a replica
 whose ranks all live and hold the state after the same step; where there is none, nothing is saved.
 """
 
