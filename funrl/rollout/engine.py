@@ -185,7 +185,7 @@ def awake(engine: Engine) -> Iterator[None]:
         engine.pause()
 
 
-class Watch(NamedTuple):
+class Callbacks(NamedTuple):
     """Callbacks while an engine completes requests.
 
     Attributes:
@@ -197,10 +197,10 @@ class Watch(NamedTuple):
     finished: Callable[[Completion], None] = lambda completion: None
 
 
-UNWATCHED = Watch()
+NO_CALLBACKS = Callbacks()
 
 
-def awake_step(engine: Engine, watch: Watch = UNWATCHED) -> list[Completion]:
+def awake_step(engine: Engine, callbacks: Callbacks = NO_CALLBACKS) -> list[Completion]:
     """Step an engine whose completions are waited for.
 
     Raises:
@@ -210,19 +210,19 @@ def awake_step(engine: Engine, watch: Watch = UNWATCHED) -> list[Completion]:
         raise RuntimeError("the engine is paused: call resume first")
     beat()
     completions = engine.step()
-    watch.iterated()
+    callbacks.iterated()
     for done in completions:
-        watch.finished(done)
+        callbacks.finished(done)
     return completions
 
 
-def complete(engine: Engine, requests: Sequence[Request], watch: Watch = UNWATCHED) -> list[Completion]:
+def complete(engine: Engine, requests: Sequence[Request], callbacks: Callbacks = NO_CALLBACKS) -> list[Completion]:
     """Complete requests; returns completions in the order of the requests.
 
     Args:
       engine: an engine with weights and no other unfinished request.
       requests: what to complete.
-      watch: receives what happens.
+      callbacks: receives what happens.
 
     Raises:
       ValueError, RuntimeError, FloatingPointError: as in `Engine.submit` and `Engine.step`. The engine then has none
@@ -232,7 +232,7 @@ def complete(engine: Engine, requests: Sequence[Request], watch: Watch = UNWATCH
     engine.submit(requests)
     try:
         while engine.unfinished():
-            for done in awake_step(engine, watch):
+            for done in awake_step(engine, callbacks):
                 completions[done.number] = done
     finally:
         engine.cancel(request.number for request in requests)

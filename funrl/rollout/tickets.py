@@ -12,7 +12,7 @@ import torch
 
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.rollout.engine import UNWATCHED, Engine, Watch, awake_step
+from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, awake_step
 from funrl.rollout.requests import Completion, Request
 
 
@@ -21,7 +21,7 @@ def complete_shared(
     groups: Sequence[Sequence[Request]],
     take: Callable[[int], int],
     mesh: Mesh,
-    watch: Watch = UNWATCHED,
+    callbacks: Callbacks = NO_CALLBACKS,
     own: Sequence[Request] = (),
 ) -> list[Completion]:
     """Complete the groups that this replica takes.
@@ -31,7 +31,7 @@ def complete_shared(
       groups: groups of all replicas; the requests of a group stay together.
       take: a counter that the replicas share; see `mesh.counter.shared_counter`.
       mesh: of the engines; its row axes are the replicas.
-      watch: receives what happens.
+      callbacks: receives what happens.
       own: requests of this replica alone, such as begun ones; they come first.
 
     Returns: completions by their numbers.
@@ -54,7 +54,7 @@ def complete_shared(
                 begun += taken
                 engine.submit([request for group in taken for request in group])
                 next_group += count
-            completions += awake_step(engine, watch)
+            completions += awake_step(engine, callbacks)
     finally:
         engine.cancel(request.number for group in begun for request in group)
     return sorted(completions, key=lambda done: done.number)

@@ -9,7 +9,7 @@ from small_engines import KINDS, NO_PACKING, NO_VLLM, PROMPTS, assert_same, comp
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model, with_fields
-from funrl.rollout.engine import Watch, awake, complete
+from funrl.rollout.engine import Callbacks, awake, complete
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -45,7 +45,7 @@ def begin(engine, requests, steps):
 def shapes_and_reasons(kind, mesh):
     engine, reported = kind.engine(kind.config, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
-    done = complete(engine, requests, Watch(finished=reported.append))
+    done = complete(engine, requests, Callbacks(finished=reported.append))
     assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
     assert len(reported) == 21 and {id(one) for one in reported} == {id(one) for one in done}
     for one in done:
@@ -209,7 +209,7 @@ def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        complete(engine, requests_of(PROMPTS, STOPS, 0), Watch(finished=finished))
+        complete(engine, requests_of(PROMPTS, STOPS, 0), Callbacks(finished=finished))
     assert engine.unfinished() == 0 and engine.step() == [] and engine.cost().used_pages == 0
     assert_same(completed(engine, PROMPTS, STOPS), whole)
 

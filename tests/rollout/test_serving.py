@@ -16,7 +16,7 @@ from funrl import trees
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
-from funrl.rollout.engine import Watch, complete
+from funrl.rollout.engine import Callbacks, complete
 from funrl.rollout.native import engine as native
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
@@ -119,7 +119,7 @@ def test_a_finished_rows_place_is_taken_at_once():
 def test_samples_of_a_prompt_that_find_no_place_begin_before_later_prompts():
     ended = []
     requests = requests_of([[1, 2], [3]], Sampling(max_new_tokens=5, samples=5), 0)
-    complete(engine_of(CONFIG, max_rows=2), requests, Watch(finished=lambda done: ended.append(done.number)))
+    complete(engine_of(CONFIG, max_rows=2), requests, Callbacks(finished=lambda done: ended.append(done.number)))
     assert [set(ended[i : i + 2]) for i in range(0, 10, 2)] == [{i, i + 1} for i in range(0, 10, 2)]
 
 

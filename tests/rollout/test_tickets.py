@@ -11,7 +11,7 @@ from funrl.mesh.counter import shared_counter
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.models import decoder_model
-from funrl.rollout.engine import Watch, complete
+from funrl.rollout.engine import Callbacks, complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -35,7 +35,7 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
         engine = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4))
         reported = []
         load(engine, weights(CONFIG, torch.float64))
-        done = complete_shared(engine, groups, shared_counter(mesh), mesh, Watch(finished=reported.append))
+        done = complete_shared(engine, groups, shared_counter(mesh), mesh, Callbacks(finished=reported.append))
         assert sorted(one.number for one in reported) == [one.number for one in done] and engine.unfinished() == 0
         return gather_objects(done, mesh)
 

@@ -27,7 +27,7 @@ from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
 from funrl.rewards.call import Completed, RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import UNWATCHED, Engine, Watch, complete
+from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
@@ -267,12 +267,12 @@ def _complete_proved(
     finished: Callable[[Completion], None] | None,
 ) -> list[Completion]:
     """Complete this replica's requests and its share of the groups, and settle the proof of the weights meanwhile."""
-    watch = UNWATCHED if finished is None else Watch(finished=finished)
+    callbacks = NO_CALLBACKS if finished is None else Callbacks(finished=finished)
     proof = engine.proof
     if proof is None:
-        return _complete(engine, groups, own, watch=watch)
+        return _complete(engine, groups, own, callbacks=callbacks)
     try:
-        completions = _complete(engine, groups, own, watch=watch._replace(iterated=proof.iterated))
+        completions = _complete(engine, groups, own, callbacks=callbacks._replace(iterated=proof.iterated))
     except FloatingPointError:
         proof.settle()  # wrong weights explain logits that are not finite
         raise
@@ -281,15 +281,15 @@ def _complete_proved(
 
 
 def _complete(
-    engine: RewardedEngine, groups: Sequence[Sequence[Request]], own: Sequence[Request], watch: Watch
+    engine: RewardedEngine, groups: Sequence[Sequence[Request]], own: Sequence[Request], callbacks: Callbacks
 ) -> list[Completion]:
     """Complete this replica's requests and its share of the groups."""
     mesh = engine.mesh
     if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, watch=watch, own=own)
+        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own)
     share = own_range(len(groups), mesh, mesh.row_axes)
     requests = [request for group in groups[share.start : share.stop] for request in group]
-    return complete(engine.engine, [*own, *requests], watch)
+    return complete(engine.engine, [*own, *requests], callbacks)
 
 
 def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:
