@@ -14,7 +14,8 @@ from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_sc
 from funrl.environments.environment import Environment, ScoringEnvironment
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.sums import own_range
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
@@ -98,13 +99,17 @@ def run_episodes(
     Raises:
       RuntimeError, FloatingPointError: as the engine raises them.
     """
-    take = shared_counter(mesh)
     begin = time.perf_counter()
+    if limits.fixed:
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        tickets = _Tickets(groups[share.start : share.stop], shared_counter(SINGLE), replicas=1)
+    else:
+        tickets = _Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes))
     runners: list[_Runner] = []
 
     async def program(resident: ResidentEngine) -> list[tuple[int, Episode]]:
         runners.append(_Runner(resident, environment, setup, limits))
-        return await runners[0].run(_Tickets(groups, take, mesh.size(mesh.row_axes)))
+        return await runners[0].run(tickets)
 
     episodes = run_beside(engine, mesh, program)
     counts = (0.0, 0.0, 0)

@@ -166,8 +166,12 @@ def test_ranks_run_the_episodes_of_one_process(mesh):
         engine = engine_of(mesh, torch.float64)
         groups = episode_groups(examples, 3, 4)
         seen = []
-        for environment in (Branches(), message_environment(functools.partial(Talk, wait_s=0.02))):
-            done = run_episodes(engine, mesh, environment, groups, SETUP)
+        for fixed, environment in (
+            (True, Branches()),
+            (False, message_environment(functools.partial(Talk, wait_s=0.02))),
+        ):
+            done = run_episodes(engine, mesh, environment, groups, SETUP, EpisodeLimits(fixed=fixed))
+            assert not fixed or len(done.episodes) == 12 // mesh.size("data")
             assert done.attempts == len(done.episodes) and engine.unfinished() == 0
             seen.append([(number, plain(episode)) for number, episode in done.episodes])
         return seen
