@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -22,6 +22,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
+from funrl.rollout.sampling_parameters import Sampling
 
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
@@ -239,10 +240,13 @@ class _Runner:
         finally:
             self.environment_s += clock.environment_s
 
-    async def _complete(self, number: int, clock: EpisodeClock, prompt: Sequence[int], *request: Any) -> Completion:
+    async def _complete(
+        self, number: int, clock: EpisodeClock, prompt: Sequence[int], sampling: Sampling, *request: int
+    ) -> Completion:
         self._beginning.discard(number)
+        self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
         with clock.policy():
-            completion = await self.resident.complete(prompt, *request)
+            completion = await self.resident.complete(prompt, sampling, *request)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         return completion
 

@@ -87,9 +87,11 @@ class ResidentEngine:
     def keep(self, key: object, tokens: int) -> None:
         """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
 
+        Nothing is kept before the first request that continues an earlier one.
+
         Args:
           key: of a conversation.
-          tokens: 0: it has ended.
+          tokens: that it has or may soon have; 0: it has ended.
         """
         self._kept.pop(key, None)
         if tokens:
@@ -147,8 +149,9 @@ class ResidentEngine:
         self.running_s += time.perf_counter() - begin
 
     def _take_orders(self) -> _Orders:
-        kept = sum(self._kept.values()) if self._new else 0
-        reserve = max(kept, GROWTH * self._reserved) if kept > self._reserved else None
+        continues = any(request.computed for request in self._new.values())
+        kept = sum(self._kept.values()) if continues else 0
+        reserve = GROWTH * kept if kept > self._reserved else None
         self._reserved = reserve or self._reserved
         orders = _Orders(list(self._new.values()), self._cancelled, reserve)
         self._new = {}
