@@ -149,10 +149,11 @@ class _Tools:
             if not reply.tool_calls and not reply.problems:
                 break
             outputs = [await self._output(name, arguments) for name, arguments in reply.tool_calls]
-            calls += len(outputs) + len(reply.problems)
-            failed += sum(not fine for fine, _ in outputs) + len(reply.problems)
-            texts = [text for _, text in outputs] + [f"error: {problem}" for problem in reply.problems]
-            trajectory = policy.extend(trajectory, [{"role": "tool", "content": text} for text in texts])
+            outputs += [(False, f"error: {problem}") for problem in reply.problems]
+            calls += len(outputs)
+            failed += sum(not succeeded for succeeded, _ in outputs)
+            texts = [text for _, text in outputs]
+            trajectory = policy.extend(trajectory, [_tool_message(n, text) for n, text in enumerate(texts)])
         trajectory = _to_last_turn(trajectory)
         reward = await call(self._score, trajectory.messages(), **example.fields)
         parts = {"tool_calls": float(calls), "failed_tool_calls": float(failed)}
@@ -210,6 +211,11 @@ class _SingleTurn:
             raise RewardError(*outcome)
         parts = outcome.entries if isinstance(outcome, RewardScore) else {}
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
+
+
+def _tool_message(number: int, text: str) -> Message:
+    """The output of a call, with an id of nine characters, as Mistral's templates demand."""
+    return {"role": "tool", "tool_call_id": f"call{number:05}", "content": text}
 
 
 def _to_last_turn(trajectory: Trajectory) -> Trajectory:

@@ -7,20 +7,22 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
 from funrl.environments.environment import Environment, ScoringEnvironment
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.sums import own_range
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
+from funrl.rollout.sampling_parameters import Sampling
 
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
@@ -98,13 +100,17 @@ def run_episodes(
     Raises:
       RuntimeError, FloatingPointError: as the engine raises them.
     """
-    take = shared_counter(mesh)
     begin = time.perf_counter()
+    if limits.fixed:
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        tickets = _Tickets(groups[share.start : share.stop], shared_counter(SINGLE), replicas=1)
+    else:
+        tickets = _Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes))
     runners: list[_Runner] = []
 
     async def program(resident: ResidentEngine) -> list[tuple[int, Episode]]:
         runners.append(_Runner(resident, environment, setup, limits))
-        return await runners[0].run(_Tickets(groups, take, mesh.size(mesh.row_axes)))
+        return await runners[0].run(tickets)
 
     episodes = run_beside(engine, mesh, program)
     counts = (0.0, 0.0, 0)
@@ -234,10 +240,13 @@ class _Runner:
         finally:
             self.environment_s += clock.environment_s
 
-    async def _complete(self, number: int, clock: EpisodeClock, prompt: Sequence[int], *request: Any) -> Completion:
+    async def _complete(
+        self, number: int, clock: EpisodeClock, prompt: Sequence[int], sampling: Sampling, *request: int
+    ) -> Completion:
         self._beginning.discard(number)
+        self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
         with clock.policy():
-            completion = await self.resident.complete(prompt, *request)
+            completion = await self.resident.complete(prompt, sampling, *request)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         return completion
 

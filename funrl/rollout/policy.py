@@ -94,6 +94,7 @@ class EpisodeLimits(NamedTuple):
       environment_s: seconds that an environment may take between two calls of the policy.
       retries: further attempts at an episode whose environment failed.
       waiting: bound on the unfinished episodes of a replica, which bounds their memory on the host.
+      fixed: let each replica have an equal range of the examples, instead of taking them as it has room.
     """
 
     turns: int = 16
@@ -103,6 +104,7 @@ class EpisodeLimits(NamedTuple):
     environment_s: float = 60.0
     retries: int = 1
     waiting: int = 1024
+    fixed: bool = False
 
 
 EPISODE_LIMITS = EpisodeLimits()

@@ -1,14 +1,15 @@
 """A resident engine: coroutines of one event loop ask for completions while the engine steps.
 
-Under tensor parallelism the coroutines run on the first rank of a replica. It tells the others at every iteration which
-requests to submit and to cancel, so that all make the same calls of the engine in the same order.
+Under tensor parallelism the coroutines run on the first rank of a replica. Before each step of the engine, or each few
+steps on a GPU, it tells the others which requests to submit and to cancel, so that all make the same calls of the
+engine in the same order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,13 +21,14 @@ from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
 _T = TypeVar("_T")
+ORDERS_EVERY = {"cpu": 1}  # steps between orders to other tensor ranks; on a GPU (8) they make the host wait for it
 BEAT_S = 1.0  # between two signs of life while there is nothing to compute
 GROWTH = 4  # of the tokens that are reserved, as the cache of a native engine begins anew when it grows
 CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 
 class _Orders(NamedTuple):
-    """Calls of the engine in one iteration, besides `Engine.step`.
+    """Calls of the engine before it is stepped.
 
     Attributes:
       submit, cancel, reserve: arguments of its calls.
@@ -85,9 +87,11 @@ class ResidentEngine:
     def keep(self, key: object, tokens: int) -> None:
         """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
 
+        Nothing is kept before the first request that continues an earlier one.
+
         Args:
           key: of a conversation.
-          tokens: 0: it has ended.
+          tokens: that it has or may soon have; 0: it has ended.
         """
         self._kept.pop(key, None)
         if tokens:
@@ -119,7 +123,7 @@ class ResidentEngine:
             self._engine.cancel([*self._waiting, *self._cancelled])
             raise
         unfinished = [*self._waiting, *self._cancelled]
-        problem = "cancelled" if task.cancelled() else str(task.exception() or "")
+        problem = "cancelled" if task.cancelled() else "" if task.exception() is None else repr(task.exception())
         from_first(_Orders(cancel=unfinished, end=problem or "done"), mesh, "tensor")
         self._engine.cancel(unfinished)
         return task.result()
@@ -135,17 +139,19 @@ class ResidentEngine:
             return
         begin = time.perf_counter()
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
-        for done in _iteration(self._engine, orders):
-            future = self._waiting.pop(done.number, None)
-            if future is not None and not future.done():
-                future.set_result(done)
-                self._progress.set()
-        await asyncio.sleep(0)
+        for completions in _iterations(self._engine, orders, mesh):
+            for done in completions:
+                future = self._waiting.pop(done.number, None)
+                if future is not None and not future.done():
+                    future.set_result(done)
+                    self._progress.set()
+            await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
 
     def _take_orders(self) -> _Orders:
-        kept = sum(self._kept.values()) if self._new else 0
-        reserve = max(kept, GROWTH * self._reserved) if kept > self._reserved else None
+        continues = any(request.computed for request in self._new.values())
+        kept = sum(self._kept.values()) if continues else 0
+        reserve = GROWTH * kept if kept > self._reserved else None
         self._reserved = reserve or self._reserved
         orders = _Orders(list(self._new.values()), self._cancelled, reserve)
         self._new = {}
@@ -179,7 +185,8 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
                 raise RuntimeError(f"the first rank of this replica has failed: {orders.end}")
             return None
         if not orders.idle:
-            _iteration(engine, orders)
+            for _ in _iterations(engine, orders, mesh):
+                pass
 
 
 async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T:
@@ -187,15 +194,17 @@ async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], 
     return await resident.lead(program(resident), mesh)
 
 
-def _iteration(engine: Engine, orders: _Orders) -> list[Completion]:
-    """The calls of the engine in one iteration."""
+def _iterations(engine: Engine, orders: _Orders, mesh: Mesh) -> Iterator[list[Completion]]:
+    """Carry out orders and step the engine, several times where orders make the host wait; yields what has ended."""
     if orders.cancel:
         engine.cancel(orders.cancel)
     if orders.reserve is not None:
         engine.reserve(orders.reserve)
     if orders.submit:
         engine.submit(orders.submit)
-    return awake_step(engine) if engine.unfinished() else []
+    for _ in range(1 if mesh.size("tensor") == 1 else ORDERS_EVERY.get(mesh.device.type, 8)):
+        if engine.unfinished():
+            yield awake_step(engine)
 
 
 async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:

@@ -166,8 +166,12 @@ def test_ranks_run_the_episodes_of_one_process(mesh):
         engine = engine_of(mesh, torch.float64)
         groups = episode_groups(examples, 3, 4)
         seen = []
-        for environment in (Branches(), message_environment(functools.partial(Talk, wait_s=0.02))):
-            done = run_episodes(engine, mesh, environment, groups, SETUP)
+        for fixed, environment in (
+            (True, Branches()),
+            (False, message_environment(functools.partial(Talk, wait_s=0.02))),
+        ):
+            done = run_episodes(engine, mesh, environment, groups, SETUP, EpisodeLimits(fixed=fixed))
+            assert not fixed or len(done.episodes) == 12 // mesh.size("data")
             assert done.attempts == len(done.episodes) and engine.unfinished() == 0
             seen.append([(number, plain(episode)) for number, episode in done.episodes])
         return seen
@@ -355,7 +359,7 @@ def test_a_turn_computes_only_what_is_new():
     engine = engine_of(max_rows=4)
     environment = message_environment(functools.partial(Talk, turns=6, wait_s=0.01))
     computed = []
-    for seed in (4, 5):
+    for seed in (4, 5, 6):
         before = engine.cost()
         done = run(environment, examples_of(*PROMPTS), engine=engine, seed=seed)
         cost = engine.cost()
@@ -368,4 +372,4 @@ def test_a_turn_computes_only_what_is_new():
         prompts = sum(len(next(end.nodes()).tokens) for end in ends)
         assert 0 <= context + turns - len(ends) - (cost.prefilled - before.prefilled - again) <= prompts
         computed.append(again)
-    assert computed[1] == 0 and cost.rows == 4
+    assert computed[2] == 0 and cost.rows == 4

@@ -108,8 +108,9 @@ def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("fails", [False, True])
-def test_tensor_ranks_follow_the_first(fails):
+@pytest.mark.parametrize(("fails", "steps"), [(False, 1), (False, 8), (True, 1)])
+def test_tensor_ranks_follow_the_first(fails, steps, monkeypatch):
+    monkeypatch.setitem(resident.ORDERS_EVERY, "cpu", steps)
     requests = requests_of(PROMPTS, HOW, 4)
 
     async def program(engine):
@@ -121,7 +122,7 @@ def test_tensor_ranks_follow_the_first(fails):
         done = []
         for request in requests[:3]:
             await asyncio.sleep(0.01)  # nothing runs meanwhile
-            done.append(await engine.complete(request.prompt, HOW, request.seed))
+            done.append(await engine.complete(request.prompt, HOW, request.seed, 1))  # it continues another one
         gone.cancel()
         others = [engine.complete(request.prompt, HOW, request.seed) for request in requests[3:]]
         return [one._replace(number=n) for n, one in enumerate(done + await asyncio.gather(*others))]
