@@ -232,6 +232,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
         environment_s=flags.env_timeout,
         retries=flags.episode_retries,
         waiting=flags.max_waiting,
+        fixed=job.settings.engines.queue == "fixed",
     )
     arguments = job.settings.formatting.template_arguments
     chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
