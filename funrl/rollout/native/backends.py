@@ -17,6 +17,7 @@ from funrl import trees
 from funrl.compiled_kernels import decode_step
 from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
@@ -232,7 +233,7 @@ class PackedBackend:
         self.page_bytes = decode_step.page_bytes(sizes, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
-        self._logits = torch.empty(0, self.vocab)  # of the last pass; overwritten by the next
+        self._logits = torch.empty(0, self.vocab, dtype=real_of(dtype))  # of the last pass; overwritten by the next
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -249,7 +250,7 @@ class PackedBackend:
 
     def resize(self, pages: int) -> None:
         self._cache = None
-        self._logits = torch.empty(0, self.vocab)
+        self._logits = self._logits[:0].clone()
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -270,7 +271,7 @@ class PackedBackend:
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
         )
         if len(self._logits) < len(sampled_M):
-            self._logits = torch.empty(len(sampled_M), self.vocab)
+            self._logits = self._logits.new_empty(len(sampled_M), self.vocab)
         logits_MV = self._logits[: len(sampled_M)]
         given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
         return self._decoder.forward(self._cache, *given, logits_MV)
