@@ -15,6 +15,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.exact.dispatch import kernels_work
+from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.packed import real_of
@@ -135,7 +137,8 @@ class TorchBackend:
     def load(self, params: trees.Tree) -> None:
         assert self.model.unembed is not None
         unembed_VD = self.model.unembed(params)
-        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
+        forget(*trees.leaves(params))
+        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
         self._unembed_VD = unembed_VD
