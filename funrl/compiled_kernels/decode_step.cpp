@@ -316,10 +316,12 @@ template <class Work> void with_type(int bits, Work work) {
 extern "C" {
 int64_t funrl_panel() { return PANEL; }
 
-// w [N, parts size]. Returns the numbers that a row of x has for each part.
+// w [N, parts size].
 void funrl_pack(int bits, const void* w, int64_t N, int64_t size, int64_t parts, void* out) {
   WITH_TYPE(bits, pack_panels((const T*)w, N, size, terms_of<T>(parts * size, parts), (T*)out));
 }
+
+uint64_t funrl_digest(const void* memory, int64_t bytes) { return digest_of((const char*)memory, bytes); }
 
 int funrl_forward(int bits, const Model* model, const Step* step, int64_t sequences) {
   int problem = 0;

@@ -32,6 +32,7 @@ _F = ctypes.c_double
 _ARGUMENTS = {  # as the source declares them
     "funrl_panel": (),
     "funrl_pack": (_I, _P, _N, _N, _N, _P),
+    "funrl_digest": (_P, _N),
     "funrl_forward": (_I, _P, _P, _N),
     "funrl_linear": (_I, _P, _P, _P, _P, _I, _N, _N, _N, _N, _I),
     "funrl_norm": (_I, _P, _P, _P, _N, _N, _F, _F, _I),
@@ -87,6 +88,7 @@ def library() -> ctypes.CDLL:
         raise KernelError(text) from error
     for name, arguments in _ARGUMENTS.items():
         getattr(loaded, name).argtypes = arguments
+    loaded.funrl_digest.restype = ctypes.c_uint64
     return loaded
 
 

@@ -48,9 +48,9 @@ def linear_in_parts(
       parts: a power of two, at most 8, that divides K.
       wide: return the sums as they are, in float32 or wider; there is no bias then.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2)
     compute = _ExactProduct.apply if torch.is_grad_enabled() else exact_linear
-    return compute(rows, weight_NK, bias_N, parts, wide).view(*x.shape[:-1], -1)
+    return compute(rows, weight_NK, bias_N, parts, wide).view(*x.shape[:-1], weight_NK.shape[0])
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:

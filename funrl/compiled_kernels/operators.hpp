@@ -34,6 +34,26 @@ template <class T> void lay_out(const T* from, int64_t size, int64_t stride, int
   }
 }
 
+// A number that depends on all bits of some memory: polynomials over 32-bit words, in many lanes that are joined at the end.
+inline uint64_t digest_of(const char* memory, int64_t bytes) {
+  constexpr int VECTORS = 8;
+  typedef uint32_t Words __attribute__((vector_size(64)));
+  Words sum[VECTORS] = {}, word;
+  int64_t at = 0;
+  for (; at + (int64_t)sizeof sum <= bytes; at += sizeof sum)
+    UNROLL for (int i = 0; i < VECTORS; i++) {
+      memcpy(&word, memory + at + i * sizeof word, sizeof word);
+      sum[i] = sum[i] * 0x9e3779b1u + word;
+    }
+  Words rest[VECTORS] = {};
+  memcpy(rest, memory + at, bytes - at);
+  uint64_t digest = bytes;
+  for (int i = 0; i < VECTORS; i++)
+    for (int lane = 0; lane < 16; lane++)
+      digest = (digest ^ (sum[i][lane] * 0x9e3779b1u + rest[i][lane])) * 0x100000001b3u;
+  return digest;
+}
+
 // Work for each of `count` things of `cost` operations, in threads where that is worth it.
 template <class Work> void in_threads(int64_t count, int64_t cost, int threads, Work work) {
   constexpr int64_t LEAST = 1 << 15;  // operations of a thread

@@ -1,12 +1,18 @@
-"""Packed copies of weights, made once for each version of a weight."""
+"""Packed copies of weights, made once for each version of a weight.
+
+A version is torch's count of changes in place and, outside of inference mode, a digest of all bits too: changes through
+`.data`, which torch does not count, are seen. Reading a weight costs far less than multiplying many rows by it.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import PackedLinear, pack_linear
 
 
@@ -15,36 +21,35 @@ class _Memory(NamedTuple):
 
     Attributes:
       memory: of the weights, which it does not keep. While it is held, no other memory has the same key.
-      packs: place, shape and parts of a weight -> its version, and the weight packed.
+      packs: place, shape and parts of a weight -> its version and digest, and the weight packed.
     """
 
     memory: StorageWeakRef
-    packs: dict[tuple, tuple[int, PackedLinear]]
+    packs: dict[tuple, tuple[int, int | None, PackedLinear]]
 
 
 _KNOWN: dict[int, _Memory] = {}
 
 
 def packed_weight(w_NK: Tensor, parts: int = 1) -> PackedLinear:
-    """A weight in panels, packed when it is first seen, and again after it has been changed in place.
-
-    Changes that torch does not count, such as those through `.data`, are not seen: `forget` them.
-    """
+    """A weight in panels, packed when it is first seen, and again after it has been changed in place."""
+    if not w_NK.is_contiguous() or w_NK.is_inference():
+        return pack_linear(w_NK, parts)
     storage = w_NK.untyped_storage()
     key = storage._cdata
     known = _KNOWN.get(key)
-    place = (w_NK.data_ptr(), w_NK.shape, w_NK.stride(), w_NK.dtype, parts)
-    version = -1 if w_NK.is_inference() else w_NK._version
-    if known is not None and version >= 0:
+    place = (w_NK.data_ptr(), w_NK.shape, w_NK.dtype, parts)
+    version = w_NK._version
+    digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(w_NK.data_ptr(), w_NK.nbytes)
+    if known is not None:
         found = known.packs.get(place)
-        if found is not None and found[0] == version:
-            return found[1]
+        if found is not None and found[0] == version and (digest is None or found[1] == digest):
+            return found[2]
     packed = pack_linear(w_NK, parts)
-    if version >= 0:
-        if known is None:
-            _drop_dead()
-            known = _KNOWN[key] = _Memory(StorageWeakRef(storage), {})
-        known.packs[place] = version, packed
+    if known is None:
+        _drop_dead()
+        known = _KNOWN[key] = _Memory(StorageWeakRef(storage), {})
+    known.packs[place] = version, digest, packed
     return packed
 
 
