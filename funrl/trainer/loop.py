@@ -28,6 +28,7 @@ from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
+from funrl.trainer.gap import GAP, GapError, gap_check
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -53,7 +54,7 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError)  # end a run with what it has learned
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)  # a run ends with what it learned
 
 
 class Outcome(NamedTuple):
@@ -80,6 +81,8 @@ class Trainer(NamedTuple):
       frozen: weights of the roles that do not learn.
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
+      check_gap: receives a step's rows and metrics, in which engine and trainer should agree to the bit; None: they
+        may differ by rounding.
     """
 
     job: Job
@@ -89,6 +92,7 @@ class Trainer(NamedTuple):
     clock: Clock
     skips: Skips | None = None
     folder: str | None = None
+    check_gap: Callable[[Rows, Mapping[str, float]], None] | None = None
 
 
 def train_loop(
@@ -234,8 +238,12 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
         rows, state, scored = skipped_batch(trainer, state, drawn)
         return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = score_batch(trainer, state, drawn)
+    if trainer.check_gap is not None:
+        trainer.check_gap(rows, scored)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = update_batch(trainer, state, rows)
+    if trainer.check_gap is not None and GAP not in scored:
+        trainer.check_gap(rows, learned)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
 
 
@@ -264,7 +272,8 @@ def begin_run(
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
+    check = gap_check(job, parts, observer.note)
+    trainer = Trainer(job, parts, rows_source, frozen, clock, skips=skips, folder=folder, check_gap=check)
     return trainer, first_state(job, parts, weights, rows_source.init())
 
 
