@@ -82,9 +82,9 @@ def test_the_first_layer_that_differs_is_named(more, monkeypatch):
     attend = attention.split_attention
     calls = []
 
-    def faulty(q, k, v, **how):  # the last layer of three is off
+    def faulty(q, k, v, *rest, **how):  # the last layer of three is off
         calls.append(1)
-        return attend(q, k, v, **how) * (1 + 1e-6 * (len(calls) == 1 + 2 + 3))
+        return attend(q, k, v, *rest, **how) * (1 + 1e-6 * (len(calls) == 1 + 2 + 3))
 
     monkeypatch.setattr(attention, "split_attention", faulty)
     assert first_differing_layer(model, params, tokens) == 2
