@@ -1,7 +1,7 @@
 """One forward pass of a dense decoder over a paged key-value cache, in one C++ call.
 
-For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32, bfloat16 or float64, on the CPU. Prompts and decoding
-rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
+For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32, bfloat16 or float64, on the CPU. Prompts and
+decoding rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
 depend neither on the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads:
 prefill equals decode bit for bit. Tests compare it with the same pass in torch.
 """
@@ -334,8 +334,8 @@ class PackedDecoder:
           noise_R: float64 in (0, 1); None: the most probable token, and both log-probabilities are raw.
           temperature: above 0, of all draws or float64 [R].
 
-        Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] nats each in the dtype of the logits;
-          where a row has NaN or +inf it is the last token, and NaN.
+        Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] nats each in the
+          dtype of the logits; where a row has NaN or +inf it is the last token, and NaN.
         """
         R = source_R.shape[0]
         M, V = logits_MV.shape
@@ -395,7 +395,7 @@ class PackedDecoder:
         )
 
     def _pack(self, w_NK: Tensor, parts: int = 1) -> int:
-        count = panel_numbers(*w_NK.shape, parts, self.dtype)
+        count = panel_numbers(w_NK.shape[0], w_NK.shape[1], parts, self.dtype)
         panels = self._panels[self._used : self._used + count]
         self._used += count
         fill_panels(w_NK.to(self.dtype), panels, parts)

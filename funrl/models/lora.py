@@ -33,7 +33,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
 SUMMED = ("o", "down", "shared_down", "out")
-PARTIAL = ("shared_down",)  # of these, what is multiplied by B has not been summed over tensor ranks
+SUMMED_LATER = ("shared_down",)  # of these, what is multiplied by B has not been summed over tensor ranks
 REPLICATED = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
@@ -176,7 +176,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
             a = x
             b = part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
-                if split or weight in PARTIAL:
+                if split or weight in SUMMED_LATER:
                     b = pbroadcast(b, mesh, "tensor")
             elif split or weight not in REPLICATED:
                 a = pbroadcast(a, mesh, "tensor")

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def multiply_and_sum(x: Tensor, weight: Weight, mesh: Mesh, split: bool) -> Tensor:
     """The sum over tensor ranks of W x, as `split_residual.leave` gives it.
 
-    On a CPU sums are taken in eight fixed parts and a binary tree over these, so that their bits are the same on 1, 2, 4
-    and 8 tensor ranks, where these divide the sum's terms.
+    On a CPU sums are taken in eight fixed parts and a binary tree over these, so that their bits are the same on 1, 2,
+    4 and 8 tensor ranks, where these divide the sum's terms.
 
     Args:
       x: [..., columns of this rank].

@@ -27,8 +27,8 @@ from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.steps.step_rows import Rows
 
-log = logging.getLogger(__name__)
-GAP = "rollout/logprob_gap_max"
+_log = logging.getLogger(__name__)
+GAP_METRIC = "rollout/logprob_gap_max"
 
 
 class GapError(RuntimeError):
@@ -42,7 +42,7 @@ def gap_check(
     if parts.generator is None:
         return None
     if problem := gap_problem(job, parts):
-        log.info("engine and trainer may differ by rounding: %s", problem)
+        _log.info("engine and trainer may differ by rounding: %s", problem)
         return None
     return functools.partial(check_gap, stop=job.settings.engines.on_gap == "stop", note=note)
 
@@ -104,7 +104,7 @@ def check_gap(rows: Rows, metrics: Mapping[str, float], stop: bool, note: Callab
     Raises:
       GapError: there is a gap, and `stop`.
     """
-    gap = metrics.get(GAP, 0.0)
+    gap = metrics.get(GAP_METRIC, 0.0)
     if gap == 0:
         return
     text = (

@@ -28,7 +28,7 @@ from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
-from funrl.trainer.gap import GAP, GapError, gap_check
+from funrl.trainer.gap import GAP_METRIC, GapError, gap_check
 from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -54,7 +54,14 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)  # a run ends with what it learned
+ENDING = (
+    RewardError,
+    CurriculumError,
+    FilterError,
+    NotFiniteError,
+    SyncError,
+    GapError,
+)  # a run ends with what it learned
 
 
 class Outcome(NamedTuple):
@@ -242,7 +249,7 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
         trainer.check_gap(rows, scored)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = update_batch(trainer, state, rows)
-    if trainer.check_gap is not None and GAP not in scored:
+    if trainer.check_gap is not None and GAP_METRIC not in scored:
         trainer.check_gap(rows, learned)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
 

@@ -36,7 +36,7 @@ def test_products_of_any_size(M, N, K, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("K", [8, 24, 200, 1048])
 def test_parts_of_a_sum_may_be_added_by_several_ranks(K, dtype):
-    """Each of n ranks adds its neighbouring parts, and a binary tree the ranks' sums: the bits are those of one rank."""
+    """Each of n ranks adds its neighbouring parts, a binary tree the ranks' sums: the bits are those of one rank."""
     x_MK, w_NK = draw(70, K, dtype=dtype), draw(67, K, dtype=dtype)
     whole_MN = packed_linear(x_MK, pack_linear(w_NK, 8))
     scale = x_MK.double().abs() @ w_NK.double().abs().T

@@ -4,6 +4,7 @@ A draw is a number; `python -m pytest tests/rollout/test_same_bits.py -k "draw a
 """
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -64,9 +65,13 @@ class Texts:
     def generate(self, mesh=SINGLE, **options):
         """Complete random prompts, some of them alike, in a random order, some in two goes."""
         pick, vocab = self.pick, self.model.config.vocab
-        prompts = [[pick.randrange(vocab) for _ in range(pick.choice([1, 3, 16, 17, 40]))] for _ in range(pick.randint(1, 5))]
+        prompts = [
+            [pick.randrange(vocab) for _ in range(pick.choice([1, 3, 16, 17, 40]))] for _ in range(pick.randint(1, 5))
+        ]
         prompts = [pick.choice(prompts) * pick.choice([1, 1, 2]) for _ in range(len(prompts) + 1)]
-        sampling = Sampling(max_new_tokens=pick.choice([1, 8, 24]), temperature=self.temperature, samples=pick.randint(1, 8))
+        sampling = Sampling(
+            max_new_tokens=pick.choice([1, 8, 24]), temperature=self.temperature, samples=pick.randint(1, 8)
+        )
         requests = requests_of(prompts, sampling, seed=pick.randrange(99))
         pick.shuffle(requests)
         engine = native_engine(self.model, mesh, self.dtype, NativeOptions(**options))
@@ -95,6 +100,7 @@ class Texts:
             batch, parts = self.packed(some, pick.choice([0, 3]) + 8)
             with torch.no_grad():
                 scores = placed.token_scores(params, batch, temperature=temperature or self.temperature)
+            assert scores.logp is not None
             found |= {i: scores.logp[0, part] for i, part in parts.items()}
         return [found[i] for i in range(len(self.done))]
 
@@ -102,7 +108,7 @@ class Texts:
         texts = {i: self.prompts[i] + self.done[i].tokens.tolist() for i in some}
         lengths = torch.tensor([len(text) for text in texts.values()])
         padding = -int(lengths.sum()) % multiple
-        tokens = torch.tensor([*sum(texts.values(), []), *[0] * padding])[None]
+        tokens = torch.tensor([*itertools.chain.from_iterable(texts.values()), *[0] * padding])[None]
         positions = torch.cat([torch.arange(n) for n in (*lengths.tolist(), padding)])[None]
         segments = torch.repeat_interleave(torch.arange(len(some) + 1), torch.tensor([*lengths.tolist(), padding]))
         segments = (segments + 1) % (len(some) + 1)
@@ -116,7 +122,8 @@ class Texts:
     def differ(self, mesh=SINGLE, **options):
         """How many tokens the trainer and the engine give different bits, raw or at the temperature; of all."""
         drawn, raw = self.scores(mesh, **options), self.scores(mesh, 1.0, **options)
-        pairs = [*zip(drawn, [x.sampling_logp for x in self.done]), *zip(raw, [x.raw_logp for x in self.done])]
+        engine = [*(x.sampling_logp for x in self.done), *(x.raw_logp for x in self.done)]
+        pairs = [*zip([*drawn, *raw], engine, strict=True)]
         assert all(torch.isfinite(x).all() for pair in pairs for x in pair)
         return sum(int((a != b).sum()) for a, b in pairs)
 
@@ -198,7 +205,12 @@ def test_the_bits_do_not_depend_on_tensor_ranks(ranks):
         for family, dtype in cases:
             alone = Texts(family, dtype, 5).generate()
             ours = Texts(family, dtype, 5).generate(mesh)
-            counts[family, dtype] = [alone.differ(mesh), alone.differ(mesh, splits=True), ours.differ(), ours.differ(mesh)]
+            counts[family, dtype] = [
+                alone.differ(mesh),
+                alone.differ(mesh, splits=True),
+                ours.differ(),
+                ours.differ(mesh),
+            ]
         return counts
 
     found = launch(program, parse(f"tp{ranks}"), "cpu")

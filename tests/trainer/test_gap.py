@@ -8,7 +8,7 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder import attention
-from funrl.trainer.gap import GAP, GapError, check_gap, first_differing_layer, gap_problem
+from funrl.trainer.gap import GAP_METRIC, GapError, check_gap, first_differing_layer, gap_problem
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import draw_batch, learn_batch, score_batch
 
@@ -23,7 +23,7 @@ def test_the_gap_is_0(dtype, settings):
     trainer, state = begin(job, single())
     assert gap_problem(trainer.job, trainer.parts) is None and trainer.check_gap is not None
     rows, _, metrics = scored_batch(trainer, state)
-    assert rows.batch.mask.sum() > 20 and metrics[GAP] == metrics["rollout/logprob_gap_mean"] == 0
+    assert rows.batch.mask.sum() > 20 and metrics[GAP_METRIC] == metrics["rollout/logprob_gap_mean"] == 0
     trainer.check_gap(rows, metrics)
 
 
@@ -41,11 +41,11 @@ def test_a_gap_where_there_should_be_none_stops_the_run_or_is_said(stop):
     notes = []
     if stop:
         with pytest.raises(GapError, match=place):
-            check_gap(rows, {GAP: 1e-9}, stop=True, note=notes.append)
+            check_gap(rows, {GAP_METRIC: 1e-9}, stop=True, note=notes.append)
     else:
-        check_gap(rows, {GAP: 1e-9}, stop=False, note=notes.append)
+        check_gap(rows, {GAP_METRIC: 1e-9}, stop=False, note=notes.append)
     assert len(notes) == (not stop) and all("differ by 1e-09 nats" in note for note in notes)
-    check_gap(rows, {GAP: 0.0}, stop=True, note=notes.append)
+    check_gap(rows, {GAP_METRIC: 0.0}, stop=True, note=notes.append)
 
 
 def test_tokens_of_other_weights_are_counted_apart():
@@ -57,13 +57,15 @@ def test_tokens_of_other_weights_are_counted_apart():
         rows, state, metrics = score_batch(trainer, state, rows)
         state, _ = learn_batch(trainer, state, rows)
         state = sync(trainer.parts, state)
-        assert metrics[GAP] == 0
+        assert metrics[GAP_METRIC] == 0
         seen.append(metrics["rollout/stale_gap_max"])
     assert max(seen) > 1e-6
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"compile": "on"}, "--compile=on"), ({"lora_rank": 2}, "merged adapters"), ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
+    ({"compile": "on"}, "--compile=on"),
+    ({"lora_rank": 2}, "merged adapters"),
+    ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
 ])  # fmt: skip
 def test_the_reason_why_there_is_no_promise(settings, words):
     trainer, _ = begin(small_job(GRPO, **settings), single())

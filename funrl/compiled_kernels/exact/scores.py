@@ -28,9 +28,7 @@ def largest_logits(logits_TV: Tensor) -> Tensor:
     logits_TV = logits_TV.contiguous()
     T, V = logits_TV.shape
     top_T = logits_TV.new_empty(T)
-    library().funrl_tops(
-        BITS[logits_TV.dtype], logits_TV.data_ptr(), T, V, top_T.data_ptr(), torch.get_num_threads()
-    )
+    library().funrl_tops(BITS[logits_TV.dtype], logits_TV.data_ptr(), T, V, top_T.data_ptr(), torch.get_num_threads())
     return top_T
 
 

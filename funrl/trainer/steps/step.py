@@ -271,8 +271,8 @@ def fields_of(loss: Loss) -> frozenset[str]:
 def engine_gap(batch: Batch) -> dict[str, Metric]:
     """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
 
-    The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that of
-    all others is `rollout/stale_gap_max`.
+    The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that
+    of all others is `rollout/stale_gap_max`.
     """
     given = batch.get("demonstration")  # tokens that no engine sampled
     mask_BT = batch.mask if given is None else batch.mask & ~given
