@@ -146,11 +146,13 @@ class PackedDecoder:
 
     Attributes:
       sizes, dtype, threads: as there.
+      logits_dtype: of logits, and of norms and biases in the kernel's layout.
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
         self.sizes = sizes
         self.dtype = dtype
+        self.logits_dtype = real_of(dtype)
         self.threads = threads
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
@@ -158,11 +160,6 @@ class PackedDecoder:
         self._positions = 0
         self._rope = torch.empty(0)
         self.load(params)
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """Dtype of logits, of norms and biases."""
-        return real_of(self.dtype)
 
     @torch.no_grad()
     def load(self, params: Any) -> None:
@@ -347,20 +344,14 @@ class PackedDecoder:
             raise ValueError(f"logits must be {self.logits_dtype} and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
         sampling_logp_R, raw_logp_R = logits_MV.new_empty(2, R)
+        results = (x.data_ptr() for x in (token_R, sampling_logp_R, raw_logp_R))
+        rows = (BITS[self.logits_dtype], logits_MV.data_ptr(), M, V, parts_of(V), source_R.data_ptr(), R)
         problem = self._library.funrl_sample(
-            BITS[self.logits_dtype],
-            logits_MV.data_ptr(),
-            M,
-            V,
-            parts_of(V),
-            source_R.data_ptr(),
-            R,
+            *rows,
             None if noise_R is None else noise_R.data_ptr(),
             1.0 if each is not None else temperature,
             None if each is None else each.data_ptr(),
-            token_R.data_ptr(),
-            sampling_logp_R.data_ptr(),
-            raw_logp_R.data_ptr(),
+            *results,
             self.threads,
         )
         if problem:

@@ -129,19 +129,10 @@ def packed_linear(
     x_MK = x_MK.contiguous()
     bias_N = None if bias_N is None else bias_N.detach().contiguous()
     y_MN = x_MK.new_empty(M, packed.outputs, dtype=real_of(x_MK.dtype) if wide else None)
-    library().funrl_linear(
-        bits,
-        x_MK.data_ptr(),
-        packed.panels.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        y_MN.data_ptr(),
-        wide,
-        M,
-        packed.outputs,
-        packed.inputs // packed.parts,
-        packed.parts,
-        threads or torch.get_num_threads(),
-    )
+    pointers = (None if x is None else x.data_ptr() for x in (x_MK, packed.panels, bias_N, y_MN))
+    terms = (packed.inputs // packed.parts, packed.parts)
+    sizes = (wide, M, packed.outputs, *terms)
+    library().funrl_linear(bits, *pointers, *sizes, threads or torch.get_num_threads())
     return y_MN
 
 
@@ -260,7 +251,8 @@ def _attention(
         ends = paged.ends_S.to(torch.int64).contiguous()
         width = table.shape[1]
         page = paged.keys.shape[1]
-    sizes = (ctypes.c_int64 * 8)(T, len(offsets) - 1, H, inputs[1].shape[-2], N, options.window, width, page)
+    each = (T, len(offsets) - 1, H, inputs[1].shape[-2], N, options.window, width, page)
+    sizes = (ctypes.c_int64 * 8)(*each)
     pointers = (None if x is None else x.data_ptr() for x in (*inputs, *outputs))
     places = (None if x is None else x.data_ptr() for x in (offsets, ends, table))
     numbers = (options.scale, options.cap, threads or torch.get_num_threads())

@@ -117,7 +117,7 @@ def check_gap(rows: Rows, metrics: Mapping[str, float], stop: bool, note: Callab
 
 
 def worst_token(rows: Rows) -> str:
-    """Where the gap is largest, in words; "" where no old log-probabilities are kept. Collective."""
+    """Place of the largest gap, in words; "" where no old log-probabilities are kept. Collective."""
     batch = rows.batch
     old_logp = batch.get("old_logp")
     if old_logp is None:
@@ -127,12 +127,12 @@ def worst_token(rows: Rows) -> str:
         left_out = batch.get(name)
         counted_bT = counted_bT if left_out is None else counted_bT & ~left_out
     gap_bT = torch.where(counted_bT, (old_logp - batch.rollout_logp).abs(), 0.0)
-    found = (-1.0, 0, 0, 0)
+    worst = (-1.0, 0, 0, 0)
     if gap_bT.numel():
         row, position = divmod(int(gap_bT.argmax()), gap_bT.shape[1])
         number = int(np.flatnonzero(rows.owner == rows.index)[row])
-        found = (gap_bT[row, position].item(), number, position, int(batch.tokens[row, position]))
-    _, number, position, token = max(gather_objects(found, rows.mesh))
+        worst = (gap_bT[row, position].item(), number, position, int(batch.tokens[row, position]))
+    _, number, position, token = max(gather_objects(worst, rows.mesh))
     return f", most at row {number}, position {position} (token {token})"
 
 

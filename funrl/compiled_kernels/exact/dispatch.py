@@ -1,4 +1,4 @@
-"""Whether an operation is computed by the C++ functions of the decoding step, whose bits do not depend on the batch."""
+"""Choice between operators of torch and the C++ functions of the decoding step, whose bits depend on no batch."""
 
 from __future__ import annotations
 

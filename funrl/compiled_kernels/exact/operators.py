@@ -60,7 +60,8 @@ def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     out = torch.empty_like(x)
     D = x.shape[-1]
     pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    library().funrl_norm(BITS[x.dtype], *pointers, x.numel() // max(D, 1), D, eps, offset, torch.get_num_threads())
+    sizes = (x.numel() // max(D, 1), D, eps, offset)
+    library().funrl_norm(BITS[x.dtype], *pointers, *sizes, torch.get_num_threads())
     return out
 
 

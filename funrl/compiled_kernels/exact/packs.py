@@ -42,9 +42,9 @@ def packed_weight(w_NK: Tensor, parts: int = 1) -> PackedLinear:
     version = w_NK._version
     digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(w_NK.data_ptr(), w_NK.nbytes)
     if known is not None:
-        found = known.packs.get(place)
-        if found is not None and found[0] == version and (digest is None or found[1] == digest):
-            return found[2]
+        pack = known.packs.get(place)
+        if pack is not None and pack[0] == version and (digest is None or pack[1] == digest):
+            return pack[2]
     packed = pack_linear(w_NK, parts)
     if known is None:
         _drop_dead()

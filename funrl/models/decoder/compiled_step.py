@@ -1,4 +1,4 @@
-"""What a decoder and the compiled decoding step have in common.
+"""Common sizes of a decoder and the compiled decoding step.
 
 Sizes for that step, or the reason why it does not compute a decoder; and whether decoding has the bits of training.
 """
