@@ -59,7 +59,7 @@ def drawn():
         "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(), "imitated": mask & (at % 3 == 0),
         "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
         "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
-        "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
+        "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3, "stale": mask.roll(1, 1) & mask,
     }  # fmt: skip
 
     def value(name, like):

@@ -29,6 +29,7 @@ def computes_exactly(*tensors: Tensor) -> bool:
         and all(type(x) is Tensor and x.dtype == dtype and x.device.type == "cpu" for x in tensors)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_function_stack()  # such as a checker of types
         and (not torch._C._len_torch_dispatch_stack() or _transparent_modes())
         and kernels_work()
     )
