@@ -281,6 +281,13 @@ FIELDS = Schema(
         dtype="int",
         example=_mask_as_int,
     ),
+    stale=Field(
+        "token",
+        "source",
+        "sampled by other weights than those that score it; there with --new_tokens_per_step",
+        dtype="bool",
+        example=_odd_rows,
+    ),
     routes=Field(
         "token_k",
         "source",

@@ -52,7 +52,6 @@ ORDER = (
 # The same inside a package that has packages: OWN stands for its own files.
 OWN = ""
 INSIDE = {
-    "compiled_kernels": ("logit_rows", OWN),
     "models": (OWN, "decoder", "huggingface"),
     "rollout": (OWN, "native", "vllm"),
     "trainer": ("settings", "steps", "storage", "sources", "jobs", "checkpoints", OWN),

@@ -96,6 +96,7 @@ class TrainKeywords(SharedKeywords, total=False):
     heartbeat: WholeValue
     stalled_after: WholeValue
     verify_sync: TruthValue
+    on_gap: TextValue
     probe_sync_every: WholeValue
     samples_per_prompt: WholeValue
     new_tokens_per_step: WholeValue | None

@@ -3,27 +3,33 @@
 // Prompts and decoding rows alike are tokens, each with a position and a sequence; decode_step.py says what they mean.
 // The stages of a layer are separated by barriers: all keys and values of a layer are written before any is read. What
 // a stage computes for a token depends on that token and on its sequence's pages alone, and in no stage on how the work
-// was split. Numbers of a T (float or bfloat16) are rounded where torch's own pass rounds them; sums are float32.
+// was split. Numbers of a T (float, bfloat16 or double) are rounded where torch's own pass rounds them; sums are float32,
+// of double float64.
 
 #include "lanes.hpp"
+#include "operators.hpp"
 #include "paged_attention.hpp"
 #include "products.hpp"
 #include "sampling.hpp"
 #include "team.hpp"
 
+#include <array>
+#include <type_traits>
+
 namespace funrl {
 
-// These three are filled by ctypes: fields and order as in decode_step.py. Norms and biases are float32 whatever T is.
+// These three are filled by ctypes: fields and order as in decode_step.py. Norms, biases and rotations are Real<T>.
 struct Layer {
   const void *qkv, *output, *gate_up, *down;  // panels
-  const float *attn_norm, *mlp_norm, *q_norm, *k_norm, *qkv_bias, *output_bias;  // null: the model has none
+  const void *attn_norm, *mlp_norm, *q_norm, *k_norm, *qkv_bias, *output_bias;  // null: the model has none
   int64_t window;  // 0: a token sees all before it
 };
 struct Model {
   int64_t layers, embed, heads, kv_heads, head, mlp, vocab;  // true sizes
-  float norm_eps;
+  int64_t output_parts, down_parts;  // of the terms of a sum
+  double norm_eps;
   const void *embedding, *unembed;  // rows; panels
-  const float *norm, *rope;         // rope: cosines and sines of each position, [positions, head]
+  const void *norm, *rope;          // rope: cosines and sines of each position, [positions, head]
   int64_t positions;
   const Layer* layer;
 };
@@ -34,37 +40,8 @@ struct Step {
   const int64_t* draw;
   void *keys, *values;  // [layers, pages, ...]
   int64_t pages, threads;
-  float* logits;  // [M, V]
+  void* logits;  // [M, V] of Real<T>
 };
-
-INLINE int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
-INLINE int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
-
-// out = x / sqrt(mean(x^2) + eps) * weight; x and weight are padded with zeros.
-template <class T, class Out>
-void normalise(const float* x, const float* weight, Out* out, int64_t size, float eps) {
-  Lanes squares = zeros();
-  for (int64_t i = 0; i < size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
-  const Lanes scale = splat(1.0f / sqrtf(sum_of(squares) / size + eps));
-  for (int64_t i = 0; i < size; i += LANES)
-    store(out + i, rounded<T>(rounded<T>(load(x + i) * scale) * load(weight + i)));
-}
-
-// Turns a head by its position, given cosines and sines of the pairs (i, i + size / 2).
-template <class T> void turn(float* __restrict head, const float* __restrict rope, int64_t size) {
-  const int64_t half = size / 2;
-  for (int64_t i = 0; i < half; i++) {
-    const float first = head[i], second = head[half + i], cosine = rope[i], sine = rope[half + i];
-    head[i] = rounded<T>(rounded<T>(first * cosine) - second * sine);
-    head[half + i] = rounded<T>(rounded<T>(second * cosine) + first * sine);
-  }
-}
-
-// x / (1 + e^-x), without overflow.
-INLINE Lanes silu(Lanes x) {
-  const Lanes one = splat(1.0f), e = exponential(where_less(x, zeros(), x, zeros() - x));
-  return x * where_less(x, zeros(), e, one) / (one + e);
-}
 
 // Query rows that share a sequence: tokens first .. first + count - 1 of the step.
 struct QueryTile {
@@ -73,8 +50,9 @@ struct QueryTile {
 };
 
 template <class T> struct Workspace {
-  std::vector<float> hidden, qkv;               // [N, D], [BLOCK_ROWS, heads and key-value heads]
-  std::vector<T> narrow, inner, query, mixed;  // [BLOCK_ROWS, D], [BLOCK_ROWS, F], [N, heads], [N, heads]
+  std::vector<Real<T>> hidden, qkv;  // [N, D], [BLOCK_ROWS, heads and key-value heads]
+  // [BLOCK_ROWS, D], [BLOCK_ROWS, F], [N, heads], [N, heads], and rows as the products with `output` and `down` take them
+  std::vector<T> narrow, inner, query, mixed, terms;
   std::vector<QueryTile> tiles;
 };
 
@@ -82,13 +60,15 @@ template <class T> class Pass {
  public:
   Pass(const Model& model, const Step& step, Workspace<T>& space)
       : m(model), s(step), space(space), D(padded(m.embed)), head(padded(m.head)), Q(m.heads * head),
-        KV(m.kv_heads * head), F(padded(m.mlp)) {
+        KV(m.kv_heads * head), F(padded(m.mlp)), output_terms(terms_of<T>(m.heads * m.head, m.output_parts)),
+        down_terms(terms_of<T>(m.mlp, m.down_parts)) {
     grow(space.hidden, s.tokens * D);
     grow(space.qkv, BLOCK_ROWS * (Q + 2 * KV));
     grow(space.narrow, BLOCK_ROWS * D);
     grow(space.inner, BLOCK_ROWS * F);
     grow(space.query, s.tokens * Q);
     grow(space.mixed, s.tokens * Q);
+    grow(space.terms, BLOCK_ROWS * std::max(output_terms.total(), down_terms.total()));
     cut_tiles();
   }
 
@@ -109,8 +89,11 @@ template <class T> class Pass {
   const Model& m;
   const Step& s;
   Workspace<T>& space;
+  using R = Real<T>;
   const int64_t D, head, Q, KV, F;
+  const Terms output_terms, down_terms;
 
+  const R* vector(const void* x) const { return (const R*)x; }
   template <class V> static void grow(V& vector, int64_t size) {
     if ((int64_t)vector.size() < size) vector.resize(size);
   }
@@ -121,7 +104,7 @@ template <class T> class Pass {
   template <class Work> static void rows(int64_t first, int64_t count, Team& team, int thread, Work work) {
     for (int64_t i = count * thread / team.size; i < count * (thread + 1) / team.size; i++) work(first + i);
   }
-  float* hidden(int64_t token) { return space.hidden.data() + token * D; }
+  R* hidden(int64_t token) { return space.hidden.data() + token * D; }
   T* cache(void* start, int64_t layer) { return (T*)start + layer * s.pages * page_numbers(); }
   int64_t page_numbers() const { return KV * PAGE; }
 
@@ -137,8 +120,8 @@ template <class T> class Pass {
 
   void embed(int64_t t) {
     const T* from = (const T*)m.embedding + s.token[t] * m.embed;
-    float* to = hidden(t);
-    for (int64_t i = 0; i < D; i++) to[i] = i < m.embed ? widen(from[i]) : 0.0f;
+    R* to = hidden(t);
+    for (int64_t i = 0; i < D; i++) to[i] = i < m.embed ? widen(from[i]) : (R)0;
   }
 
   // Queries of a block of tokens, and their keys and values in the cache.
@@ -146,13 +129,13 @@ template <class T> class Pass {
     const Layer& layer = m.layer[l];
     const int64_t width = Q + 2 * KV;
     rows(first, count, team, thread, [&](int64_t t) {
-      normalise<T>(hidden(t), layer.attn_norm, space.narrow.data() + (t - first) * D, m.embed, m.norm_eps);
+      normalise<T>(hidden(t), vector(layer.attn_norm), space.narrow.data() + (t - first) * D, m.embed, m.norm_eps);
     });
     team.barrier();
-    multiply(space.narrow.data(), count, D, (const T*)layer.qkv, panels_of(width), thread, team.size,
-             [&](int row, int64_t panel, const float* y) {
+    multiply(space.narrow.data(), D, count, {1, D}, (const T*)layer.qkv, panels_of(width), thread, team.size,
+             [&](int row, int64_t panel, const R* y) {
                for (int64_t n = panel * PANEL; n < width && n < (panel + 1) * PANEL; n += LANES, y += LANES) {
-                 const Lanes sum = layer.qkv_bias ? load(y) + load(layer.qkv_bias + n) : load(y);
+                 const Vector<T> sum = layer.qkv_bias ? load(y) + load(vector(layer.qkv_bias) + n) : load(y);
                  store(space.qkv.data() + row * width + n, rounded<T>(sum));
                }
              });
@@ -161,14 +144,14 @@ template <class T> class Pass {
     team.barrier();
   }
 
-  void write_token_of(int64_t l, int64_t t, float* qkv) {
+  void write_token_of(int64_t l, int64_t t, R* qkv) {
     const Layer& layer = m.layer[l];
     const int64_t position = s.position[t];
     for (int64_t h = 0; h < m.heads + m.kv_heads; h++) {
-      float* x = qkv + h * head;
-      const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
+      R* x = qkv + h * head;
+      const R *norm = vector(h < m.heads ? layer.q_norm : layer.k_norm), *rope = vector(m.rope) + position * m.head;
       if (norm) normalise<T>(x, norm, x, m.head, m.norm_eps);
-      turn<T>(x, m.rope + position * m.head, m.head);
+      turn<T>(x, rope, rope + m.head / 2, (R)1, m.head);
     }
     for (int64_t i = 0; i < Q; i += LANES) store(space.query.data() + t * Q + i, load(qkv + i));
     const int64_t page = s.tables[s.sequence[t] * s.width + position / PAGE] * page_numbers();
@@ -204,7 +187,7 @@ template <class T> class Pass {
     static thread_local AttentionScratch<T> scratch;
     const int group = m.heads / m.kv_heads;
     const int64_t tasks = space.tiles.size() * m.kv_heads;
-    const float scale = 1.0f / sqrtf(m.head);
+    const Logits<T> logits{scale_of<R>(m.head), 0};
     for (int64_t task; (task = team.next.fetch_add(1, std::memory_order_relaxed) - l * (tasks + team.size)) < tasks;) {
       const QueryTile tile = space.tiles[task / m.kv_heads];
       const int64_t k = task % m.kv_heads;
@@ -217,9 +200,9 @@ template <class T> class Pass {
           const int64_t column = t * Q + (k * group + g) * head;
           row[count++] = {space.query.data() + column, space.mixed.data() + column, first_seen(l, t),
                           s.position[t] + 1};
-          if (count == QUERY_ROWS) attend(pages, row, count, scale, scratch), count = 0;
+          if (count == QUERY_ROWS) attend(pages, row, count, logits, scratch), count = 0;
         }
-      if (count) attend(pages, row, count, scale, scratch);
+      if (count) attend(pages, row, count, logits, scratch);
     }
     team.barrier();
   }
@@ -227,35 +210,53 @@ template <class T> class Pass {
   // The rest of a layer: the attention's output, then the mlp, each added to the hidden states.
   void mlp(const Layer& layer, int64_t first, int count, Team& team, int thread) {
     T* narrow = space.narrow.data();
-    auto add = [&](const float* bias) {
-      return [=, this](int row, int64_t panel, const float* y) {
-        float* x = hidden(first + row);
+    auto add = [&](const R* bias) {
+      return [=, this](int row, int64_t panel, const R* y) {
+        R* x = hidden(first + row);
         for (int64_t n = panel * PANEL; n < D && n < (panel + 1) * PANEL; n += LANES, y += LANES) {
-          Lanes sum = rounded<T>(load(y));
+          Vector<T> sum = rounded<T>(load(y));
           if (bias) sum = rounded<T>(sum + load(bias + n));
           store(x + n, rounded<T>(load(x + n) + sum));
         }
       };
     };
-    multiply(space.mixed.data() + first * Q, count, Q, (const T*)layer.output, panels_of(D), thread, team.size,
-             add(layer.output_bias));
+    const T* mixed = space.mixed.data() + first * Q;
+    const bool dense = head == m.head && output_terms.total() == Q;  // the heads stand as the product takes them
+    if (!dense) {
+      rows(0, count, team, thread, [&](int64_t i) {
+        lay_out(mixed + i * Q, m.head, head, m.heads * m.head, output_terms, space.terms.data() + i * output_terms.total());
+      });
+      team.barrier();
+      mixed = space.terms.data();
+    }
+    multiply(mixed, output_terms.total(), count, output_terms, (const T*)layer.output, panels_of(D), thread, team.size,
+             add(vector(layer.output_bias)));
     team.barrier();
     rows(first, count, team, thread, [&](int64_t t) {
-      normalise<T>(hidden(t), layer.mlp_norm, narrow + (t - first) * D, m.embed, m.norm_eps);
+      normalise<T>(hidden(t), vector(layer.mlp_norm), narrow + (t - first) * D, m.embed, m.norm_eps);
     });
     team.barrier();
     inner(layer, count, team, thread);
     team.barrier();
-    multiply(space.inner.data(), count, F, (const T*)layer.down, panels_of(D), thread, team.size, add(nullptr));
+    const T* inside = space.inner.data();
+    if (down_terms.total() != F) {
+      rows(0, count, team, thread, [&](int64_t i) {
+        lay_out(inside + i * F, m.mlp, m.mlp, m.mlp, down_terms, space.terms.data() + i * down_terms.total());
+      });
+      team.barrier();
+      inside = space.terms.data();
+    }
+    multiply(inside, down_terms.total(), count, down_terms, (const T*)layer.down, panels_of(D), thread, team.size,
+             add(nullptr));
     team.barrier();
   }
 
   // silu(gate) * up: a panel has the gates of PANEL / 2 outputs and then their ups.
   void inner(const Layer& layer, int count, Team& team, int thread) {
-    multiply(space.narrow.data(), count, D, (const T*)layer.gate_up, panels_of(2 * F), thread, team.size,
-             [&](int row, int64_t panel, const float* y) {
+    multiply(space.narrow.data(), D, count, {1, D}, (const T*)layer.gate_up, panels_of(2 * F), thread, team.size,
+             [&](int row, int64_t panel, const R* y) {
                for (int64_t n = 0; n < PANEL / 2 && panel * PANEL / 2 + n < F; n += LANES) {
-                 const Lanes gate = rounded<T>(load(y + n)), up = rounded<T>(load(y + PANEL / 2 + n));
+                 const Vector<T> gate = rounded<T>(load(y + n)), up = rounded<T>(load(y + PANEL / 2 + n));
                  store(space.inner.data() + row * F + panel * PANEL / 2 + n, rounded<T>(rounded<T>(silu(gate)) * up));
                }
              });
@@ -263,13 +264,13 @@ template <class T> class Pass {
 
   void logits(int64_t first, int count, Team& team, int thread) {
     rows(first, count, team, thread, [&](int64_t i) {
-      normalise<T>(hidden(s.draw[i]), m.norm, space.narrow.data() + (i - first) * D, m.embed, m.norm_eps);
+      normalise<T>(hidden(s.draw[i]), vector(m.norm), space.narrow.data() + (i - first) * D, m.embed, m.norm_eps);
     });
     team.barrier();
-    multiply(space.narrow.data(), count, D, (const T*)m.unembed, panels_of(m.vocab), thread, team.size,
-             [&](int row, int64_t panel, const float* y) {
+    multiply(space.narrow.data(), D, count, {1, D}, (const T*)m.unembed, panels_of(m.vocab), thread, team.size,
+             [&](int row, int64_t panel, const R* y) {
                const int64_t n = panel * PANEL, some = m.vocab - n < PANEL ? m.vocab - n : PANEL;
-               memcpy(s.logits + (first + row) * m.vocab + n, y, some * sizeof(float));
+               memcpy((R*)s.logits + (first + row) * m.vocab + n, y, some * sizeof(R));
              });
     team.barrier();
   }
@@ -299,104 +300,125 @@ template <class T> int forward(const Model& model, const Step& step, int64_t seq
   return 0;
 }
 
-template <class T> void linear(const T* x, const T* packed, float* y, int64_t M, int64_t N, int64_t K, int threads) {
-  Pool::run(threads, [&](Team& team, int thread) {
-    for (int64_t first = 0; first < M; first += BLOCK_ROWS)
-      multiply(x + first * K, M - first < BLOCK_ROWS ? M - first : BLOCK_ROWS, K, packed, panels_of(N), thread,
-               team.size, [&](int row, int64_t panel, const float* sums) {
-                 const int64_t n = panel * PANEL, some = N - n < PANEL ? N - n : PANEL;
-                 memcpy(y + (first + row) * N + n, sums, some * sizeof(float));
-               });
-  });
-}
-
-// Attention of whole sequences, which stand end to end: pages are made of their keys and values, then read as in a step.
-template <class T>
-void attend_sequences(const T* q, const T* k, const T* v, const int64_t* offsets, int64_t sequences, int64_t heads,
-                      int64_t kv_heads, int64_t size, int64_t window, T* out, int threads) {
-  const int64_t head = padded(size), group = heads / kv_heads;
-  Pool::run(threads, [&](Team& team, int) {
-    AttentionScratch<T> scratch;
-    std::vector<T> keys, values, query(QUERY_ROWS * head), mixed(QUERY_ROWS * head);
-    std::vector<int32_t> table;
-    std::vector<float> key(head), value(head);
-    for (int64_t task; (task = team.next.fetch_add(1)) < sequences * kv_heads;) {
-      const int64_t kv = task % kv_heads, first = offsets[task / kv_heads], tokens = offsets[task / kv_heads + 1] - first;
-      const int64_t pages = (tokens + PAGE - 1) / PAGE;
-      keys.assign(pages * PAGE * head, T{}), values.assign(pages * PAGE * head, T{}), table.resize(pages);
-      for (int64_t page = 0; page < pages; page++) table[page] = page;
-      for (int64_t t = 0; t < tokens; t++) {
-        const int64_t from = ((first + t) * kv_heads + kv) * size, page = t / PAGE * PAGE * head;
-        for (int64_t n = 0; n < size; n++) key[n] = widen(k[from + n]), value[n] = widen(v[from + n]);
-        write_token(keys.data() + page, values.data() + page, t % PAGE, head, key.data(), value.data());
-      }
-      const T* none = keys.data();
-      const Pages<T> all{none, values.data(), PAGE * head, table.data(), (int)head, {none, none, none, none}};
-      const int64_t total = tokens * group;
-      for (int64_t start = 0; start < total; start += QUERY_ROWS) {
-        const int count = total - start < QUERY_ROWS ? total - start : QUERY_ROWS;
-        QueryRow row[QUERY_ROWS];
-        auto column = [&](int i) {  // of query row i in q and out
-          return ((first + (start + i) / group) * heads + kv * group + (start + i) % group) * size;
-        };
-        for (int i = 0; i < count; i++) {
-          const int64_t end = (start + i) / group + 1;
-          memcpy(query.data() + i * head, q + column(i), size * sizeof(T));
-          row[i] = {query.data() + i * head, mixed.data() + i * head, window && end > window ? end - window : 0, end};
-        }
-        attend(all, row, count, 1.0f / sqrtf(size), scratch);
-        for (int i = 0; i < count; i++) memcpy(out + column(i), mixed.data() + i * head, size * sizeof(T));
-      }
-    }
-  });
-}
-
 }  // namespace funrl
 
 using namespace funrl;
 
-// `bits` is 32 for float and 16 for bfloat16.
+// Runs work((T*)nullptr) for the T of `bits`: 32 float, 16 bfloat16, 64 double.
+template <class Work> void with_type(int bits, Work work) {
+  if (bits == 32) work((float*)nullptr);
+  else if (bits == 16) work((Bfloat16*)nullptr);
+  else work((double*)nullptr);
+}
+#define WITH_TYPE(bits, ...) \
+  with_type(bits, [&](auto* type) { using T = std::remove_pointer_t<decltype(type)>; __VA_ARGS__; })
+
 extern "C" {
 int64_t funrl_panel() { return PANEL; }
 
-void funrl_pack(int bits, const void* w, int64_t N, int64_t K, int64_t K_padded, void* out) {
-  if (bits == 32) pack_panels((const float*)w, N, K, K_padded, (float*)out);
-  else pack_panels((const Bfloat16*)w, N, K, K_padded, (Bfloat16*)out);
+// w [N, parts size].
+void funrl_pack(int bits, const void* w, int64_t N, int64_t size, int64_t parts, void* out) {
+  WITH_TYPE(bits, pack_panels((const T*)w, N, size, terms_of<T>(parts * size, parts), (T*)out));
 }
+
+uint64_t funrl_digest(const void* memory, int64_t bytes) { return digest_of((const char*)memory, bytes); }
 
 int funrl_forward(int bits, const Model* model, const Step* step, int64_t sequences) {
-  return bits == 32 ? forward<float>(*model, *step, sequences) : forward<Bfloat16>(*model, *step, sequences);
+  int problem = 0;
+  WITH_TYPE(bits, problem = forward<T>(*model, *step, sequences));
+  return problem;
 }
 
-void funrl_linear(int bits, const void* x, const void* packed, float* y, int64_t M, int64_t N, int64_t K, int threads) {
-  if (bits == 32) linear((const float*)x, (const float*)packed, y, M, N, K, threads);
-  else linear((const Bfloat16*)x, (const Bfloat16*)packed, y, M, N, K, threads);
+// y [M, N] as a T, or where `wide` as a Real<T>, which has no bias.
+void funrl_linear(int bits, const void* x, const void* packed, const void* bias, void* y, int wide, int64_t M, int64_t N,
+                  int64_t size, int64_t parts, int threads) {
+  WITH_TYPE(bits, {
+    const Terms terms = terms_of<T>(parts * size, parts);
+    if (wide) linear((const T*)x, size, terms, (const T*)packed, (const T*)nullptr, (Real<T>*)y, M, N, threads);
+    else linear((const T*)x, size, terms, (const T*)packed, (const T*)bias, (T*)y, M, N, threads);
+  });
 }
 
-void funrl_attention(int bits, const void* q, const void* k, const void* v, const int64_t* offsets, int64_t sequences,
-                     int64_t heads, int64_t kv_heads, int64_t size, int64_t window, void* out, int threads) {
-  if (bits == 32)
-    attend_sequences((const float*)q, (const float*)k, (const float*)v, offsets, sequences, heads, kv_heads, size,
-                     window, (float*)out, threads);
-  else
-    attend_sequences((const Bfloat16*)q, (const Bfloat16*)k, (const Bfloat16*)v, offsets, sequences, heads, kv_heads,
-                     size, window, (Bfloat16*)out, threads);
+void funrl_norm(int bits, const void* x, const void* weight, void* out, int64_t M, int64_t D, double eps, double offset,
+                int threads) {
+  WITH_TYPE(bits, norm_rows((const T*)x, (const T*)weight, (T*)out, M, D, (Real<T>)eps, (Real<T>)offset, threads));
+}
+
+void funrl_norm_backward(int bits, const void* grad, const void* x, const void* weight, void* d_x, void* d_weight,
+                         int64_t M, int64_t D, double eps, double offset, int threads) {
+  WITH_TYPE(bits, norm_gradients((const T*)grad, (const T*)x, (const T*)weight, (T*)d_x, (T*)d_weight, M, D,
+                                 (Real<T>)eps, (Real<T>)offset, threads));
+}
+
+// x [M, heads, size], of which the first `turned` numbers of a head are turned; cosines and sines [rows, turned], of which
+// row m has number m % rows. With sign -1 it turns back.
+void funrl_rotate(int bits, const void* x, const void* cosine, const void* sine, void* out, int64_t M, int64_t heads,
+                  int64_t size, int64_t turned, int64_t rows, int sign, int threads) {
+  WITH_TYPE(bits, turn_rows((const T*)x, (const T*)cosine, (const T*)sine, (T*)out, M, heads, size, turned, rows, sign,
+                            threads));
+}
+
+void funrl_gate(int bits, const void* gate, const void* up, void* out, int64_t count, int gelu, int threads) {
+  WITH_TYPE(bits, gate_numbers((const T*)gate, (const T*)up, (T*)out, count, gelu, threads));
+}
+
+void funrl_gate_backward(int bits, const void* grad, const void* gate, const void* up, void* d_gate, void* d_up,
+                         int64_t count, int gelu, int threads) {
+  WITH_TYPE(bits, gate_gradients((const T*)grad, (const T*)gate, (const T*)up, (T*)d_gate, (T*)d_up, count, gelu,
+                                 threads));
+}
+
+// A scale of 0 is 1 / sqrt(size), a cap of 0 none. `lse`, `ends` and `table` may be null; see `Sequences`.
+void funrl_attention(int bits, const void* q, const void* k, const void* v, void* out, void* lse, const int64_t* sizes,
+                     const int64_t* offsets, const int64_t* ends, const int64_t* table, double scale, double cap,
+                     int threads) {
+  const auto [tokens, count, heads, kv_heads, size, window, width, page] = *(const std::array<int64_t, 8>*)sizes;
+  WITH_TYPE(bits, {
+    const Sequences<T> all{(const T*)q, (const T*)k,   (const T*)v, (T*)out, (Real<T>*)lse, tokens, count, heads,
+                           kv_heads,    size,          window,      offsets, ends,          table,  width, page};
+    attend_sequences(all, Logits<T>{scale ? (Real<T>)scale : scale_of<Real<T>>(size), (Real<T>)cap}, threads);
+  });
 }
 
 // `temperature` is one for all, or null and one of each draw. Returns 1 where a draw's source is no row, else 0.
-int funrl_sample(const float* logits, int64_t M, int64_t V, const int64_t* source, int64_t draws, const double* noise,
-                 double temperature, const double* temperatures, int64_t* token, float* sampling_logp, float* raw_logp,
-                 int threads) {
+int funrl_sample(int bits, const void* logits, int64_t M, int64_t V, int parts, const int64_t* source, int64_t draws,
+                 const double* noise, double temperature, const double* temperatures, int64_t* token,
+                 void* sampling_logp, void* raw_logp, int threads) {
   for (int64_t r = 0; r < draws; r++)
     if (source[r] < 0 || source[r] >= M) return 1;
-  Pool::run(draws > 1 ? threads : 1, [&](Team& team, int) {
-    static thread_local SampleScratch scratch;
-    for (int64_t r; (r = team.next.fetch_add(1)) < draws;) {
-      const double* one_noise = noise ? noise + r : nullptr;
-      const Drawn one = draw(logits + source[r] * V, V, one_noise, temperatures ? temperatures[r] : temperature, scratch);
-      token[r] = one.token, sampling_logp[r] = one.sampling_logp, raw_logp[r] = one.raw_logp;
-    }
+  WITH_TYPE(bits, {
+    using R = Real<T>;
+    Pool::run(draws > 1 ? threads : 1, [&](Team& team, int) {
+      static thread_local SampleScratch<R> scratch;
+      for (int64_t r; (r = team.next.fetch_add(1)) < draws;) {
+        const double* one_noise = noise ? noise + r : nullptr;
+        const Drawn<R> one = draw((const R*)logits + source[r] * V, V, parts, one_noise,
+                                  temperatures ? temperatures[r] : temperature, scratch);
+        token[r] = one.token, ((R*)sampling_logp)[r] = one.sampling_logp, ((R*)raw_logp)[r] = one.raw_logp;
+      }
+    });
   });
   return 0;
+}
+
+// Of each row of logits [M, V]: the largest one.
+void funrl_tops(int bits, const void* logits, int64_t M, int64_t V, void* tops, int threads) {
+  WITH_TYPE(bits, largest_logits((const Real<T>*)logits, M, V, (Real<T>*)tops, threads));
+}
+
+// Of each row: how far the logits of `ids` [M, n] are above the top, [M, n], and the sums of `moment_sums`, [M, 3].
+void funrl_moments(int bits, const void* logits, int64_t M, int64_t V, int parts, const void* tops, double temperature,
+                   const int64_t* ids, int64_t n, int more, double* above, double* sums, int threads) {
+  WITH_TYPE(bits, logit_moments((const Real<T>*)logits, M, V, parts, (const Real<T>*)tops, (Real<T>)temperature, ids, n,
+                                more, above, sums, threads));
+}
+
+// Log-probabilities [M, n] of logits that are `above` [M, n] the top, given the sums [M] of the exponentials.
+void funrl_log_probabilities(int bits, const double* above, const double* sums, int64_t M, int64_t n, double temperature,
+                             void* out) {
+  WITH_TYPE(bits, {
+    for (int64_t i = 0; i < M * n; i++)
+      ((Real<T>*)out)[i] = log_probability<Real<T>>(above[i], sums[i / n], temperature);
+  });
 }
 }

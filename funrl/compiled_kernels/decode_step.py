@@ -1,7 +1,7 @@
 """One forward pass of a dense decoder over a paged key-value cache, in one C++ call.
 
-For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32 or bfloat16, on the CPU. Prompts and decoding
-rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
+For Llama, Qwen2, Qwen3, Mistral and Phi-3 on one tensor rank, in float32, bfloat16 or float64, on the CPU. Prompts and
+decoding rows are tokens: each has a position and a sequence, and a sequence has pages of `PAGE` tokens. A token's bits
 depend neither on the other tokens of the call, nor on how a prompt is cut into calls, nor on page numbers or threads:
 prefill equals decode bit for bit. Tests compare it with the same pass in torch.
 """
@@ -18,10 +18,13 @@ from torch import Tensor
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
+    KERNEL_DTYPES,
     LANES,
     fill_panels,
     panel_numbers,
     panel_width,
+    parts_of,
+    real_of,
     round_up,
     unpack_panels,
     zeroed,
@@ -84,7 +87,8 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ["layers", "embed", "heads", "kv_heads", "head", "mlp", "vocab"]),
-        ("norm_eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ["output_parts", "down_parts"]),
+        ("norm_eps", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ["embedding", "unembed", "norm", "rope"]),
         ("positions", ctypes.c_int64),
         ("layer", ctypes.c_void_p),
@@ -107,7 +111,7 @@ def kernel_problem(sizes: StepSizes | str, dtype: torch.dtype) -> str | None:
       sizes: of the model, or the reason why the kernel does not compute it.
     """
     if dtype not in BITS:
-        return f"the C++ decoding step has float32 and bfloat16, not {dtype}"
+        return f"the C++ decoding step has {KERNEL_DTYPES}, not {dtype}"
     return sizes if isinstance(sizes, str) else library_problem()
 
 
@@ -124,7 +128,7 @@ def packed_decoder(
     Args:
       sizes: of the decoder, or the reason why the kernel does not compute it.
       params: its whole weights, on the CPU, in any float dtype.
-      dtype: of weights, cache and activations: float32 or bfloat16. Sums are float32.
+      dtype: of weights, cache and activations: float32, bfloat16 or float64. Sums are float32, of float64 its own.
       threads: that compute together; None: as many as torch has.
 
     Raises:
@@ -142,15 +146,17 @@ class PackedDecoder:
 
     Attributes:
       sizes, dtype, threads: as there.
+      logits_dtype: of logits, and of norms and biases in the kernel's layout.
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
         self.sizes = sizes
         self.dtype = dtype
+        self.logits_dtype = real_of(dtype)
         self.threads = threads
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
-        self._panels = zeroed(_all_panel_numbers(sizes), dtype)
+        self._panels = zeroed(_all_panel_numbers(sizes, dtype), dtype)
         self._positions = 0
         self._rope = torch.empty(0)
         self.load(params)
@@ -173,6 +179,8 @@ class PackedDecoder:
             head=sizes.head,
             mlp=sizes.mlp,
             vocab=sizes.vocab,
+            output_parts=parts_of(sizes.heads * sizes.head),
+            down_parts=parts_of(sizes.mlp),
             norm_eps=sizes.norm_eps,
             embedding=self._own(embedding),
             unembed=self._pack(unembed),
@@ -192,11 +200,11 @@ class PackedDecoder:
         inner = round_up(sizes.mlp, half)
         heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
 
-        def unpacked(outputs: int, inputs: int) -> Tensor:
+        def unpacked(outputs: int, inputs: int, parts: int = 1) -> Tensor:
             nonlocal used
-            count = panel_numbers(outputs, inputs)
+            count = panel_numbers(outputs, inputs, parts, self.dtype)
             used += count
-            return unpack_panels(self._panels[used - count : used], outputs, inputs)
+            return unpack_panels(self._panels[used - count : used], outputs, inputs, parts)
 
         def vector(size: int) -> Tensor:
             return next(vectors)[:size].to(self.dtype)
@@ -206,12 +214,12 @@ class PackedDecoder:
             D = sizes.embed
             parts = unpacked(sum(heads) * head, D).unflatten(0, (-1, head))[:, : sizes.head].split(heads)
             yield from ((f"{layer}/attn/{name}", part) for name, part in zip("qkv", parts, strict=True))
-            output = unpacked(D, sizes.heads * head).unflatten(1, (-1, head))
-            yield f"{layer}/attn/o", output[..., : sizes.head]
+            columns = sizes.heads * sizes.head
+            yield f"{layer}/attn/o", unpacked(D, columns, parts_of(columns)).unflatten(1, (-1, sizes.head))
             both = unpacked(2 * inner, D).unflatten(0, (-1, 2, half))
             for name, part in zip(("gate", "up"), both.unbind(1), strict=True):
                 yield f"{layer}/mlp/{name}", part.flatten(0, 1)[: sizes.mlp]
-            yield f"{layer}/mlp/down", unpacked(D, sizes.mlp)
+            yield f"{layer}/mlp/down", unpacked(D, sizes.mlp, parts_of(sizes.mlp))
             yield f"{layer}/attn_norm", vector(D)
             yield f"{layer}/mlp_norm", vector(D)
             if "q_norm" in self._optional:
@@ -256,10 +264,10 @@ class PackedDecoder:
           sequence_N: int64, the row of `tables_SP` of each token.
           tables_SP: int32 pages of each sequence, in order: position p is in page p // PAGE, slot p % PAGE.
           draw_M: int64 indices into N of the tokens whose logits are wanted; there may be none.
-          logits_MV: where they are to be written, contiguous float32: new memory for many costs as much as their
-            products.
+          logits_MV: where they are to be written, contiguous float32 or wider: new memory for many costs as much as
+            their products.
 
-        Returns: [M, V] float32.
+        Returns: [M, V] float32, of float64 its own.
 
         Raises:
           ValueError: a token, sequence, page or index does not exist.
@@ -274,10 +282,10 @@ class PackedDecoder:
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
         if logits_MV is None:
-            logits_MV = torch.empty(M, self.sizes.vocab)
+            logits_MV = torch.empty(M, self.sizes.vocab, dtype=self.logits_dtype)
         elif (
             logits_MV.shape != (M, self.sizes.vocab)
-            or logits_MV.dtype != torch.float32
+            or logits_MV.dtype != self.logits_dtype
             or not logits_MV.is_contiguous()
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
@@ -318,13 +326,13 @@ class PackedDecoder:
         """Draw tokens: the first one whose cumulative probability exceeds the noise.
 
         Args:
-          logits_MV: float32.
+          logits_MV: as `forward` gives them.
           source_R: int64, the row of logits of each draw.
           noise_R: float64 in (0, 1); None: the most probable token, and both log-probabilities are raw.
           temperature: above 0, of all draws or float64 [R].
 
-        Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] float32 nats each;
-          where a row has NaN or +inf it is the last token, and NaN.
+        Returns: token [R] int64; its log-probability at the temperature and at temperature 1, [R] nats each in the
+          dtype of the logits; where a row has NaN or +inf it is the last token, and NaN.
         """
         R = source_R.shape[0]
         M, V = logits_MV.shape
@@ -332,23 +340,18 @@ class PackedDecoder:
         source_R = source_R.contiguous()
         each = temperature.to(torch.float64).contiguous() if isinstance(temperature, Tensor) else None
         noise_R = None if noise_R is None else noise_R.contiguous()
-        if logits_MV.dtype != torch.float32 or (noise_R is not None and noise_R.dtype != torch.float64):
-            raise ValueError("logits must be float32 and noise float64")
+        if logits_MV.dtype != self.logits_dtype or (noise_R is not None and noise_R.dtype != torch.float64):
+            raise ValueError(f"logits must be {self.logits_dtype} and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
-        sampling_logp_R = torch.empty(R)
-        raw_logp_R = torch.empty(R)
+        sampling_logp_R, raw_logp_R = logits_MV.new_empty(2, R)
+        results = (x.data_ptr() for x in (token_R, sampling_logp_R, raw_logp_R))
+        rows = (BITS[self.logits_dtype], logits_MV.data_ptr(), M, V, parts_of(V), source_R.data_ptr(), R)
         problem = self._library.funrl_sample(
-            logits_MV.data_ptr(),
-            M,
-            V,
-            source_R.data_ptr(),
-            R,
+            *rows,
             None if noise_R is None else noise_R.data_ptr(),
             1.0 if each is not None else temperature,
             None if each is None else each.data_ptr(),
-            token_R.data_ptr(),
-            sampling_logp_R.data_ptr(),
-            raw_logp_R.data_ptr(),
+            *results,
             self.threads,
         )
         if problem:
@@ -365,30 +368,35 @@ class PackedDecoder:
         qkv = torch.cat([_pad(attn[name], 1, head).flatten(0, 1) for name in "qkv"])
         # A panel has the gates of half as many outputs and then their ups.
         halves = [_pad(mlp[name], 0, inner).unflatten(0, (-1, half)) for name in ("gate", "up")]
-        output = _pad(attn["o"], 2, head).flatten(1)
+        packed = (
+            self._pack(qkv),
+            self._pack(attn["o"].flatten(1), parts_of(sizes.heads * sizes.head)),
+            self._pack(torch.stack(halves, 1).flatten(0, 2)),
+            self._pack(mlp["down"], parts_of(sizes.mlp)),
+        )
         bias = None
         if "q_bias" in attn:
             bias = torch.cat([_pad(attn[f"{name}_bias"], 1, head).flatten() for name in "qkv"])
         return _Layer(
-            *map(self._pack, (qkv, output, torch.stack(halves, 1).flatten(0, 2), mlp["down"])),
+            *packed,
             *map(self._vector, (params["attn_norm"], params["mlp_norm"], attn.get("q_norm"), attn.get("k_norm"))),
             self._vector(bias),
             self._vector(attn.get("o_bias")),
             sizes.windows[index] or 0,
         )
 
-    def _pack(self, w_NK: Tensor) -> int:
-        count = panel_numbers(*w_NK.shape)
+    def _pack(self, w_NK: Tensor, parts: int = 1) -> int:
+        count = panel_numbers(w_NK.shape[0], w_NK.shape[1], parts, self.dtype)
         panels = self._panels[self._used : self._used + count]
         self._used += count
-        fill_panels(w_NK.to(self.dtype), panels)
+        fill_panels(w_NK.to(self.dtype), panels, parts)
         return panels.data_ptr()
 
     def _vector(self, x: Tensor | None) -> int | None:
-        """A vector in float32, rounded to the dtype before, with zeros up to whole lanes."""
+        """A vector in the dtype of the logits, rounded to the weights' before, with zeros up to whole lanes."""
         if x is None:
             return None
-        return self._own(_pad(x.detach().to(self.dtype).float(), 0, round_up(x.shape[0], LANES)).clone())
+        return self._own(_pad(x.detach().to(self.dtype).to(self.logits_dtype), 0, round_up(x.shape[0], LANES)).clone())
 
     def _own(self, x: Tensor) -> int:
         self._vectors.append(x)
@@ -397,10 +405,10 @@ class PackedDecoder:
     def _grow_rope(self, positions: int) -> None:
         sizes = self.sizes
         self._positions = max(positions, 2 * self._positions, ROPE_STEP)
-        frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling)
+        frequency = frequencies(sizes.head, sizes.rope_theta, sizes.rope_scaling, self.logits_dtype)
         rope = rotary(torch.arange(self._positions), frequency, self.dtype, rotary_amplitude(sizes))
         half = sizes.head // 2
-        self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).float().contiguous()
+        self._rope = torch.cat((rope.cos[:, 0, :half], rope.sin[:, 0, half:]), 1).to(self.logits_dtype).contiguous()
         self._model.rope = self._rope.data_ptr()
         self._model.positions = self._positions
 
@@ -410,16 +418,18 @@ def rotary_amplitude(sizes: StepSizes) -> float:
     return 1.0 if sizes.rope_scaling is None else sizes.rope_scaling.amplitude
 
 
-def _all_panel_numbers(sizes: StepSizes) -> int:
+def _all_panel_numbers(sizes: StepSizes, dtype: torch.dtype) -> int:
     head = round_up(sizes.head, LANES)
     inner = round_up(sizes.mlp, panel_width() // 2)
+    columns = sizes.heads * sizes.head
     layer = (
-        ((sizes.heads + 2 * sizes.kv_heads) * head, sizes.embed),
-        (sizes.embed, sizes.heads * head),
-        (2 * inner, sizes.embed),
-        (sizes.embed, sizes.mlp),
+        ((sizes.heads + 2 * sizes.kv_heads) * head, sizes.embed, 1),
+        (sizes.embed, columns, parts_of(columns)),
+        (2 * inner, sizes.embed, 1),
+        (sizes.embed, sizes.mlp, parts_of(sizes.mlp)),
     )
-    return sizes.layers * sum(panel_numbers(*shape) for shape in layer) + panel_numbers(sizes.vocab, sizes.embed)
+    numbers = sizes.layers * sum(panel_numbers(*shape, dtype) for shape in layer)
+    return numbers + panel_numbers(sizes.vocab, sizes.embed, 1, dtype)
 
 
 def _page_numbers(sizes: StepSizes) -> int:

@@ -6,7 +6,9 @@ processor. Many ranks may compile at once: each writes a file of its own and ren
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -16,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FLAGS = "-std=c++20 -O3 -march=native -ffp-contract=off -fno-math-errno -fPIC -shared -pthread -Wno-psabi"
@@ -29,10 +32,19 @@ _F = ctypes.c_double
 _ARGUMENTS = {  # as the source declares them
     "funrl_panel": (),
     "funrl_pack": (_I, _P, _N, _N, _N, _P),
+    "funrl_digest": (_P, _N),
     "funrl_forward": (_I, _P, _P, _N),
-    "funrl_linear": (_I, _P, _P, _P, _N, _N, _N, _I),
-    "funrl_attention": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _P, _I),
-    "funrl_sample": (_P, _N, _N, _P, _N, _P, _F, _P, _P, _P, _P, _I),
+    "funrl_linear": (_I, _P, _P, _P, _P, _I, _N, _N, _N, _N, _I),
+    "funrl_norm": (_I, _P, _P, _P, _N, _N, _F, _F, _I),
+    "funrl_norm_backward": (_I, _P, _P, _P, _P, _P, _N, _N, _F, _F, _I),
+    "funrl_rotate": (_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _I, _I),
+    "funrl_gate": (_I, _P, _P, _P, _N, _I, _I),
+    "funrl_gate_backward": (_I, _P, _P, _P, _P, _P, _N, _I, _I),
+    "funrl_attention": (_I, _P, _P, _P, _P, _P, _P, _P, _P, _P, _F, _F, _I),
+    "funrl_sample": (_I, _P, _N, _N, _I, _P, _N, _P, _F, _P, _P, _P, _P, _I),
+    "funrl_tops": (_I, _P, _N, _N, _P, _I),
+    "funrl_moments": (_I, _P, _N, _N, _I, _P, _F, _P, _N, _I, _P, _P, _I),
+    "funrl_log_probabilities": (_I, _P, _P, _N, _N, _F, _P),
 }
 
 
@@ -76,6 +88,7 @@ def library() -> ctypes.CDLL:
         raise KernelError(text) from error
     for name, arguments in _ARGUMENTS.items():
         getattr(loaded, name).argtypes = arguments
+    loaded.funrl_digest.restype = ctypes.c_uint64
     return loaded
 
 
@@ -110,10 +123,27 @@ def _compiled() -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(target.parent):
+        return target if target.exists() else _compile([*command, str(_FOLDER / SOURCE)], target)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let the ranks of a machine wait for the first of them, where the file system can lock."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile(command: list[str], target: Path) -> Path:
     handle, own = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        done = subprocess.run([*command, str(_FOLDER / SOURCE), "-o", own], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, "-o", own], capture_output=True, text=True, check=False)
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise KernelError(f"{command[0]} cannot compile the C++ kernels: {first}")

@@ -1,8 +1,8 @@
-// Vectors of 16 float32, and products of 16 weights with a number of the other operand.
+// Vectors of 16 numbers, float32 or float64, and products of 16 weights with a number of the other operand.
 //
-// A vector is one register of AVX-512 or two of AVX2; either way a number of the result depends on the numbers in its
-// own lane alone. Every multiplication and addition that is to be one rounding is written `fma`: the compiler must not
-// choose (-ffp-contract=off), or the bits would depend on how a loop was unrolled.
+// A vector of float32 is one register of AVX-512 or two of AVX2, one of float64 twice as many; either way a number of the
+// result depends on the numbers in its own lane alone. Every multiplication and addition that is to be one rounding is
+// written `fma`: the compiler must not choose (-ffp-contract=off), or the bits would depend on how a loop was unrolled.
 
 #pragma once
 #include <immintrin.h>
@@ -10,37 +10,59 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <cmath>
 #include <initializer_list>
 
 namespace funrl {
 
 #ifdef __AVX512F__
 using Native = __m512;
-constexpr int PARTS = 1, TILE_ROWS = 6, TILE_LANES = 4;  // a tile of sums fills the registers: 24 of 32
+using NativeDouble = __m512d;
+constexpr int TILE_ROWS = 6, TILE_LANES = 4;  // a tile of sums fills the registers: 24 of 32
 inline Native native_fma(Native a, Native b, Native c) { return _mm512_fmadd_ps(a, b, c); }
+inline NativeDouble native_fma(NativeDouble a, NativeDouble b, NativeDouble c) { return _mm512_fmadd_pd(a, b, c); }
 inline Native native_splat(float x) { return _mm512_set1_ps(x); }
+inline NativeDouble native_splat(double x) { return _mm512_set1_pd(x); }
 inline Native native_load(const void* from) { return _mm512_loadu_ps(from); }
 inline void native_store(void* to, Native x) { _mm512_storeu_ps(to, x); }
-using NativeDouble = __m512d;
 inline NativeDouble native_widen(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
 #else
 using Native = __m256;
-constexpr int PARTS = 2, TILE_ROWS = 3, TILE_LANES = 2;  // 12 of 16
+using NativeDouble = __m256d;
+constexpr int TILE_ROWS = 3, TILE_LANES = 2;  // 12 of 16
 inline Native native_fma(Native a, Native b, Native c) { return _mm256_fmadd_ps(a, b, c); }
+inline NativeDouble native_fma(NativeDouble a, NativeDouble b, NativeDouble c) { return _mm256_fmadd_pd(a, b, c); }
 inline Native native_splat(float x) { return _mm256_set1_ps(x); }
+inline NativeDouble native_splat(double x) { return _mm256_set1_pd(x); }
 inline Native native_load(const void* from) { return _mm256_loadu_ps((const float*)from); }
 inline void native_store(void* to, Native x) { _mm256_storeu_ps((float*)to, x); }
-using NativeDouble = __m256d;
 inline NativeDouble native_widen(const float* x) { return _mm256_cvtps_pd(_mm_loadu_ps(x)); }
 #endif
-typedef int32_t NativeInt __attribute__((vector_size(sizeof(Native))));
-typedef float NativeFloat __attribute__((vector_size(sizeof(Native))));
-constexpr int LANES = 16, WIDTH = LANES / PARTS;
+constexpr int LANES = 16;
+constexpr int PARTS = LANES * sizeof(float) / sizeof(Native), WIDTH = LANES / PARTS;  // registers of a vector of float32
 constexpr int PANEL = TILE_LANES * LANES;  // outputs whose weights stand together
 
-struct Lanes {
-  NativeFloat part[PARTS];
+template <class S> struct Register;
+template <> struct Register<float> {
+  using Intrinsic = Native;
+  using Integer = int32_t;
 };
+template <> struct Register<double> {
+  using Intrinsic = NativeDouble;
+  using Integer = int64_t;
+};
+
+template <class S> struct VectorOf {
+  using Number = S;
+  using Intrinsic = typename Register<S>::Intrinsic;
+  typedef S Native __attribute__((vector_size(sizeof(Intrinsic))));
+  typedef typename Register<S>::Integer Integers __attribute__((vector_size(sizeof(Intrinsic))));
+  static constexpr int parts = LANES * sizeof(S) / sizeof(Native), width = LANES / parts;
+  Native part[parts];
+};
+using Lanes = VectorOf<float>;
+using NativeInt = Lanes::Integers;
+using NativeFloat = Lanes::Native;
 struct LaneInts {
   NativeInt part[PARTS];
 };
@@ -48,65 +70,77 @@ struct LaneInts {
 // Before loops over an array of vectors: the compiler must unroll them to keep the array in registers.
 #define UNROLL _Pragma("GCC unroll 8")
 #define EACH_PART for (int i = 0; i < PARTS; i++)
+#define EACH_PART_OF(V) for (int i = 0; i < V::parts; i++)
 #define INLINE __attribute__((always_inline)) inline
 
-INLINE Lanes load(const float* from) {
-  Lanes y;
-  EACH_PART y.part[i] = (NativeFloat)native_load(from + i * WIDTH);
+template <class S> INLINE VectorOf<S> load(const S* from) {
+  using V = VectorOf<S>;
+  V y;
+  EACH_PART_OF(V) memcpy(&y.part[i], from + i * V::width, sizeof y.part[i]);
   return y;
 }
-INLINE void store(float* to, Lanes x) { EACH_PART native_store(to + i * WIDTH, (Native)x.part[i]); }
-INLINE Lanes splat(float x) {
-  Lanes y;
-  EACH_PART y.part[i] = (NativeFloat)native_splat(x);
+template <class S> INLINE void store(S* to, VectorOf<S> x) {
+  using V = VectorOf<S>;
+  EACH_PART_OF(V) memcpy(to + i * V::width, &x.part[i], sizeof x.part[i]);
+}
+template <class S> INLINE VectorOf<S> splat(S x) {
+  using V = VectorOf<S>;
+  V y;
+  EACH_PART_OF(V) y.part[i] = (typename V::Native)native_splat(x);
   return y;
 }
-INLINE Lanes zeros() { return splat(0); }
-INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
-  Lanes y;
-  EACH_PART y.part[i] = (NativeFloat)native_fma((Native)a.part[i], (Native)b.part[i], (Native)c.part[i]);
+template <class S> INLINE VectorOf<S> zeros() { return splat<S>(0); }
+template <class S> INLINE VectorOf<S> fma(VectorOf<S> a, VectorOf<S> b, VectorOf<S> c) {
+  using V = VectorOf<S>;
+  using I = typename V::Intrinsic;
+  V y;
+  EACH_PART_OF(V) y.part[i] = (typename V::Native)native_fma((I)a.part[i], (I)b.part[i], (I)c.part[i]);
   return y;
 }
-#define LANEWISE(op)                                        \
-  INLINE Lanes operator op(Lanes a, Lanes b) {              \
-    Lanes y;                                                \
-    EACH_PART y.part[i] = a.part[i] op b.part[i];           \
-    return y;                                               \
+#define LANEWISE(op)                                                                \
+  template <class S> INLINE VectorOf<S> operator op(VectorOf<S> a, VectorOf<S> b) { \
+    VectorOf<S> y;                                                                  \
+    EACH_PART_OF(VectorOf<S>) y.part[i] = a.part[i] op b.part[i];                   \
+    return y;                                                                       \
   }
 LANEWISE(+)
 LANEWISE(-)
 LANEWISE(*)
 LANEWISE(/)
-INLINE Lanes larger(Lanes a, Lanes b) {  // b where either is NaN
-  Lanes y;
-  EACH_PART y.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+template <class S> INLINE VectorOf<S> larger(VectorOf<S> a, VectorOf<S> b) {  // b where either is NaN
+  VectorOf<S> y;
+  EACH_PART_OF(VectorOf<S>) y.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
   return y;
 }
-INLINE Lanes where_less(Lanes a, Lanes b, Lanes then, Lanes otherwise) {  // `otherwise` where either is NaN
-  Lanes y;
-  EACH_PART y.part[i] = a.part[i] < b.part[i] ? then.part[i] : otherwise.part[i];
+// `otherwise` where either is NaN.
+template <class S>
+INLINE VectorOf<S> where_less(VectorOf<S> a, VectorOf<S> b, VectorOf<S> then, VectorOf<S> otherwise) {
+  VectorOf<S> y;
+  EACH_PART_OF(VectorOf<S>) y.part[i] = a.part[i] < b.part[i] ? then.part[i] : otherwise.part[i];
   return y;
 }
 // Lanes first .. end - 1 of x, and `otherwise` in the rest.
-INLINE Lanes where_within(Lanes x, int64_t first, int64_t end, Lanes otherwise) {
-  const int32_t low = first < 0 ? 0 : first > LANES ? LANES : first, high = end < 0 ? 0 : end > LANES ? LANES : end;
-  Lanes y;
-  for (int i = 0; i < PARTS; i++) {
-    NativeInt lane;
-    for (int j = 0; j < WIDTH; j++) lane[j] = i * WIDTH + j;
+template <class S> INLINE VectorOf<S> where_within(VectorOf<S> x, int64_t first, int64_t end, VectorOf<S> otherwise) {
+  using V = VectorOf<S>;
+  using Integer = typename Register<S>::Integer;
+  const Integer low = first < 0 ? 0 : first > LANES ? LANES : first, high = end < 0 ? 0 : end > LANES ? LANES : end;
+  V y;
+  for (int i = 0; i < V::parts; i++) {
+    typename V::Integers lane;
+    for (int j = 0; j < V::width; j++) lane[j] = i * V::width + j;
     y.part[i] = ((lane >= low) & (lane < high)) ? x.part[i] : otherwise.part[i];
   }
   return y;
 }
-INLINE float sum_of(Lanes x) {
-  float lane[LANES];
+template <class S> INLINE S sum_of(VectorOf<S> x) {
+  S lane[LANES];
   store(lane, x);
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) lane[i] += lane[i + half];
   return lane[0];
 }
-INLINE float largest_of(Lanes x) {
-  float lane[LANES], top;
+template <class S> INLINE S largest_of(VectorOf<S> x) {
+  S lane[LANES], top;
   store(lane, x);
   top = lane[0];
   for (int i = 1; i < LANES; i++) top = lane[i] > top ? lane[i] : top;
@@ -120,6 +154,9 @@ class WideSum {
     float lane[LANES];
     store(lane, x);
     for (int i = 0; i < LANES; i += DOUBLES) sum[i / DOUBLES] += native_widen(lane + i);
+  }
+  void add(VectorOf<double> x) {
+    for (int i = 0; i < LANES / DOUBLES; i++) sum[i] += (NativeDouble)x.part[i];
   }
   double total() const {
     double all = 0;
@@ -147,7 +184,19 @@ INLINE Lanes exponential(Lanes x) {
   p = fma(p * r, r, r + splat(1.0f));
   Lanes power;
   EACH_PART power.part[i] = (NativeFloat)((__builtin_convertvector(n.part[i], NativeInt) + 127) << 23);
-  return where_less(x, lowest, zeros(), p * power);
+  return where_less(x, lowest, zeros<float>(), p * power);
+}
+inline VectorOf<double> exponential(VectorOf<double> x) {
+  double lane[LANES];
+  store(lane, x);
+  for (double& one : lane) one = std::exp(one);
+  return load(lane);
+}
+// tanh x of any x, by e^(-2 |x|).
+template <class S> INLINE VectorOf<S> hyperbolic_tangent(VectorOf<S> x) {
+  const VectorOf<S> zero = zeros<S>(), one = splat<S>(1), size = where_less(x, zero, zero - x, x);
+  const VectorOf<S> e = exponential(splat<S>(-2) * size), y = (one - e) / (one + e);
+  return where_less(x, zero, zero - y, y);
 }
 
 // bfloat16, rounded to the nearest, ties to even; NaN stays NaN.
@@ -155,14 +204,25 @@ struct Bfloat16 {
   uint16_t bits;
 };
 INLINE float widen(float x) { return x; }
+INLINE double widen(double x) { return x; }
 INLINE float widen(Bfloat16 x) {
   uint32_t bits = (uint32_t)x.bits << 16;
   float y;
   memcpy(&y, &bits, 4);
   return y;
 }
-template <class T> INLINE T narrow(float x);
-template <> INLINE float narrow<float>(float x) { return x; }
+
+// What numbers stored as a T are computed in: float64, else float32.
+template <class T> struct ComputedIn {
+  using Number = float;
+};
+template <> struct ComputedIn<double> {
+  using Number = double;
+};
+template <class T> using Real = typename ComputedIn<T>::Number;
+template <class T> using Vector = VectorOf<Real<T>>;
+
+template <class T> INLINE T narrow(Real<T> x) { return x; }
 template <> INLINE Bfloat16 narrow<Bfloat16>(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -170,9 +230,8 @@ template <> INLINE Bfloat16 narrow<Bfloat16>(float x) {
   return {(uint16_t)((x == x ? rounded : bits | 0x400000) >> 16)};
 }
 // x as it is after it has been stored as a T.
-template <class T> INLINE float rounded(float x) { return widen(narrow<T>(x)); }
-template <class T> INLINE Lanes rounded(Lanes x);
-template <> INLINE Lanes rounded<float>(Lanes x) { return x; }
+template <class T> INLINE Real<T> rounded(Real<T> x) { return widen(narrow<T>(x)); }
+template <class T> INLINE Vector<T> rounded(Vector<T> x) { return x; }
 template <> INLINE Lanes rounded<Bfloat16>(Lanes x) {
 #ifdef __AVX512BF16__
   const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((Native)x.part[0]));
@@ -202,15 +261,13 @@ INLINE void store(Bfloat16* to, Lanes x) {
 }
 
 // Products of the numbers of one operand with 16 of the other: `terms` numbers of each lane at a time.
-template <class T> struct Product;
-
-template <> struct Product<float> {
+template <class T> struct Product {
   static constexpr int terms = 1;
-  using Weights = Lanes;
-  using Factor = Lanes;
-  static INLINE Weights weights(const float* from) { return load(from); }
-  static INLINE Factor factor(const float* from) { return splat(*from); }
-  static INLINE Lanes add(Lanes sum, Weights w, Factor x) { return fma(w, x, sum); }
+  using Weights = VectorOf<T>;
+  using Factor = VectorOf<T>;
+  static INLINE Weights weights(const T* from) { return load(from); }
+  static INLINE Factor factor(const T* from) { return splat(*from); }
+  static INLINE VectorOf<T> add(VectorOf<T> sum, Weights w, Factor x) { return fma(w, x, sum); }
 };
 
 template <> struct Product<Bfloat16> {

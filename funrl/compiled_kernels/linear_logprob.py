@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.operators import exact_linear
+from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
 from funrl.compiled_kernels.linear import add_products_, is_plain, product
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import RowSettings
-from funrl.mesh.collectives import all_gather, pmax, psum
+from funrl.compiled_kernels.packed import parts_of
+from funrl.mesh.collectives import all_gather, pmax, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
 
 EXTRAS = ("entropy", "sum_pi_squared")
@@ -152,6 +156,8 @@ def project(hidden_TD: Tensor, unembed_VD: Tensor, cap: float | None = None) -> 
 
 
 def _products(hidden_TD: Tensor, unembed_VD: Tensor) -> Tensor:
+    if computes_exactly(hidden_TD, unembed_VD):
+        return exact_linear(hidden_TD, unembed_VD, None, 1, True)
     if hidden_TD.element_size() > 2:
         return product(hidden_TD, unembed_VD)
     if hidden_TD.is_cuda and has_wide_products(hidden_TD.dtype):
@@ -183,6 +189,9 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras, cap):
         row_TN, mine_TN = _local(ids_TN, unembed_VD, mesh)
+        if computes_exactly(hidden_TD, unembed_VD):
+            options = _ExactOptions(mesh, temperature, chunk, extras, cap)
+            return _exact_scores(hidden_TD, unembed_VD, row_TN, mine_TN, options)
         parts = [
             _sums(h, unembed_VD, row, temperature, extras, cap)
             for h, row in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True)
@@ -300,6 +309,45 @@ def _kernel_d_logits(hidden_TD: Tensor, unembed_VD: Tensor, upstream: _Upstream,
 def _settings(temperature: float, cap: float | None, names: Collection[str]) -> RowSettings:
     """Settings of kernels, with the extras among some names."""
     return RowSettings(temperature, cap or 0.0, "entropy" in names, "sum_pi_squared" in names)
+
+
+class _ExactOptions(NamedTuple):
+    """Further arguments of `_LinearLogprob`."""
+
+    mesh: Mesh
+    temperature: float
+    chunk: int
+    extras: tuple[str, ...]
+    cap: float | None
+
+
+def _exact_scores(
+    hidden_TD: Tensor, unembed_VD: Tensor, row_TN: Tensor, mine_TN: Tensor, options: _ExactOptions
+) -> tuple[Tensor, ...]:
+    """Results of `_LinearLogprob` with the bits of the decoding step, however many ranks share the vocabulary.
+
+    Args:
+      row_TN, mine_TN: of `_local`.
+    """
+    mesh, temperature, chunk, extras, cap = options
+    ranks = mesh.size("tensor")
+    parts = max(parts_of(unembed_VD.shape[0] * ranks) // ranks, 1)
+    tops = []
+    chunks = []
+    for hidden_CD, row_CN in zip(hidden_TD.split(chunk), row_TN.split(chunk), strict=True):
+        x_CV = project(hidden_CD, unembed_VD, cap)
+        top_C = pmax(largest_logits(x_CV), mesh, "tensor")
+        tops.append(top_C)
+        chunks.append(logit_moments(x_CV, top_C, row_CN, temperature, parts, more=bool(extras)))
+    above_TN, sums_T3 = (torch.cat(x) for x in zip(*chunks, strict=True))
+    above_TN = psum(torch.where(mine_TN, above_TN, 0), mesh, "tensor")
+    sum_T, first_T, second_T = psum_pairwise(sums_T3, mesh, "tensor").unbind(1)
+    top_T = torch.cat(tops)
+    log_T = sum_T.log()
+    values = {"entropy": log_T - first_T / sum_T, "sum_pi_squared": second_T / sum_T**2}
+    logp_TN = log_probabilities(above_TN, sum_T, temperature, top_T.dtype)
+    normalizer_T = top_T.double() / temperature + log_T
+    return logp_TN, *(values[name].to(top_T.dtype) for name in extras), normalizer_T.to(top_T.dtype)
 
 
 def _parts(hidden_TD: Tensor, chunk: int, wide: torch.dtype) -> Iterator[slice]:

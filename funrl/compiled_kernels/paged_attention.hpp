@@ -1,11 +1,12 @@
-// Softmax attention of query rows over the pages of a sequence, softmax(q k^T / sqrt(N)) v, sums in float32.
+// Softmax attention of query rows over the pages of a sequence, softmax(scale q k^T) v, sums in float32 or float64.
 //
 // A page holds PAGE tokens of one layer: keys [K, N / terms, PAGE, terms], values [K, PAGE / terms, N, terms], where
-// `terms` is what one product takes (1 float32, 2 bfloat16) and N is padded to whole vectors. A row's sums go over its
+// `terms` is what one product takes (2 bfloat16, else 1) and N is padded to whole vectors. A row's sums go over its
 // own tokens in ascending order. Rows are computed together only to share loads: the bits of each are those it has
 // alone, and what it must not see is never multiplied, not even by zero.
 
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "lanes.hpp"
@@ -29,13 +30,19 @@ template <class T> struct Pages {
 struct QueryRow {
   const void* query;
   void* out;
-  int64_t first, end;  // tokens that it sees
+  int64_t first, end;   // tokens that it sees
+  void* lse = nullptr;  // receives the logarithm of the sum of the exponentials, where it is wanted
+};
+
+// What is done to q k^T before the softmax.
+template <class T> struct Logits {
+  Real<T> scale, cap;  // a cap of 0: there is none
 };
 
 template <class T> struct AttentionScratch {
-  std::vector<float> scores;     // [rows, slots]
+  std::vector<Real<T>> scores;   // [rows, slots]
   std::vector<T> probabilities;  // [rows, slots], not divided by their sum
-  std::vector<float> outputs;    // [rows, head]
+  std::vector<Real<T>> outputs;  // [rows, head]
   void reserve(int64_t slots, int64_t head) {
     if ((int64_t)scores.size() < QUERY_ROWS * slots) scores.resize(QUERY_ROWS * slots);
     if ((int64_t)probabilities.size() < QUERY_ROWS * slots) probabilities.resize(QUERY_ROWS * slots);
@@ -46,10 +53,10 @@ template <class T> struct AttentionScratch {
 // scores[ROWS, TOGETHER * PAGE] = q k^T of some pages; TOGETHER is more than one only so that sums need not wait for one
 // another. Behind the last page it is repeated. These pages' values and the next ones' keys are fetched meanwhile.
 template <class T, int ROWS, int TOGETHER>
-void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const QueryRow* rows, float* scores,
+void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const QueryRow* rows, Real<T>* scores,
                  int64_t stride) {
   using P = Product<T>;
-  Lanes sum[TOGETHER][ROWS];
+  Vector<T> sum[TOGETHER][ROWS];
   const T *keys[TOGETHER], *next_keys[TOGETHER], *values[TOGETHER], *query[ROWS];
   UNROLL for (int i = 0; i < TOGETHER; i++) {
     const int64_t here = page + i < page_end ? page + i : page_end - 1;
@@ -58,7 +65,7 @@ void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const Qu
   }
   UNROLL for (int r = 0; r < ROWS; r++) query[r] = (const T*)rows[r].query;
   UNROLL for (int i = 0; i < TOGETHER; i++)
-    UNROLL for (int r = 0; r < ROWS; r++) sum[i][r] = zeros();
+    UNROLL for (int r = 0; r < ROWS; r++) sum[i][r] = zeros<Real<T>>();
   for (int n = 0; n < pages.head; n += P::terms) {
     typename P::Weights key[TOGETHER];
     UNROLL for (int i = 0; i < TOGETHER; i++) {
@@ -76,32 +83,38 @@ void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const Qu
 
 // One row's scores of slots 0 .. slots - 1, the first of which is token `base`, to probabilities times their sum.
 template <class T>
-float exponentials(float* scores, T* probabilities, int64_t slots, int64_t base, const QueryRow& row, float scale) {
-  const Lanes never = splat(-INFINITY);
-  Lanes top = never, sum = zeros();
+Real<T> exponentials(Real<T>* scores, T* probabilities, int64_t slots, int64_t base, const QueryRow& row,
+                     Logits<T> logits) {
+  using R = Real<T>;
+  const Vector<T> never = splat((R)-INFINITY);
+  Vector<T> top = never, sum = zeros<R>();
   for (int64_t s = 0; s < slots; s += PAGE) {
     const int64_t low = row.first - base - s, high = row.end - base - s;
-    Lanes score = load(scores + s) * splat(scale);
+    Vector<T> score = load(scores + s) * splat(logits.scale);
+    if (logits.cap) score = hyperbolic_tangent(score / splat(logits.cap)) * splat(logits.cap);
     if (low > 0 || high < PAGE) score = where_within(score, low, high, never);
     store(scores + s, score);
     top = larger(score, top);
   }
-  const Lanes largest = splat(largest_of(top));
+  const R most = largest_of(top);
+  const Vector<T> largest = splat(most);
   for (int64_t s = 0; s < slots; s += PAGE) {
-    const Lanes e = exponential(load(scores + s) - largest);  // 0 in the lanes that are not seen
+    const Vector<T> e = exponential(load(scores + s) - largest);  // 0 in the lanes that are not seen
     store(probabilities + s, e);
     sum = sum + e;
   }
-  return sum_of(sum);
+  const R total = sum_of(sum);
+  if (row.lse) *(R*)row.lse = most + std::log(total);
+  return total;
 }
 
 // out[ROWS, lanes] += probabilities of tokens first .. end - 1 times their values; a token of bfloat16's pairs that
 // stands outside of these is cleared.
 template <class T, int ROWS, int VECTORS>
 void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities, int64_t stride,
-                int n, float* const* out) {
+                int n, Real<T>* const* out) {
   using P = Product<T>;
-  Lanes sum[ROWS][VECTORS];
+  Vector<T> sum[ROWS][VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = load(out[r] + n + j * LANES);
   for (int64_t token = first / P::terms * P::terms; token < end; token += P::terms) {
@@ -125,7 +138,7 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
 
 template <class T, int ROWS>
 void add_all_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities,
-                    int64_t stride, float* const* out) {
+                    int64_t stride, Real<T>* const* out) {
   constexpr int VECTORS = ROWS * 4 <= 24 && PARTS == 1 ? 4 : 2;  // sums that fit the registers
   if (first >= end) return;
   int n = 0;
@@ -137,7 +150,7 @@ void add_all_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t 
 
 // Attention of ROWS query rows of one sequence and key-value head.
 template <class T, int ROWS>
-void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, AttentionScratch<T>& scratch) {
+void attend_rows(const Pages<T>& pages, const QueryRow* rows, Logits<T> logits, AttentionScratch<T>& scratch) {
   int64_t first = rows[0].first, end = rows[0].end, last_first = first, first_end = end;
   for (int r = 1; r < ROWS; r++) {
     first = rows[r].first < first ? rows[r].first : first, end = rows[r].end > end ? rows[r].end : end;
@@ -149,7 +162,7 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, Atten
   constexpr int TOGETHER = ROWS <= 2 ? MOST_TOGETHER : ROWS <= 4 ? 2 : 1;
   const int64_t stride = (slots + TOGETHER * PAGE - 1) / (TOGETHER * PAGE) * (TOGETHER * PAGE);  // of a row's numbers
   scratch.reserve(stride, pages.head);
-  float *scores = scratch.scores.data(), *out[ROWS], sum[ROWS];
+  Real<T> *scores = scratch.scores.data(), *out[ROWS], sum[ROWS];
   T* probabilities = scratch.probabilities.data();
 
   for (int64_t i = page; i < page_end; i += TOGETHER)
@@ -161,9 +174,9 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, Atten
   const int64_t shared_end = first_end == end ? end : first_end / terms * terms;
   const bool some_shared = shared < shared_end;
   for (int r = 0; r < ROWS; r++) {
-    sum[r] = exponentials(scores + r * stride, probabilities + r * stride, slots, base, rows[r], scale);
+    sum[r] = exponentials(scores + r * stride, probabilities + r * stride, slots, base, rows[r], logits);
     out[r] = scratch.outputs.data() + r * pages.head;
-    memset(out[r], 0, pages.head * sizeof(float));
+    memset(out[r], 0, pages.head * sizeof(Real<T>));
     const int64_t until = some_shared ? shared : rows[r].end;
     add_all_values<T, 1>(pages, base, rows[r].first, until, probabilities + r * stride, stride, out + r);
   }
@@ -179,25 +192,100 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, float scale, Atten
 
 // Attention of up to QUERY_ROWS rows. The last one is computed twice where no function has just as many rows.
 template <class T>
-void attend(const Pages<T>& pages, QueryRow* rows, int count, float scale, AttentionScratch<T>& scratch) {
+void attend_together(const Pages<T>& pages, QueryRow* rows, int count, Logits<T> logits, AttentionScratch<T>& scratch) {
   if (count == 5 || count == 7) rows[count] = rows[count - 1], count++;
   switch (count) {
-    case 1: return attend_rows<T, 1>(pages, rows, scale, scratch);
-    case 2: return attend_rows<T, 2>(pages, rows, scale, scratch);
-    case 3: return attend_rows<T, 3>(pages, rows, scale, scratch);
-    case 4: return attend_rows<T, 4>(pages, rows, scale, scratch);
-    case 6: return attend_rows<T, 6>(pages, rows, scale, scratch);
-    default: return attend_rows<T, 8>(pages, rows, scale, scratch);
+    case 1: return attend_rows<T, 1>(pages, rows, logits, scratch);
+    case 2: return attend_rows<T, 2>(pages, rows, logits, scratch);
+    case 3: return attend_rows<T, 3>(pages, rows, logits, scratch);
+    case 4: return attend_rows<T, 4>(pages, rows, logits, scratch);
+    case 6: return attend_rows<T, 6>(pages, rows, logits, scratch);
+    default: return attend_rows<T, 8>(pages, rows, logits, scratch);
+  }
+}
+
+// The same; rows of float64, which need not be fast, are computed one by one.
+template <class T>
+void attend(const Pages<T>& pages, QueryRow* rows, int count, Logits<T> logits, AttentionScratch<T>& scratch) {
+  if constexpr (sizeof(T) == 8) {
+    for (int r = 0; r < count; r++) attend_rows<T, 1>(pages, rows + r, logits, scratch);
+    return;
+  } else {
+    attend_together(pages, rows, count, logits, scratch);
   }
 }
 
 // Writes the key and the value [N] of one token.
 template <class T>
-void write_token(T* key_page, T* value_page, int slot, int head, const float* key, const float* value) {
+void write_token(T* key_page, T* value_page, int slot, int head, const Real<T>* key, const Real<T>* value) {
   constexpr int terms = Product<T>::terms;
   for (int n = 0; n < head; n++) {
     key_page[(n / terms * PAGE + slot) * terms + n % terms] = narrow<T>(key[n]);
     value_page[(slot / terms * head + n) * terms + slot % terms] = narrow<T>(value[n]);
+  }
+}
+
+// Sequences whose queries are their last tokens, and where the keys and values of each token stand.
+template <class T> struct Sequences {
+  const T *q, *k, *v;  // [tokens, heads, size]; keys and values: [.., kv_heads, size]
+  T* out;              // as q
+  Real<T>* lse;        // [heads, tokens]; null: it is not wanted
+  int64_t tokens, count, heads, kv_heads, size, window;
+  const int64_t* offsets;  // [count + 1], of the queries
+  const int64_t* ends;     // tokens of each sequence; null: it has as many as queries, and its keys stand with them
+  const int64_t* table;    // [count, width]: pages of `page` tokens of each sequence
+  int64_t width, page;
+
+  int64_t queries(int64_t s) const { return offsets[s + 1] - offsets[s]; }
+  int64_t end(int64_t s) const { return ends ? ends[s] : queries(s); }
+  int64_t first_seen(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
+  // Row of a token's key and value.
+  int64_t row(int64_t s, int64_t position) const {
+    return ends ? table[s * width + position / page] * page + position % page : offsets[s] + position;
+  }
+};
+
+// Attention of one sequence and key-value head. Pages are made of its keys and values, then read as in a step.
+template <class T> struct SequenceScratch {
+  AttentionScratch<T> attention;
+  std::vector<T> keys, values, query, mixed;
+  std::vector<int32_t> table;
+  std::vector<Real<T>> key, value;
+};
+template <class T>
+void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, Logits<T> logits, SequenceScratch<T>& scratch) {
+  const int64_t size = all.size, head = (size + LANES - 1) / LANES * LANES, group = all.heads / all.kv_heads;
+  const int64_t end = all.end(s), queries = all.queries(s), seen = all.first_seen(end - queries) / PAGE * PAGE;
+  const int64_t pages = (end - seen + PAGE - 1) / PAGE;
+  scratch.keys.assign(pages * PAGE * head, T{}), scratch.values.assign(pages * PAGE * head, T{});
+  scratch.query.resize(QUERY_ROWS * head), scratch.mixed.resize(QUERY_ROWS * head);
+  scratch.key.assign(head, 0), scratch.value.assign(head, 0), scratch.table.resize(pages);
+  for (int64_t page = 0; page < pages; page++) scratch.table[page] = page;
+  for (int64_t t = seen; t < end; t++) {
+    const int64_t from = (all.row(s, t) * all.kv_heads + kv) * size, page = (t - seen) / PAGE * PAGE * head;
+    for (int64_t n = 0; n < size; n++) scratch.key[n] = widen(all.k[from + n]), scratch.value[n] = widen(all.v[from + n]);
+    write_token(scratch.keys.data() + page, scratch.values.data() + page, (t - seen) % PAGE, head, scratch.key.data(),
+                scratch.value.data());
+  }
+  const T* none = scratch.keys.data();
+  const Pages<T> memory{none, scratch.values.data(), PAGE * head, scratch.table.data(), (int)head, {none, none, none, none}};
+  const int64_t total = queries * group;
+  for (int64_t start = 0; start < total; start += QUERY_ROWS) {
+    const int count = total - start < QUERY_ROWS ? total - start : QUERY_ROWS;
+    QueryRow row[QUERY_ROWS];
+    auto token = [&](int i) { return all.offsets[s] + (start + i) / group; };  // of query row i
+    auto head_of = [&](int i) { return kv * group + (start + i) % group; };
+    for (int i = 0; i < count; i++) {
+      const int64_t position = end - queries + (start + i) / group;
+      T* query = scratch.query.data() + i * head;
+      std::fill(query + size, query + head, T{});
+      memcpy(query, all.q + (token(i) * all.heads + head_of(i)) * size, size * sizeof(T));
+      row[i] = {query, scratch.mixed.data() + i * head, all.first_seen(position) - seen, position + 1 - seen,
+                all.lse ? all.lse + head_of(i) * all.tokens + token(i) : nullptr};
+    }
+    attend(memory, row, count, logits, scratch.attention);
+    for (int i = 0; i < count; i++)
+      memcpy(all.out + (token(i) * all.heads + head_of(i)) * size, scratch.mixed.data() + i * head, size * sizeof(T));
   }
 }
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import faster_attention
+from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
 from funrl.processes.device_memory import copy_to_device
 
 KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
@@ -128,7 +130,8 @@ def paged_attention(
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
     On CUDA and ROCm 16-bit tensors go to the kernel that `paged_kernel` finds, which knows no cap, where it takes pages
-    and heads of their size; everything else is gathered group by group. Without a gradient.
+    and heads of their size; on a CPU they go to the decoding step's function, so that they have the bits of
+    `varlen_attention`; everything else is gathered group by group. Without a gradient.
 
     Args:
       q_NHD, k_NKD, v_NKD: of the new tokens; K divides H, query head h uses key-value head h // (H / K).
@@ -193,6 +196,9 @@ def _paged_attention(
         kernel = paged_kernel()
         assert kernel is not None
         return kernel(q, keys, values, table, offsets, ends, groups, window, scale)
+    if computes_exactly(q, keys, values):
+        paged = PagedKeys(keys, values, table, ends)
+        return page_attention(q, paged, offsets, AttentionOptions(window, scale, cap))
     out = torch.empty_like(q)
     page = keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():

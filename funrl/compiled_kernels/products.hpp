@@ -1,9 +1,11 @@
-// Products of rows with a matrix that was packed into panels: y[M, N] = x[M, K] w[N, K]^T, sums in float32.
+// Products of rows with a matrix that was packed into panels: y[M, N] = x[M, K] w[N, K]^T.
 //
-// A panel holds the weights of PANEL outputs, [K / terms, PANEL, terms]. The terms of an output are added in chunks of
-// CHUNK: each chunk from zero, one term after the other, then chunk after chunk; those of bfloat16 by tiles (tiles.hpp)
-// where there are some. This order depends on K alone, so the bits of a row of y depend on no other row and not on the
-// threads.
+// A panel holds the weights of PANEL outputs, [K / terms, PANEL, terms]. The terms of an output stand in some parts of
+// equal size. Those of a part are added in chunks of CHUNK: each chunk from zero, one term after the other, then chunk
+// after chunk; those of bfloat16 by tiles (tiles.hpp) where there are some. Then the parts are added by a binary tree:
+// neighbours, then neighbours of these. The order depends on the size and the number of parts alone, so the bits of a row
+// of y depend on no other row and not on the threads; and where each of several ranks has neighbouring parts, a power of
+// two of them, and their sums are added by the rest of the tree, the result has the bits of one that has all parts.
 
 #pragma once
 #include "lanes.hpp"
@@ -12,22 +14,46 @@
 namespace funrl {
 
 constexpr int BLOCK_ROWS = 64;  // rows that meet a panel while it is in the cache
+constexpr int MOST_PARTS = 8, LEVELS = 4;  // sums that are kept at most: of subtrees of 4, 2 and 1 parts, and of a part
 template <class T> constexpr int64_t CHUNK = 256 / sizeof(T);  // a panel's chunk is 16 KiB
+template <class T> constexpr int ROWS_OF_TILE = sizeof(T) == 8 ? TILE_ROWS / 2 : TILE_ROWS;
 
-// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]. Meanwhile it fetches its share of the next chunk: this is pass
-// number `pass` of `passes` over the same weights.
+// The terms of a sum: `count` parts of `size` terms each, a multiple of the terms of a product.
+struct Terms {
+  int count;
+  int64_t size;
+  int64_t total() const { return count * size; }
+};
+
+// The sums of one panel, [LEVELS, BLOCK_ROWS, PANEL]; the result is in the first.
+template <class T> struct Sums {
+  static constexpr int64_t LEVEL = BLOCK_ROWS * PANEL;
+  alignas(64) Real<T> y[LEVELS * LEVEL];
+  // A part of this number finds as many sums before it, and is added to some of these.
+  static int level(int part) { return __builtin_popcount(part); }
+  static int merges(int part) { return __builtin_ctz(~part); }
+};
+
+// How a tile of sums begins and ends.
+struct TileEnds {
+  bool first;            // nothing is in y yet
+  int merges;            // sums of the levels before that it is added to, in the end
+  int pass, passes;      // over the same weights
+};
+
+// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]. Meanwhile it fetches its share of the next chunk.
 template <class T, int ROWS>
-void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool first, int pass, int passes) {
+void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileEnds ends) {
   using P = Product<T>;
-  Lanes sum[ROWS][TILE_LANES];
+  Vector<T> sum[ROWS][TILE_LANES];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros();
+    UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros<Real<T>>();
   const T* next = w + (int64_t)count * PANEL;
   for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
     typename P::Weights weights[TILE_LANES];
     UNROLL for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
-    if (pass-- == 0) {
-      pass = passes - 1;
+    if (ends.pass-- == 0) {
+      ends.pass = ends.passes - 1;
       UNROLL for (int j = 0; j < TILE_LANES; j++) __builtin_prefetch(next + k * PANEL + j * LANES * P::terms);
     }
     UNROLL for (int r = 0; r < ROWS; r++) {
@@ -35,40 +61,63 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, float* y, bool fi
       UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
     }
   }
-  if (!first)
+  auto add = [&](const Real<T>* other) __attribute__((always_inline)) {
     UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = load(y + r * PANEL + j * LANES) + sum[r][j];
+      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = load(other + r * PANEL + j * LANES) + sum[r][j];
+  };
+  if (!ends.first) add(y);
+  for (; ends.merges; ends.merges--) add(y -= Sums<T>::LEVEL);
   UNROLL for (int r = 0; r < ROWS; r++)
     UNROLL for (int j = 0; j < TILE_LANES; j++) store(y + r * PANEL + j * LANES, sum[r][j]);
 }
 
-template <class T, int ROWS = TILE_ROWS>
-INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, float* y, bool first, int pass, int passes) {
-  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, first, pass, passes);
-  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, first, pass, passes);
+template <class T, int ROWS = ROWS_OF_TILE<T>>
+INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, Real<T>* y, TileEnds ends) {
+  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, ends);
+  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, ends);
 }
 
-// y[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows. K is a multiple of the terms of a product.
-template <class T> void multiply_panel(const T* x, int rows, int64_t K, const T* panel, float* y) {
-  const int passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
-  for (int64_t k = 0; k < K; k += CHUNK<T>) {
-    const int count = K - k < CHUNK<T> ? K - k : CHUNK<T>;
-    for (int pass = 0, row = 0; pass < passes; pass++) {
-      const int some = (rows - row) / (passes - pass);
-      tile_of<T>(some, x + row * K + k, K, panel + k * PANEL, count, y + row * PANEL, k == 0, pass, passes);
-      row += some;
+// sums[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows.
+template <class T> void multiply_panel(const T* x, int64_t stride, int rows, Terms terms, const T* panel, Sums<T>& sums) {
+  const int passes = (rows + ROWS_OF_TILE<T> - 1) / ROWS_OF_TILE<T>;
+  for (int part = 0; part < terms.count; part++, x += terms.size, panel += terms.size * PANEL) {
+    Real<T>* y = sums.y + Sums<T>::level(part) * Sums<T>::LEVEL;
+    for (int64_t k = 0; k < terms.size; k += CHUNK<T>) {
+      const int count = terms.size - k < CHUNK<T> ? terms.size - k : CHUNK<T>;
+      const int merges = k + count == terms.size ? Sums<T>::merges(part) : 0;
+      for (int pass = 0, row = 0; pass < passes; pass++) {
+        const int some = (rows - row) / (passes - pass);
+        tile_of<T>(some, x + row * stride + k, stride, panel + k * PANEL, count, y + row * PANEL,
+                   {k == 0, merges, pass, passes});
+        row += some;
+      }
     }
   }
 }
 
+#ifdef FUNRL_TILES
+// The same by the matrix unit.
+inline void multiply_panel(const Tiles& tiles, const Bfloat16* x, int64_t stride, int rows, Terms terms,
+                           const Bfloat16* panel, Sums<Bfloat16>& sums) {
+  for (int part = 0; part < terms.count; part++, x += terms.size, panel += terms.size * PANEL) {
+    float* y = sums.y + Sums<Bfloat16>::level(part) * Sums<Bfloat16>::LEVEL;
+    tiles.multiply(x, stride, terms.size, panel, y);
+    for (int merge = 0; merge < Sums<Bfloat16>::merges(part); merge++, y -= Sums<Bfloat16>::LEVEL)
+      for (int64_t i = 0; i < rows * PANEL; i += LANES)
+        store(y - Sums<Bfloat16>::LEVEL + i, load(y - Sums<Bfloat16>::LEVEL + i) + load(y + i));
+  }
+}
+#endif
+
 // Calls then(row, panel, outputs[PANEL]) for rows of x and for panels of this thread's part of them.
 template <class T, class Then>
-void multiply(const T* x, int rows, int64_t K, const T* packed, int64_t panels, int thread, int threads, Then then) {
-  alignas(64) float y[BLOCK_ROWS * PANEL];
+void multiply(const T* x, int64_t stride, int rows, Terms terms, const T* packed, int64_t panels, int thread, int threads,
+              Then then) {
+  Sums<T> sums;
   auto each_panel = [&](auto multiply_one) {
     for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++) {
-      multiply_one(packed + panel * PANEL * K);
-      for (int row = 0; row < rows; row++) then(row, panel, y + row * PANEL);
+      multiply_one(packed + panel * PANEL * terms.total());
+      for (int row = 0; row < rows; row++) then(row, panel, sums.y + row * PANEL);
     }
   };
 #ifdef FUNRL_TILES
@@ -76,19 +125,27 @@ void multiply(const T* x, int rows, int64_t K, const T* packed, int64_t panels, 
   if constexpr (Product<T>::terms == 2)
     if (tiles_allowed()) {
       const Tiles tiles(rows);
-      return each_panel([&](const T* panel) { tiles.multiply(x, K, panel, y); });
+      return each_panel([&](const T* panel) { multiply_panel(tiles, x, stride, rows, terms, panel, sums); });
     }
 #endif
-  each_panel([&](const T* panel) { multiply_panel(x, rows, K, panel, y); });
+  each_panel([&](const T* panel) { multiply_panel(x, stride, rows, terms, panel, sums); });
 }
 
-// Panels of w[N, K], with zeros up to whole panels and to K_padded.
-template <class T> void pack_panels(const T* w, int64_t N, int64_t K, int64_t K_padded, T* out) {
-  constexpr int terms = Product<T>::terms;
-  for (int64_t n0 = 0; n0 < N; n0 += PANEL, out += PANEL * K_padded)
-    for (int64_t n = 0; n < PANEL; n++)
-      for (int64_t k = 0; k < K_padded; k++)
-        out[(k / terms * PANEL + n) * terms + k % terms] = n0 + n < N && k < K ? w[(n0 + n) * K + k] : T{};
+// Panels of w[N, parts size], with zeros up to whole panels and to the size that `terms` has.
+template <class T> void pack_panels(const T* w, int64_t N, int64_t size, Terms terms, T* out) {
+  constexpr int pair = Product<T>::terms, BLOCK = 32;
+  const int64_t K = terms.count * size;
+  for (int64_t n0 = 0; n0 < N; n0 += PANEL)
+    for (int part = 0; part < terms.count; part++, out += PANEL * terms.size)
+      for (int64_t k0 = 0; k0 < terms.size; k0 += BLOCK) {
+        const int64_t end = k0 + BLOCK < terms.size ? k0 + BLOCK : terms.size;
+        for (int64_t n = 0; n < PANEL; n++) {
+          const T* from = w + (n0 + n) * K + part * size;
+          const int64_t filled = n0 + n >= N || k0 >= size ? k0 : end < size ? end : size;
+          for (int64_t k = k0; k < filled; k++) out[(k / pair * PANEL + n) * pair + k % pair] = from[k];
+          for (int64_t k = filled; k < end; k++) out[(k / pair * PANEL + n) * pair + k % pair] = T{};
+        }
+      }
 }
 
 }  // namespace funrl

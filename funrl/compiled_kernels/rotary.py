@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.operators import exact_rotate
 
 
 class Rotary(NamedTuple):
@@ -67,11 +71,29 @@ def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: 
 
 def rotate(x: Tensor, rope: Rotary) -> Tensor:
     """Turn heads x [..., H, N] by `rope`; where it has fewer numbers than a head, the first ones of each."""
+    if computes_exactly(x, rope.cos):
+        compute = _ExactRotate.apply if torch.is_grad_enabled() else exact_rotate
+        return compute(x, rope.cos, rope.sin, 1)
     size = rope.cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rope), x[..., size:]), -1)
     # Rolling by half a head swaps the two of each pair; the sign is already in the sine.
     return torch.addcmul(x * rope.cos, x.roll(x.shape[-1] // 2, -1), rope.sin)
+
+
+class _ExactRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(x, cos, sin, sign):
+        return exact_rotate(x, cos, sin, sign)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[1:3])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return exact_rotate(grad, *ctx.saved_tensors, -1), None, None, None
 
 
 def rotate_reference(x: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:

@@ -52,12 +52,12 @@ class Pool {
     Pool* pool = wanted > 1 ? current() : nullptr;
     if (!pool || pool->busy.test_and_set(std::memory_order_acquire)) {
       Team alone(1);
-      return work(alone, 0);
+      return invoke(work, alone, 0);
     }
     wanted = pool->grow(wanted);
     Team team(wanted);
     auto call = [&](int thread) {
-      if (thread < wanted) work(team, thread);
+      if (thread < wanted) invoke(work, team, thread);
     };
     pool->work = [](void* f, int thread) { (*(decltype(call)*)f)(thread); };
     pool->argument = &call;
@@ -75,6 +75,11 @@ class Pool {
   int threads = 1;  // the caller included
   void (*work)(void*, int) = nullptr;
   void* argument = nullptr;
+
+  // Compiled once, for the caller and for the other threads.
+  template <class Work> __attribute__((noinline)) static void invoke(Work& work, Team& team, int thread) {
+    work(team, thread);
+  }
 
   static Pool*& current() {
     static Pool* pool = [] {

@@ -46,14 +46,14 @@ class Tiles {
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 
-  // y[rows, PANEL] = x[rows, K] panel. K is even.
-  void multiply(const Bfloat16* x, int64_t K, const Bfloat16* panel, float* y) const {
+  // y[rows, PANEL] = x[rows, K] panel. K is even; from a row of x to the next are `stride` numbers.
+  void multiply(const Bfloat16* x, int64_t stride, int64_t K, const Bfloat16* panel, float* y) const {
     written();
-    if (groups == 1) return one_group(x, K, panel, y);
+    if (groups == 1) return one_group(x, stride, K, panel, y);
     for (int i = 0; i < groups; i += 2) {
       const int first = start(i), second = start(i + 1);
       for (int half = 0; half < PANEL; half += 2 * TILE_OUTPUTS)
-        two_groups(x + first * K, x + second * K, K, panel + 2 * half, y + first * PANEL + half,
+        two_groups(x + first * stride, x + second * stride, stride, K, panel + 2 * half, y + first * PANEL + half,
                    y + second * PANEL + half);
     }
   }
@@ -75,7 +75,7 @@ class Tiles {
     _tile_zero(3);
   }
 
-  void one_group(const Bfloat16* x, int64_t K, const Bfloat16* panel, float* y) const {
+  void one_group(const Bfloat16* x, int64_t row, int64_t K, const Bfloat16* panel, float* y) const {
     clear_sums();
     auto add = [](const Bfloat16* x, int64_t stride, const Bfloat16* w) {
       _tile_loadd(4, x, stride);
@@ -89,11 +89,11 @@ class Tiles {
       _tile_dpbf16ps(3, 4, 5);
     };
     int64_t k = 0;
-    for (; k + TILE_TERMS <= K; k += TILE_TERMS) add(x + k, K * sizeof(Bfloat16), panel + k * PANEL);
+    for (; k + TILE_TERMS <= K; k += TILE_TERMS) add(x + k, row * sizeof(Bfloat16), panel + k * PANEL);
     if (k < K) {
       Rest rest;
       const Bfloat16* w = rest.of_weights(panel + k * PANEL, PANEL, K - k);
-      const Bfloat16* last = rest.of_rows(0, x + k, K, group, K - k);
+      const Bfloat16* last = rest.of_rows(0, x + k, row, group, K - k);
       written();
       add(last, TILE_BYTES, w);
     }
@@ -104,7 +104,7 @@ class Tiles {
   }
 
   // Half of a panel.
-  void two_groups(const Bfloat16* x, const Bfloat16* other, int64_t K, const Bfloat16* panel, float* y,
+  void two_groups(const Bfloat16* x, const Bfloat16* other, int64_t row, int64_t K, const Bfloat16* panel, float* y,
                   float* other_y) const {
     clear_sums();
     auto add = [](const Bfloat16* x, const Bfloat16* other, int64_t stride, const Bfloat16* w) {
@@ -118,12 +118,12 @@ class Tiles {
       _tile_dpbf16ps(3, 5, 7);
     };
     int64_t k = 0;
-    for (; k + TILE_TERMS <= K; k += TILE_TERMS) add(x + k, other + k, K * sizeof(Bfloat16), panel + k * PANEL);
+    for (; k + TILE_TERMS <= K; k += TILE_TERMS) add(x + k, other + k, row * sizeof(Bfloat16), panel + k * PANEL);
     if (k < K) {
       Rest rest;
       const Bfloat16* w = rest.of_weights(panel + k * PANEL, PANEL / 2, K - k);
-      const Bfloat16* last = rest.of_rows(0, x + k, K, group, K - k);
-      const Bfloat16* other_last = rest.of_rows(1, other + k, K, group, K - k);
+      const Bfloat16* last = rest.of_rows(0, x + k, row, group, K - k);
+      const Bfloat16* other_last = rest.of_rows(1, other + k, row, group, K - k);
       written();
       add(last, other_last, TILE_BYTES, w);
     }
@@ -138,8 +138,8 @@ class Tiles {
     alignas(64) Bfloat16 x[2][TILE_MOST_ROWS * TILE_TERMS] = {};
     alignas(64) Bfloat16 w[TILE_TERMS * PANEL] = {};
 
-    const Bfloat16* of_rows(int which, const Bfloat16* from, int64_t K, int count, int terms) {
-      for (int row = 0; row < count; row++) memcpy(x[which] + row * TILE_TERMS, from + row * K, terms * sizeof *from);
+    const Bfloat16* of_rows(int which, const Bfloat16* from, int64_t stride, int count, int terms) {
+      for (int i = 0; i < count; i++) memcpy(x[which] + i * TILE_TERMS, from + i * stride, terms * sizeof *from);
       return x[which];
     }
     const Bfloat16* of_weights(const Bfloat16* from, int outputs, int terms) {

@@ -18,7 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import flash_kernel
+from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
 
 _aten = torch.ops.aten
 _BLOCK = 256  # queries at a time where a window is shorter than a segment, or by a matrix of weights
@@ -52,7 +54,8 @@ def varlen_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
-    On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row. On CUDA and ROCm
+    On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row; by the function
+    of the decoding step, so they have its bits. On CUDA and ROCm
     16-bit tensors go to the kernel that `flash_kernel` finds; wider ones, and capped ones where it has no cap, are
     computed segment by segment. On XLA it is `blockwise_attention`.
 
@@ -173,6 +176,9 @@ def _forward(
     scale: float = 0.0,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if computes_exactly(q, k, v):
+        out, lse = sequence_attention(q, k, v, offsets, AttentionOptions(window, scale, cap))
+        return out, lse, q.new_empty(0, dtype=torch.uint64)
     if cap:
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     out = torch.zeros_like(q)

@@ -6,6 +6,7 @@
 | `pbroadcast` is the identity | sums | a replicated value enters code whose results differ by rank |
 | `all_gather` concatenates | `psum_scatter` | shards become whole, each rank uses the whole in its own way |
 | `psum_scatter` sums and splits | `all_gather` | the transpose of the above |
+| `psum_pairwise`, `psum_scatter_pairwise` | as without | the same sums in an order that does not depend on the ranks |
 | `all_to_all` exchanges | `all_to_all` back | one dim whole, another split |
 | `ragged_all_to_all` sends uneven parts | the same backwards | rows go to the ranks of their experts |
 | `own_shard` takes this rank's part | concatenates | a replicated value is split; its gradient is whole again |
@@ -54,6 +55,25 @@ def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
 def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
     """Sum over `axes` and keep this rank's part of `dim`; the gradient is concatenated."""
     return x if mesh.size(axes) == 1 else _PSumScatter.apply(x, mesh.size(axes), mesh.group_name(axes), dim)
+
+
+def psum_pairwise(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """`psum` by a binary tree over the ranks: neighbours first, then neighbours of these. It sends as much.
+
+    So ranks, a power of two of them, that hold neighbouring parts of a sum get the same bits however many they are.
+    """
+    ranks = mesh.size(axes)
+    if ranks <= 2:
+        return psum(x, mesh, axes)  # of two numbers there is one sum
+    return _PSumPairwise.apply(x, ranks, mesh.group_name(axes))
+
+
+def psum_scatter_pairwise(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
+    """`psum_scatter` by the tree of `psum_pairwise`."""
+    ranks = mesh.size(axes)
+    if ranks <= 2:
+        return psum_scatter(x, mesh, axes, dim)
+    return _PSumScatterPairwise.apply(x, ranks, mesh.group_name(axes), dim)
 
 
 def own_shard(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
@@ -201,6 +221,19 @@ def _scatter(x: Tensor, size: int, group: str, dim: int) -> Tensor:
     return result
 
 
+def _scatter_pairwise(x: Tensor, size: int, group: str, dim: int) -> Tensor:
+    front = x.movedim(dim, 0).contiguous()
+    parts = _exchange(front.flatten(), size, group, split=0, concat=0).view(size, -1)
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts.view(front.shape[0] // size, *front.shape[1:]).movedim(0, dim)
+
+
+def _sum_pairwise(x: Tensor, size: int, group: str) -> Tensor:
+    flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % size))
+    return _gather(_scatter_pairwise(flat, size, group, 0), size, group, 0)[: x.numel()].view(x.shape)
+
+
 def _own(x: Tensor, size: int, dim: int, index) -> Tensor:
     if isinstance(index, int):
         return x.chunk(size, dim)[index]
@@ -285,6 +318,36 @@ class _PSumScatter(torch.autograd.Function):
     @staticmethod
     def forward(x, size, group, dim):
         return _scatter(x, size, group, dim=dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.args = inputs[1:]
+
+    @staticmethod
+    @_constant
+    def backward(ctx, grad):
+        return _gather(grad, *ctx.args), None, None, None
+
+
+class _PSumPairwise(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group):
+        return _sum_pairwise(x, size, group)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    @_constant
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+class _PSumScatterPairwise(torch.autograd.Function):
+    @staticmethod
+    def forward(x, size, group, dim):
+        return _scatter_pairwise(x, size, group, dim=dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -33,6 +33,7 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
 SUMMED = ("o", "down", "shared_down", "out")
+SUMMED_LATER = ("shared_down",)  # of these, what is multiplied by B has not been summed over tensor ranks
 REPLICATED = ("q_a", "kv_a")  # the same on all tensor ranks, as are their gradients
 
 
@@ -166,7 +167,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
     """Weights of a part of a layer, the adapted ones with their factors.
 
     The factor that is the same on all tensor ranks is used by each for its part of the other one, or where the residual
-    stream is `split` for its tokens: its gradient is their sum.
+    stream is `split` for its tokens: its gradient is their sum. But B of a sum over tensor ranks meets the whole sum.
     """
     weights: dict[str, Any] = {name: x for name, x in part.items() if not is_trained(name)}
     for name, x in part.items():
@@ -175,7 +176,8 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
             a = x
             b = part[name.removesuffix(FIRST) + SECOND]
             if weight in SUMMED:
-                b = pbroadcast(b, mesh, "tensor")
+                if split or weight in SUMMED_LATER:
+                    b = pbroadcast(b, mesh, "tensor")
             elif split or weight not in REPLICATED:
                 a = pbroadcast(a, mesh, "tensor")
             weights[weight] = LowRank(weights[weight], a, b, scale=scale)

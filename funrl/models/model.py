@@ -323,6 +323,8 @@ class Abilities(NamedTuple):
       heads: query heads of a layer, which ranks that share a row's tokens may split.
       logit_cap: logits x become cap tanh(x / cap); None: they stay.
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
+      exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
+        on a CPU; else the reason why it has not.
     """
 
     cost: ModelCost
@@ -333,6 +335,7 @@ class Abilities(NamedTuple):
     heads: int = 1
     logit_cap: float | None = None
     paged_kernel: PagedHeads | None = None
+    exact_sums: tuple[int, ...] | str = "it has another architecture"
 
     @property
     def choices(self) -> int:

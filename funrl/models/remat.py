@@ -23,6 +23,7 @@ _SAVED = (
     "aten::_scaled_dot_product",
     "flash_attn::",
     "funrl::varlen_attention",
+    "funrl::exact_linear",
     "funrl::chunk_states",
     "funrl::grouped_linear",
     "funrl::choose_experts",

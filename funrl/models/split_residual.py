@@ -19,7 +19,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from funrl.mesh.collectives import all_gather, gather_replicated, own_shard, pbroadcast, psum, psum_scatter
+from funrl.mesh.collectives import (
+    all_gather,
+    gather_replicated,
+    own_shard,
+    pbroadcast,
+    psum,
+    psum_pairwise,
+    psum_scatter,
+    psum_scatter_pairwise,
+)
 from funrl.mesh.mesh import Mesh
 
 
@@ -28,12 +37,17 @@ def enter(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
     return all_gather(x_BTD, mesh, "tensor", dim=1) if split else pbroadcast(x_BTD, mesh, "tensor")
 
 
-def leave(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:
-    """The sum of what the tensor ranks have made of all tokens: of those that a rank has of the stream."""
+def leave(x_BTD: Tensor, mesh: Mesh, split: bool, pairwise: bool = False) -> Tensor:
+    """The sum of what the tensor ranks have made of all tokens: of those that a rank has of the stream.
+
+    Args:
+      pairwise: take it by a binary tree over the ranks.
+    """
     if not split:
-        return psum(x_BTD, mesh, "tensor")
+        return (psum_pairwise if pairwise else psum)(x_BTD, mesh, "tensor")
     # One packed row; its strides are those of any other: a compiled layer asks for them.
-    return psum_scatter(x_BTD, mesh, "tensor", dim=1).flatten(0, 1).unsqueeze(0)
+    scatter = psum_scatter_pairwise if pairwise else psum_scatter
+    return scatter(x_BTD, mesh, "tensor", dim=1).flatten(0, 1).unsqueeze(0)
 
 
 def own_tokens(x_BTD: Tensor, mesh: Mesh, split: bool) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.scores import token_log_probabilities
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.truncation import ONE, kept_mass, shortlist
 
@@ -88,7 +90,11 @@ def sample_tokens(
         token_R1, kept_R1 = invert(prob_RV, noise_R)
     prob_R1 = prob_RV.gather(1, token_R1).double()
     logp_R1 = (prob_R1 / kept_R1).log().to(logits_RV.dtype)
-    if shaped_RV is not logits_RV:
+    if computes_exactly(logits_RV):
+        raw_logp_R1 = token_log_probabilities(logits_RV, token_R1)
+        if not sampling.truncated:
+            logp_R1 = token_log_probabilities(penalized_RV, token_R1, sampling.temperature)
+    elif shaped_RV is not logits_RV:
         raw_logp_R1 = _token_logp(logits_RV, token_R1)
     elif sampling.truncated:
         raw_logp_R1 = (prob_R1 / _total(prob_RV)).log().to(logits_RV.dtype)
@@ -161,6 +167,8 @@ def _penalized(logits_RV: Tensor, penalty: float, seen_RV: Tensor | None) -> Ten
 
 def _token_logp(logits_RV: Tensor, token_R1: Tensor) -> Tensor:
     """Log-probability of tokens under the softmax of the logits, [R, 1], even where the probability underflows."""
+    if computes_exactly(logits_RV):
+        return token_log_probabilities(logits_RV, token_R1)
     prob_RV = logits_RV.softmax(-1)
     most_R1 = prob_RV.amax(1, keepdim=True).double() / _total(prob_RV)
     below_R1 = logits_RV.gather(1, token_R1).double() - logits_RV.amax(1, keepdim=True).double()

@@ -31,7 +31,17 @@ from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
-from funrl.trainer.jobs.build import Parts, build, first_state, first_weights, frozen_weights, sync
+from funrl.trainer.gap import GAP_METRIC, GapError, gap_check
+from funrl.trainer.jobs.build import (
+    Parts,
+    build,
+    first_state,
+    first_weights,
+    frozen_weights,
+    proof_metrics,
+    settle_proof,
+    sync,
+)
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
@@ -57,7 +67,14 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError)  # end a run with what it has learned
+ENDING = (
+    RewardError,
+    CurriculumError,
+    FilterError,
+    NotFiniteError,
+    SyncError,
+    GapError,
+)  # a run ends with what it learned
 
 
 class Outcome(NamedTuple):
@@ -85,6 +102,8 @@ class Trainer(NamedTuple):
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
       compile_cache: keeps the code of compiled layers; None: no layer is compiled.
+      check_gap: receives a step's rows and metrics, in which engine and trainer should agree to the bit; None: they
+        may differ by rounding.
     """
 
     job: Job
@@ -95,6 +114,7 @@ class Trainer(NamedTuple):
     skips: Skips | None = None
     folder: str | None = None
     compile_cache: CompileCache | None = None
+    check_gap: Callable[[Rows, Mapping[str, float]], None] | None = None
 
 
 def train_loop(
@@ -245,8 +265,12 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
         rows, state, scored = skipped_batch(trainer, state, drawn)
         return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = score_batch(trainer, state, drawn)
+    if trainer.check_gap is not None:
+        trainer.check_gap(rows, scored)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = update_batch(trainer, state, rows)
+    if trainer.check_gap is not None and GAP_METRIC not in scored:
+        trainer.check_gap(rows, learned)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
 
 
@@ -278,7 +302,9 @@ def begin_run(
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder, compile_cache=cache)
+    check = gap_check(job, parts, observer.note)
+    trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
+    trainer = trainer._replace(compile_cache=cache, check_gap=check)
     return trainer, first_state(job, parts, weights, rows_source.init())
 
 
@@ -423,18 +449,3 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
             return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
         generator.proof.begin(sync_digests(source, generator.engine, state.version))
     return {}
-
-
-def settle_proof(parts: Parts) -> None:
-    """End the proof of the newest sync, unless generation has ended it.
-
-    Raises:
-      SyncError: the engine does not hold the policy's weights.
-    """
-    if parts.generator is not None:
-        parts.generator.proof.settle()
-
-
-def proof_metrics(parts: Parts) -> dict[str, float]:
-    """Metrics of the proofs that have ended since the last call."""
-    return {} if parts.generator is None else parts.generator.proof.take()

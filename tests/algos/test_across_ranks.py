@@ -60,6 +60,7 @@ def drawn():
         "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
         "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
         "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
+        "stale": mask.roll(1, 1) & mask,
         "episode": torch.arange(B), "agent": torch.zeros(B, dtype=torch.int64), "episode_tokens": mask.sum(1),
         "episode_first": torch.ones(B, dtype=torch.bool), "turn": (torch.arange(T) >= 300).long().expand(B, T),
     }  # fmt: skip

@@ -147,6 +147,15 @@ def test_float32_is_as_near_to_float64_as_the_trainer(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_float64_is_the_model(name):
+    config = config_of(name)
+    params = cast(weights(config), torch.float64)
+    rows = Sequences(packed_decoder(step_sizes(config), params, torch.float64, 1), [40, 3, 22])
+    for tokens, logits in zip(rows.tokens, rows.all(chunks(rows.lengths)), strict=True):
+        assert (logits.log_softmax(-1) - exact_logp(config, params, tokens)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_bfloat16_is_as_near_to_float64_as_torch_s_bfloat16(name):
     config = config_of(name)
     params = cast(weights(config), torch.bfloat16)
@@ -180,7 +189,7 @@ def test_the_reference_is_the_model(name):
     assert gap < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_depend_on_nothing_else_in_a_call(name, dtype):
     """Prefill, decode, chunks, batches, pages and threads: one and the same number."""
@@ -370,7 +379,7 @@ def test_bad_input_is_named(change, message):
 
 def test_what_has_no_kernel_says_so():
     config = config_of("llama")
-    assert "not torch.float64" in kernel_problem(step_sizes(config), torch.float64)
+    assert "not torch.float16" in kernel_problem(step_sizes(config), torch.float16)
     assert kernel_problem(step_sizes(config), torch.bfloat16) is None
     with pytest.raises(kernel_library.KernelError, match=r"not torch\.float16"):
         packed_decoder(step_sizes(config), weights(config), torch.float16)

@@ -15,12 +15,12 @@ from funrl.compiled_kernels.decode_step import PAGE, PackedDecoder, packed_decod
 from funrl.compiled_kernels.kernel_library import library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
-    LANES,
     pack_linear,
     packed_attention,
     packed_linear,
     panel_numbers,
-    round_up,
+    parts_of,
+    real_of,
 )
 from funrl.compiled_kernels.paged_attention import paged_attention, paging_of
 from funrl.models.decoder.compiled_step import step_sizes
@@ -30,7 +30,7 @@ from funrl.models.decoder.decoder import decoder_model
 NO_KERNEL = library_problem()
 compiled = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 GAPS = [0, 1, 2, 3, 5, 7, None]  # elements before the fence; None: the tensor begins at a fence
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(params=GAPS, ids=lambda gap: "begins at the fence" if gap is None else f"{gap} before the fence")
@@ -64,15 +64,19 @@ def test_placed_tensors_have_each_alignment_and_an_access_beyond_is_found():
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M,N,K", [(1, 1, 1), (7, 65, 77), (67, 130, 150)])
-def test_products(memory, M, N, K, dtype):
-    x_MK, w_NK = draw(M, K, dtype=dtype), draw(N, K, dtype=dtype, seed=1)
-    expected = packed_linear(x_MK, pack_linear(w_NK))
-    wide = round_up(K, LANES)
-    padded_MK = memory.place(torch.nn.functional.pad(x_MK, (0, wide - K)))
-    panels, y_MN = memory.empty(panel_numbers(N, K), dtype=dtype), memory.empty(M, N)
-    library().funrl_pack(BITS[dtype], memory.place(w_NK).data_ptr(), N, K, wide, panels.data_ptr())
-    library().funrl_linear(BITS[dtype], *pointers(padded_MK, panels, y_MN), M, N, wide, 2)
+@pytest.mark.parametrize("M,N,K", [(1, 1, 1), (7, 65, 77), (67, 130, 150), (67, 130, 160)])
+@pytest.mark.parametrize("wide", [True, False])
+def test_products(memory, M, N, K, dtype, wide):
+    x_MK, w_NK, bias_N = draw(M, K, dtype=dtype), draw(N, K, dtype=dtype, seed=1), draw(N, dtype=dtype, seed=2)
+    bias_N = None if wide else bias_N
+    expected = packed_linear(x_MK, pack_linear(w_NK, parts_of(K)), bias_N=bias_N, wide=wide)
+    panels = memory.empty(panel_numbers(N, K, parts_of(K), dtype), dtype=dtype)
+    y_MN = memory.empty(M, N, dtype=expected.dtype)
+    terms = (K // parts_of(K), parts_of(K))
+    library().funrl_pack(BITS[dtype], memory.place(w_NK).data_ptr(), N, *terms, panels.data_ptr())
+    bias = None if wide else memory.place(bias_N).data_ptr()
+    call = (memory.place(x_MK).data_ptr(), panels.data_ptr(), bias, y_MN.data_ptr(), wide, M, N, *terms, 2)
+    library().funrl_linear(BITS[dtype], *call)
     assert torch.equal(y_MN, expected)
 
 
@@ -83,9 +87,11 @@ def test_attention_over_sequences(memory, heads, kv_heads, size, window, dtype):
     offsets = torch.tensor([0, 1, 1, 18, 51])
     q, k, v = (draw(51, h, size, dtype=dtype, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
     expected = packed_attention(q, k, v, offsets, window or None)
-    inputs, out = [memory.place(x) for x in (q, k, v, offsets)], memory.empty(*q.shape, dtype=dtype)
-    sizes = (len(offsets) - 1, heads, kv_heads, size, window)
-    library().funrl_attention(BITS[dtype], *pointers(*inputs), *sizes, out.data_ptr(), 2)
+    inputs, out = [memory.place(x) for x in (q, k, v)], memory.empty(*q.shape, dtype=dtype)
+    lse = memory.empty(heads, 51, dtype=real_of(dtype))
+    sizes = (ctypes.c_int64 * 8)(51, len(offsets) - 1, heads, kv_heads, size, window, 0, 0)
+    places = (sizes, memory.place(offsets).data_ptr(), None, None)
+    library().funrl_attention(BITS[dtype], *pointers(*inputs, out, lse), *places, 0.0, 0.0, 2)
     assert torch.equal(out, expected)
 
 
@@ -117,7 +123,7 @@ def test_decoding_step(memory, vocab, dtype, monkeypatch):
     decoder._grow_rope(2 * PAGE)
     decoder._rope = memory.place(decoder._rope)
     decoder._model.rope = decoder._rope.data_ptr()
-    cache, logits_MV = decoder.init_cache(len(counts) * P), memory.empty(3, vocab)
+    cache, logits_MV = decoder.init_cache(len(counts) * P), memory.empty(3, vocab, dtype=real_of(dtype))
     tokens_N, positions_N, numbers_N, tables_SP, draw_M = (memory.place(x) for x in step)
     decoder.forward(cache, tokens_N, positions_N, numbers_N, tables_SP, draw_M, logits_MV)
     assert torch.equal(logits_MV, expected)
@@ -137,8 +143,8 @@ def test_draws(memory, vocab, greedy):
         outputs = empty(5, dtype=torch.int64), empty(5), empty(5)
         logits, source, noise, temperature = pointers(*inputs)
         noise = None if greedy else noise
-        call = (logits, 3, vocab, source, 5, noise, 1.0, temperature, *pointers(*outputs), 2)
-        assert library().funrl_sample(*call) == 0
+        call = (logits, 3, vocab, parts_of(vocab), source, 5, noise, 1.0, temperature, *pointers(*outputs), 2)
+        assert library().funrl_sample(32, *call) == 0
         return outputs
 
     found, expected = sampled(memory.place, memory.empty), sampled(torch.clone, torch.zeros)

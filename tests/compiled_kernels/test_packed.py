@@ -6,7 +6,7 @@ import torch
 from funrl.compiled_kernels.decode_step import packed_decoder
 from funrl.compiled_kernels.kernel_library import KernelError, library_problem
 from funrl.compiled_kernels.norm import rms_norm
-from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear
+from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear, real_of, unpack_panels
 from funrl.compiled_kernels.rotary import frequencies, rotary, rotate
 from funrl.compiled_kernels.varlen_attention import varlen_attention_reference
 from funrl.models import decoder_config, decoder_model
@@ -15,7 +15,7 @@ from funrl.models.decoder.compiled_step import step_sizes
 NO_KERNEL = library_problem()
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def draw(*shape, dtype=torch.float32):
@@ -27,10 +27,39 @@ def draw(*shape, dtype=torch.float32):
 def test_products_of_any_size(M, N, K, dtype):
     x_MK, w_NK = draw(M, K, dtype=dtype), draw(N, K, dtype=dtype)
     y_MN = packed_linear(x_MK, pack_linear(w_NK))
-    assert y_MN.shape == (M, N) and y_MN.dtype == torch.float32
+    assert y_MN.shape == (M, N) and y_MN.dtype == real_of(dtype)
     expected = x_MK.double() @ w_NK.double().T
     scale = x_MK.double().abs() @ w_NK.double().abs().T
-    assert ((y_MN - expected).abs() <= 3e-7 * scale).all()
+    assert ((y_MN - expected).abs() <= (1e-15 if dtype == torch.float64 else 3e-7) * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K", [8, 24, 200, 1048])
+def test_parts_of_a_sum_may_be_added_by_several_ranks(K, dtype):
+    """Each of n ranks adds its neighbouring parts, a binary tree the ranks' sums: the bits are those of one rank."""
+    x_MK, w_NK = draw(70, K, dtype=dtype), draw(67, K, dtype=dtype)
+    whole_MN = packed_linear(x_MK, pack_linear(w_NK, 8))
+    scale = x_MK.double().abs() @ w_NK.double().abs().T
+    bound = (1e-15 if dtype == torch.float64 else 3e-7) * scale
+    assert ((whole_MN - x_MK.double() @ w_NK.double().T).abs() <= bound).all()
+    assert torch.equal(unpack_panels(pack_linear(w_NK, 8).panels, 67, K, 8), w_NK)
+    for ranks in (2, 4, 8):
+        shares = zip(x_MK.chunk(ranks, 1), w_NK.chunk(ranks, 1), strict=True)
+        sums = [packed_linear(x, pack_linear(w, 8 // ranks), threads) for threads, (x, w) in enumerate(shares, 1)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        assert torch.equal(sums[0], whole_MN)
+    rows = [packed_linear(row[None], pack_linear(w_NK, 8), 1) for row in x_MK[:7]]
+    assert torch.equal(torch.cat(rows), whole_MN[:7])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_is_added_before_the_only_rounding(dtype):
+    x_MK, w_NK, bias_N = draw(9, 40, dtype=dtype), draw(33, 40, dtype=dtype), draw(33, dtype=dtype)
+    packed = pack_linear(w_NK)
+    wide_MN = packed_linear(x_MK, packed)
+    assert torch.equal(packed_linear(x_MK, packed, wide=False), wide_MN.to(dtype))
+    assert torch.equal(packed_linear(x_MK, packed, bias_N=bias_N, wide=False), (wide_MN + bias_N).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +71,7 @@ def test_a_row_of_a_product_depends_on_no_other_row(dtype):
             assert torch.equal(packed_linear(x_MK[first:end], packed, threads), y_MN[first:end])
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2), (torch.float64, 1e-14)])
 @pytest.mark.parametrize("heads,kv_heads,N", [(4, 4, 16), (6, 2, 8), (14, 2, 64), (9, 1, 22), (10, 2, 96)])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 def test_attention_over_sequences(heads, kv_heads, N, window, dtype, tolerance):
@@ -110,8 +139,8 @@ def test_bad_input_is_named():
         packed_linear(draw(2, 8), packed)
     with pytest.raises(ValueError, match="bfloat16"):
         packed_linear(draw(2, 9, dtype=torch.bfloat16), packed)
-    with pytest.raises(KernelError, match="float64"):
-        pack_linear(draw(5, 9).double())
+    with pytest.raises(KernelError, match="float16"):
+        pack_linear(draw(5, 9).half())
     q, k = draw(10, 4, 8), draw(10, 3, 8)
     with pytest.raises(ValueError, match="do not fit"):
         packed_attention(q, k, k, torch.tensor([0, 10]))

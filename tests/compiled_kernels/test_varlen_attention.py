@@ -241,8 +241,10 @@ def test_the_host_reads_where_segments_begin_once(monkeypatch):
         torch.autograd.grad(out.sum(), (q, k, v))
     assert len(reads) == 1
     offsets.copy_(offsets_of([4, 16]))
-    assert torch.equal(varlen_attention(q, k, v, offsets), varlen_attention(q, k, v, offsets_of([4, 16])))
-    assert not torch.equal(varlen_attention(q, k, v, offsets), out) and len(reads) == 3
+    others = [varlen_attention(q, k, v, x) for x in (offsets, offsets_of([4, 16]))]
+    assert torch.equal(*others) and not torch.equal(others[0], out)
+    grads = [torch.autograd.grad(x.sum(), (q, k, v)) for x in others]
+    assert all(map(torch.equal, *grads)) and len(reads) == 3
 
 
 def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
@@ -296,10 +298,10 @@ def test_a_gpu_plans_for_the_used_segments_and_the_longest(monkeypatch):
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_bounds_reach_the_operator_from_a_compiled_function(recomputed, monkeypatch):
     """A graph, autograd and a recomputed layer pass on the very tensor that has the bounds."""
-    plans, blocks = [], kernels._blocks
-    monkeypatch.setattr(
-        kernels, "_blocks", lambda x, *rest: (plans.append(planned_segments(x, 99)), blocks(x, *rest))[1]
-    )
+    plans = []
+    for name, number in (("_blocks", 0), ("sequence_attention", 3)):
+        watched = functools.partial(lambda fn, n, *x: (plans.append(planned_segments(x[n], 99)), fn(*x))[1])
+        monkeypatch.setattr(kernels, name, functools.partial(watched, getattr(kernels, name), number))
     q, k, v, d_out = draw(40)
     offsets = bound_segments(offsets_of([10, 20, 0, 0, 0]), SegmentBounds(32, 2))
     compiled = torch.compile(lambda *x: varlen_attention(*x).sin(), fullgraph=True, backend="aot_eager")

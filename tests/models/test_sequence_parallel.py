@@ -304,4 +304,4 @@ def kept_streams(splits, mode):
 def test_norms_and_residuals_keep_a_share_of_the_tokens(mode, entering):
     """What enters each half of two layers, where it is kept, and the unembedding is whole; all else is a quarter."""
     (whole, none), (entered, split) = (kept_streams(splits, mode) for splits in (False, True))
-    assert none == 0 and entered == entering + 1 and split == whole - entered >= 4
+    assert none == 0 and entered == entering + 1 and split == whole - entered >= 3

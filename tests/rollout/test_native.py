@@ -315,7 +315,7 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
     with caplog.at_level("INFO", "funrl.rollout.native.engine"):
         made = {
             "not for this model": native_engine(dataclasses.replace(model, abilities=other), note=notes.append),
-            "not torch.float64": native_engine(model, dtype=torch.float64, note=notes.append),
+            "not torch.float16": native_engine(model, dtype=torch.float16, note=notes.append),
             "the layer is replaced": native_engine(model, layer=lambda *args: model.layer(*args), note=notes.append),
             "not asked for": native_engine(model, options=NativeOptions(packed=False), note=notes.append),
             "one tensor rank": native_engine(model, Mesh(parse("tp2")), note=notes.append),

@@ -10,10 +10,12 @@ from scripted_engine import ScriptedEngine
 from small_runs import GRPO, begin, gap, run_steps, small_job
 
 from funrl import trees
+from funrl.compiled_kernels.decode_step import page_bytes
 from funrl.data.prompts import Example
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import Pool
+from funrl.rollout.native.backends import packed_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.loop import draw_batch
@@ -37,6 +39,8 @@ def test_flags_bound_the_engine_and_change_no_number():
     assert cost.rows == 512 and cost.peak_pages > 3 and cost.cache_bytes == 0  # it is the trainer's between steps
     job = small_job(GRPO)
     page = trees.nbytes(job.model.init_cache(single(), 1, PAGE, job.dtype))
+    if packed_problem(job.model, single(), job.dtype) is None:
+        page = page_bytes(job.model.abilities.compiled_step, job.dtype)
     for settings, rows, pages in (({"decode_rows": 2}, 2, 4), ({"kv_cache_gb": 3.9 * page / 1e9}, 512, 3)):
         batch, bound = drawn(**settings)
         assert bound.rows == rows and bound.peak_pages <= pages and bound.passes > cost.passes

@@ -8,6 +8,7 @@ from selection import quick
 from small_runs import PPO, relative, run_steps
 
 from funrl import trees
+from funrl.compiled_kernels.exact.dispatch import kernels_work
 
 pytestmark = pytest.mark.gloo
 MESHES = ("dp2", "tp2", "dp4,tp2")
@@ -42,4 +43,5 @@ def test_bfloat16_learns_with_float32_weights(mesh):
         assert {x.dtype for x in trees.leaves(tree)} == {torch.float32}
         assert any((x != x.bfloat16().float()).any() for x in trees.leaves(tree))
     assert all(grads["policy"].tree["norm"].dtype == torch.float32 for grads in run_["grads"])
-    assert 0 < max(m["rollout/logprob_gap_max"] for m in run_["metrics"]) < 0.1  # eight bits of mantissa
+    promised = kernels_work() and mesh in ("dp1", "dp2", "tp2")
+    assert max(m["rollout/logprob_gap_max"] for m in run_["metrics"]) <= (0 if promised else 0.1)

@@ -79,7 +79,7 @@ def test_every_field_that_passes_the_check_comes_to_the_update():
     passing = [name for name in fields if accepted(reading(name))]
     refused = set(fields) - set(passing)
     assert {"score", "scores", "truncated", "group", "length", "greedy_score", "segments"} <= set(passing)
-    assert {"failed", "margin", "label", "mismatched", "version", "routes", "token_reward", "value"} <= refused
+    assert {"failed", "margin", "label", "mismatched", "version", "stale", "routes", "token_reward", "value"} <= refused
 
     def term(logp, batch):
         for name in passing:

@@ -15,10 +15,11 @@ from funrl.compiled_kernels.rotary import rotate
 from funrl.mesh.collectives import pbroadcast, psum
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, Norm, Rope, WeightAxes, WeightShapes
+from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import LayerCost, PagedHeads
-from funrl.models.split_residual import enter, leave
+from funrl.models.split_residual import enter
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Attention:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Attend, and project the heads' results, as `Mixer.apply`."""
         out_BTHN = self._attend(params, enter(h_BTD, mesh, context.split), mesh, context)
-        out_BTD = leave(multiply(out_BTHN.flatten(2), params["o"]), mesh, context.split)
+        out_BTD = multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
         return out_BTD + params["o_bias"] if self.output_bias else out_BTD
 
     def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:

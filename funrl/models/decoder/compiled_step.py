@@ -1,4 +1,7 @@
-"""Sizes of a decoder for the compiled decoding step, or the reason why that step does not compute it."""
+"""Common sizes of a decoder and the compiled decoding step.
+
+Sizes for that step, or the reason why it does not compute a decoder; and whether decoding has the bits of training.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,17 @@ def step_sizes(config: Config) -> StepSizes | str:
         rope_scaling=config.rope.scaling,
         windows=tuple(config.attention.window(i) for i in range(config.layers)),
     )
+
+
+def exact_sums(config: Config) -> tuple[int, ...] | str:
+    """The sizes of `Abilities.exact_sums`, or the reason why decoding has other bits than training."""
+    attention = config.attention
+    if attention.mixers:
+        return "it has mixers other than attention"
+    if attention.latent is not None:
+        return "latent attention decodes by other products than it trains by"
+    if config.mlp.experts is not None:
+        return "sums over experts have no fixed order"
+    if attention.qk_norm == "projection":
+        return "norms over all heads of a token are sums whose order depends on the tensor ranks"
+    return (attention.heads * attention.head, config.mlp.inner, config.vocab)

@@ -19,7 +19,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.decoder.compiled_step import step_sizes
+from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
 from funrl.models.decoder.layers import Context, DecoderLayer
 from funrl.models.decoder.sequence_parallel import AXIS
@@ -63,6 +63,7 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         heads=config.attention.heads,
         logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,
+        exact_sums=exact_sums(config),
     )
 
 

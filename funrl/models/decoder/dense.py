@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.exact.gate import gated
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
+from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.low_rank import multiply
 from funrl.models.model import LayerCost
-from funrl.models.split_residual import enter, leave
-
-_ACTIVATIONS = {"silu": F.silu, "gelu": functools.partial(F.gelu, approximate="tanh")}
+from funrl.models.split_residual import enter
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ class Dense:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, None]:
         """Compute each token, as `Mlp.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
-        inner_BTF = _ACTIVATIONS[self.activation](multiply(h_BTD, params["gate"])) * multiply(h_BTD, params["up"])
-        return leave(multiply(inner_BTF, params["down"]), mesh, context.split), None
+        inner_BTF = gated(multiply(h_BTD, params["gate"]), multiply(h_BTD, params["up"]), self.activation)
+        return multiply_and_sum(inner_BTF, params["down"], mesh, context.split), None
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the inner size."""

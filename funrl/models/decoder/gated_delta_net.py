@@ -25,11 +25,12 @@ from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
+from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import multiply
 from funrl.models.model import LayerCost
-from funrl.models.split_residual import enter, leave
+from funrl.models.split_residual import enter
 
 UNIT_EPS = 1e-6  # added to the squared length of queries and keys
 SMALLEST_A = 0.01  # of the first exp(a_log), uniform up to
@@ -141,8 +142,7 @@ class GatedDeltaNet:
         )
         weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
         out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
-        out_BTD = multiply(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"])
-        return leave(out_BTD, mesh, context.split)
+        return multiply_and_sum(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"], mesh, context.split)
 
     def _projected(
         self, params: trees.Tree, h_BTD: Tensor, segments_BT: Tensor | None

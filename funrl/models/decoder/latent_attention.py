@@ -28,11 +28,12 @@ from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, rotate
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, Rope, WeightAxes, WeightShapes
+from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import LowRank, merged, multiply
 from funrl.models.model import LayerCost
-from funrl.models.split_residual import enter, leave
+from funrl.models.split_residual import enter
 
 NORM_EPS = 1e-6  # of the norms inside, whatever config.json says of the others
 
@@ -140,7 +141,7 @@ class LatentAttention:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Attend, and project the heads' results, as `Mixer.apply`."""
         out_BTHN = self._attend(params, h_BTD, mesh, context)
-        return leave(multiply(out_BTHN.flatten(2), params["o"]), mesh, context.split)
+        return multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
 
     def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:
         """Vectors that all heads make their keys and values of, on every rank."""

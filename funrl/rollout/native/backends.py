@@ -15,8 +15,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.exact.dispatch import kernels_work
+from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
+from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
@@ -135,7 +138,8 @@ class TorchBackend:
     def load(self, params: trees.Tree) -> None:
         assert self.model.unembed is not None
         unembed_VD = self.model.unembed(params)
-        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda:
+        forget(*trees.leaves(params))
+        if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
         self._unembed_VD = unembed_VD
@@ -233,7 +237,7 @@ class PackedBackend:
         self.page_bytes = decode_step.page_bytes(sizes, dtype)
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
-        self._logits = torch.empty(0, self.vocab)  # of the last pass; overwritten by the next
+        self._logits = torch.empty(0, self.vocab, dtype=real_of(dtype))  # of the last pass; overwritten by the next
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -250,7 +254,7 @@ class PackedBackend:
 
     def resize(self, pages: int) -> None:
         self._cache = None
-        self._logits = torch.empty(0, self.vocab)
+        self._logits = self._logits[:0].clone()
         if pages:
             assert self._decoder is not None
             self._cache = self._decoder.init_cache(pages)
@@ -271,7 +275,7 @@ class PackedBackend:
             torch.from_numpy(x) for x in (positions_N, sequence_N, np.asarray(work.sampled_positions, dtype=np.int64))
         )
         if len(self._logits) < len(sampled_M):
-            self._logits = torch.empty(len(sampled_M), self.vocab)
+            self._logits = self._logits.new_empty(len(sampled_M), self.vocab)
         logits_MV = self._logits[: len(sampled_M)]
         given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
         return self._decoder.forward(self._cache, *given, logits_MV)

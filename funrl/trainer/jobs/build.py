@@ -349,3 +349,18 @@ def sync(
     with (clock or Clock()).phase("reshard"):
         engine.load(weights(), state.version + 1)
     return state._replace(version=state.version + 1)
+
+
+def settle_proof(parts: Parts) -> None:
+    """End the proof of the newest sync, unless generation has ended it.
+
+    Raises:
+      SyncError: the engine does not hold the policy's weights.
+    """
+    if parts.generator is not None:
+        parts.generator.proof.settle()
+
+
+def proof_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the proofs that have ended since the last call."""
+    return {} if parts.generator is None else parts.generator.proof.take()

@@ -145,7 +145,7 @@ def sampled_fields(settings: Settings) -> set[str]:
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
     if settings.sampling.new_tokens_per_step is None:
-        absent.add("version")  # all tokens of a step are of the same weights
+        absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
     episodes = has_environment(settings)

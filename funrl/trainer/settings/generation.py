@@ -72,6 +72,14 @@ class EngineSettings:
         kinds=RL,
         effect="work",
     )
+    on_gap: str = flag(
+        "say",
+        "if a token's log-probability by the engine differs from the trainer's where the same bits are promised: say "
+        "it, or stop the run",
+        one_of("say", "stop"),
+        kinds=RL,
+        effect="event",
+    )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "

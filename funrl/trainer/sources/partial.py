@@ -162,7 +162,9 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
             generation, [chosen], begin, clock=clock, baseline=generation.greedy_baseline and not skipped
         )
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped)}
-        metrics |= _staleness(rows, engine.engine.version or 0)
+        version = engine.engine.version or 0
+        rows = rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+        metrics |= _staleness(rows, version)
         if generation.shows(step):
             show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.counts))
         state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured, "begun": _tree(held)}

@@ -13,7 +13,7 @@ from funrl.algos.advantages.units import by_unit, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
-from funrl.algos.metrics import Max, Mean
+from funrl.algos.metrics import Max
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
 from funrl.trainer.steps.step import engine_gap
@@ -102,12 +102,9 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
             ).clamp_min(1e-12)
             out |= {"critic/vf_explained_var": 1 - unexplained}
     if batch.get("old_logp") is not None:
-        gap = engine_gap(batch)
-        mean = gap["rollout/logprob_gap_mean"]
-        most = gap["rollout/logprob_gap_max"]
-        assert isinstance(mean, Mean) and isinstance(most, Max)
         out["rollout/logprob_gap_mean"] = _mean((batch.old_logp - batch.rollout_logp).abs(), mask, batch)
-        peaks["rollout/logprob_gap_max"] = (most.value.reshape(1), torch.ones(1, dtype=torch.bool), 1)
+        largest = {name: metric for name, metric in engine_gap(batch).items() if isinstance(metric, Max)}
+        peaks |= {name: (x.value.reshape(1), torch.ones(1, dtype=torch.bool), 1) for name, x in largest.items()}
     return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}
 
 

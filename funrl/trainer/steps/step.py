@@ -269,14 +269,26 @@ def fields_of(loss: Loss) -> frozenset[str]:
 
 
 def engine_gap(batch: Batch) -> dict[str, Metric]:
-    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest."""
+    """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
+
+    The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that
+    of all others is `rollout/stale_gap_max`.
+    """
     given = batch.get("demonstration")  # tokens that no engine sampled
     mask_BT = batch.mask if given is None else batch.mask & ~given
     gap_BT = where_masked((batch.old_logp - batch.rollout_logp).abs(), mask_BT)
-    return {
-        "rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT),
-        "rollout/logprob_gap_max": Max(gap_BT.max() if gap_BT.numel() else gap_BT.new_zeros(())),
+    stale_BT = batch.get("stale")
+    metrics: dict[str, Metric] = {"rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT)}
+    if stale_BT is None:
+        return metrics | {"rollout/logprob_gap_max": _largest(gap_BT)}
+    return metrics | {
+        "rollout/logprob_gap_max": _largest(where_masked(gap_BT, ~stale_BT)),
+        "rollout/stale_gap_max": _largest(where_masked(gap_BT, stale_BT)),
     }
+
+
+def _largest(x: Tensor) -> Max:
+    return Max(x.max() if x.numel() else x.new_zeros(()))
 
 
 def _joined(joined: Any, numerators: tuple[Tensor, ...], metrics: dict[str, Metric]) -> Any:

@@ -1,0 +1,126 @@
+"""Operators of torch for the C++ functions of the decoding step.
+
+Each has the bits of the step for every number of tokens. Their decompositions into operators of torch's core are the
+functions that call them: `linear`, `rms_norm`, `rotate` and `gated`, which also have their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.exact.dispatch import is_watched
+from funrl.compiled_kernels.exact.packs import packed_weight
+from funrl.compiled_kernels.kernel_library import library
+from funrl.compiled_kernels.packed import BITS, packed_linear, real_of
+
+_LIBRARY = torch.library.Library("funrl", "FRAGMENT")
+
+
+def _operator(schema: str, meta: Callable) -> Callable[[Callable], Callable]:
+    """Register a function as an operator, and call it directly where nothing watches operators."""
+
+    def decorate(fn: Callable) -> Callable:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, fn, "CPU")
+        torch.library.register_fake(f"funrl::{name}", meta, lib=_LIBRARY)
+        operator = getattr(torch.ops.funrl, name).default
+
+        def call(*args: Any) -> Any:
+            return operator(*args) if is_watched() else fn(*args)
+
+        return call
+
+    return decorate
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _product_meta(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wide: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=real_of(x.dtype) if wide else None)
+
+
+@_operator("exact_linear(Tensor x, Tensor weight, Tensor? bias, int parts, bool wide) -> Tensor", _product_meta)
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wide: bool) -> Tensor:
+    """x weight^T + bias of x [M, K] and weight [N, K]; see `packed_linear`."""
+    return packed_linear(x, packed_weight(weight, parts), None, bias, wide)
+
+
+@_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)
+def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm` of rows."""
+    x = x.contiguous()
+    weight = weight.contiguous()
+    out = torch.empty_like(x)
+    D = x.shape[-1]
+    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    sizes = (x.numel() // max(D, 1), D, eps, offset)
+    library().funrl_norm(BITS[x.dtype], *pointers, *sizes, torch.get_num_threads())
+    return out
+
+
+@_operator(
+    "exact_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+    lambda grad, x, weight, eps, offset: (torch.empty_like(x), torch.empty_like(weight)),
+)
+def exact_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `exact_norm` by x and weight."""
+    grad = grad.contiguous()
+    x = x.contiguous()
+    weight = weight.contiguous()
+    d_x = torch.empty_like(x)
+    d_weight = torch.empty_like(weight)
+    D = x.shape[-1]
+    pointers = (y.data_ptr() for y in (grad, x, weight, d_x, d_weight))
+    sizes = (x.numel() // max(D, 1), D, eps, offset, torch.get_num_threads())
+    library().funrl_norm_backward(BITS[x.dtype], *pointers, *sizes)
+    return d_x, d_weight
+
+
+@_operator("exact_rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", _like)
+def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """`rotate` of heads [..., H, N]; with sign -1 back."""
+    x = x.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
+    out = torch.empty_like(x)
+    H, N = x.shape[-2:]
+    M = x.numel() // max(H * N, 1)
+    turned = cos.shape[-1]
+    pointers = (y.data_ptr() for y in (x, cos, sin, out))
+    sizes = (M, H, N, turned, max(cos.numel() // turned, 1), sign, torch.get_num_threads())
+    library().funrl_rotate(BITS[x.dtype], *pointers, *sizes)
+    return out
+
+
+@_operator("exact_gate(Tensor gate, Tensor up, bool gelu) -> Tensor", _like)
+def exact_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    """`gated`."""
+    gate = gate.contiguous()
+    up = up.contiguous()
+    out = torch.empty_like(gate)
+    pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
+    library().funrl_gate(BITS[gate.dtype], *pointers, gate.numel(), gelu, torch.get_num_threads())
+    return out
+
+
+@_operator(
+    "exact_gate_backward(Tensor grad, Tensor gate, Tensor up, bool gelu) -> (Tensor, Tensor)",
+    lambda grad, gate, up, gelu: (torch.empty_like(gate), torch.empty_like(up)),
+)
+def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of `exact_gate` by gate and up."""
+    grad = grad.contiguous()
+    gate = gate.contiguous()
+    up = up.contiguous()
+    d_gate = torch.empty_like(gate)
+    d_up = torch.empty_like(up)
+    pointers = (y.data_ptr() for y in (grad, gate, up, d_gate, d_up))
+    library().funrl_gate_backward(BITS[gate.dtype], *pointers, gate.numel(), gelu, torch.get_num_threads())
+    return d_gate, d_up

@@ -1,0 +1,64 @@
+"""Packed copies of weights, made once for each version of a weight.
+
+A version is torch's count of changes in place and, outside of inference mode, a digest of all bits too: changes through
+`.data`, which torch does not count, are seen. Reading a weight costs far less than multiplying many rows by it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from funrl.compiled_kernels.kernel_library import library
+from funrl.compiled_kernels.packed import PackedLinear, pack_linear
+
+
+class _Memory(NamedTuple):
+    """Packed weights of one piece of memory.
+
+    Attributes:
+      memory: of the weights, which it does not keep. While it is held, no other memory has the same key.
+      packs: place, shape and parts of a weight -> its version and digest, and the weight packed.
+    """
+
+    memory: StorageWeakRef
+    packs: dict[tuple, tuple[int, int | None, PackedLinear]]
+
+
+_KNOWN: dict[int, _Memory] = {}
+
+
+def packed_weight(w_NK: Tensor, parts: int = 1) -> PackedLinear:
+    """A weight in panels, packed when it is first seen, and again after it has been changed in place."""
+    if not w_NK.is_contiguous() or w_NK.is_inference():
+        return pack_linear(w_NK, parts)
+    storage = w_NK.untyped_storage()
+    key = storage._cdata
+    known = _KNOWN.get(key)
+    place = (w_NK.data_ptr(), w_NK.shape, w_NK.dtype, parts)
+    version = w_NK._version
+    digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(w_NK.data_ptr(), w_NK.nbytes)
+    if known is not None:
+        pack = known.packs.get(place)
+        if pack is not None and pack[0] == version and (digest is None or pack[1] == digest):
+            return pack[2]
+    packed = pack_linear(w_NK, parts)
+    if known is None:
+        _drop_dead()
+        known = _KNOWN[key] = _Memory(StorageWeakRef(storage), {})
+    known.packs[place] = version, digest, packed
+    return packed
+
+
+def forget(*tensors: Tensor) -> None:
+    """Pack these weights anew when they are next used."""
+    for x in tensors:
+        _KNOWN.pop(x.untyped_storage()._cdata, None)
+
+
+def _drop_dead() -> None:
+    for key in [key for key, known in _KNOWN.items() if known.memory.expired()]:
+        del _KNOWN[key]

@@ -1,0 +1,64 @@
+"""Products whose sums tensor ranks share: a rank holds some columns of the weight and the numbers that meet them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.linear import linear, linear_in_parts
+from funrl.compiled_kernels.packed import FIXED_PARTS, parts_of
+from funrl.mesh.mesh import Mesh
+from funrl.models.low_rank import LowRank, Weight
+from funrl.models.split_residual import leave
+
+log = logging.getLogger(__name__)
+
+
+def multiply_and_sum(x: Tensor, weight: Weight, mesh: Mesh, split: bool) -> Tensor:
+    """The sum over tensor ranks of W x, as `split_residual.leave` gives it.
+
+    On a CPU sums are taken in eight fixed parts and a binary tree over these, so that their bits are the same on 1, 2,
+    4 and 8 tensor ranks, where these divide the sum's terms.
+
+    Args:
+      x: [..., columns of this rank].
+      weight: this rank's columns; of `LowRank` those of W and of the first factor, and the whole second factor.
+      split: as in `leave`.
+    """
+    if not isinstance(weight, LowRank):
+        return _sums(x, [weight.reshape(-1, x.shape[-1])], mesh, split)[0]
+    factors = [weight.weight.reshape(-1, x.shape[-1]), weight.a.flatten(1)]
+    out, inner = _sums(x, factors, mesh, split)
+    return out + linear(weight.scale * inner, weight.b.flatten(0, -2))
+
+
+def _sums(x: Tensor, weights: list[Tensor], mesh: Mesh, split: bool) -> list[Tensor]:
+    """Products with several weights, summed over tensor ranks in one collective."""
+    ranks = mesh.size("tensor")
+    terms = x.shape[-1] * ranks
+    parts = parts_of(terms)
+    exact = computes_exactly(x, *weights)
+    if exact and parts % ranks:
+        _say_that_ranks_do_not_divide(terms, ranks)
+        exact = False
+    if ranks == 1:
+        return [linear_in_parts(x, w, parts) if exact else linear(x, w) for w in weights]
+    products = [linear_in_parts(x, w, parts // ranks, wide=True) if exact else linear(x, w) for w in weights]
+    joined = products[0] if len(products) == 1 else torch.cat(products, -1)
+    summed = leave(joined, mesh, split, pairwise=exact).to(x.dtype)
+    return [summed] if len(products) == 1 else list(summed.split([len(w) for w in weights], -1))
+
+
+@functools.cache
+def _say_that_ranks_do_not_divide(terms: int, ranks: int) -> None:
+    log.warning(
+        "sums over %d terms do not divide into %d equal parts for %d tensor ranks: engine and trainer differ by "
+        "rounding unless both have as many",
+        terms,
+        FIXED_PARTS,
+        ranks,
+    )
