@@ -1,0 +1,142 @@
+"""The C++ functions of a step as operators: numbers and gradients against float64, shapes without numbers, tracers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.gate import gated
+from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.compiled_kernels.linear import linear, linear_in_parts
+from funrl.compiled_kernels.norm import rms_norm, rms_norm_reference
+from funrl.compiled_kernels.rotary import frequencies, rotary, rotate, rotate_reference
+
+pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
+POSITIONS = torch.tensor([0, 3, 15, 7, 21])
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 3e-2}
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def turned(size):
+    def fn(x):
+        return rotate(x, rotary(POSITIONS, frequencies(size, 10000.0, None, wide(x)), x.dtype))
+
+    def reference(x):
+        first = rotate_reference(x[..., :size], POSITIONS, frequencies(size, 10000.0, dtype=torch.float64))
+        return torch.cat((first, x[..., size:]), -1)
+
+    return fn, reference
+
+
+def wide(x):
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# name -> shapes of the arguments, the function, and the same by operators of torch
+CASES = {
+    "norm": ([(5, 33), (33,)], lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: rms_norm_reference(x, w, 1e-6)),
+    "norm of heads": (
+        [(2, 5, 3, 8), (8,)],
+        lambda x, w: rms_norm(x, w, 1e-2), lambda x, w: rms_norm_reference(x, w, 1e-2),
+    ),
+    "norm with an offset": (
+        [(70, 48), (48,)],
+        lambda x, w: rms_norm(x, w, 1e-6, 1.0), lambda x, w: rms_norm_reference(x, w, 1e-6, 1.0),
+    ),
+    "rotation": ([(2, 5, 3, 12)], *turned(12)),
+    "rotation of a part": ([(1, 5, 3, 20)], *turned(8)),
+    "silu": ([(7, 19), (7, 19)], gated, lambda a, b: F.silu(a) * b),
+    "gelu": ([(3, 50), (3, 50)], lambda a, b: gated(a, b, "gelu"), lambda a, b: F.gelu(a, approximate="tanh") * b),
+    "product": ([(2, 5, 24), (9, 24), (9,)], linear, F.linear),
+    "product in parts": ([(5, 24), (9, 24)], lambda x, w: linear_in_parts(x, w, 8), F.linear),
+}  # fmt: skip
+
+
+def arguments(name, dtype=torch.float64):
+    return [draw(*shape, seed=i, dtype=dtype) for i, shape in enumerate(CASES[name][0])]
+
+
+def with_gradients(fn, inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = fn(*inputs)
+    return [out, *torch.autograd.grad(out, inputs, draw(*out.shape, seed=9).to(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_and_gradients_are_those_of_float64(name, dtype):
+    _, fn, reference = CASES[name]
+    inputs = arguments(name, dtype)
+    got = with_gradients(fn, inputs)
+    expected = with_gradients(reference, [x.double() for x in inputs])
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape
+        assert (a - b).abs().max() <= TOLERANCE[dtype] * b.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finite_differences(name):
+    assert torch.autograd.gradcheck(CASES[name][1], [x.requires_grad_() for x in arguments(name)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_depends_on_no_other_row_and_on_no_thread(name):
+    _, fn, _ = CASES[name]
+    inputs = arguments(name, torch.float32)
+    if "rotation" in name:
+        whole, part = fn(inputs[0]), fn(inputs[0][:1])
+        assert torch.equal(whole[:1], part)
+        return
+    many = [torch.cat([x] * 700) if x.shape == inputs[0].shape else x for x in inputs]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(fn(*many), torch.cat([fn(*inputs)] * 700))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "product in parts"])
+def test_what_traces_sees_operators_of_torchs_core(name):
+    _, fn, reference = CASES[name]
+    inputs = arguments(name)
+    graph = make_fx(lambda *x: fn(*x))(*inputs)
+    assert "funrl" not in graph.code
+    assert (graph(*inputs) - reference(*inputs)).abs().max() < 1e-12
+    assert "rotation" in name or fn(*(x.to("meta") for x in inputs)).device.type == "meta"
+
+
+@pytest.mark.parametrize("call", [
+    lambda o: (o.exact_linear, (draw(5, 24), draw(9, 24), draw(9), 8, False)),
+    lambda o: (o.exact_linear, (draw(5, 24, dtype=torch.bfloat16), draw(9, 24, dtype=torch.bfloat16), None, 1, True)),
+    lambda o: (o.exact_norm, (draw(5, 8), draw(8), 1e-6, 0.0)),
+    lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
+    lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
+    lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), True)),
+    lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), False)),
+])  # fmt: skip
+def test_shapes_without_numbers(call):
+    operator, inputs = call(torch.ops.funrl)
+    torch.library.opcheck(operator.default, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_selective_checkpoint_sees_products_and_keeps_their_bits():
+    x, w = draw(5, 24, dtype=torch.float32).requires_grad_(), draw(9, 24, dtype=torch.float32).requires_grad_()
+    seen = []
+
+    def policy(context, operation, *args, **kwargs):
+        seen.append(operation.name())
+        return CheckpointPolicy.MUST_SAVE
+
+    again = checkpoint(
+        lambda x, w: (linear(x, w), computes_exactly(x, w)), x, w, use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )  # fmt: skip
+    assert again[1] and torch.equal(again[0], linear(x, w)) and "funrl::exact_linear" in seen
+    got, expected = (torch.autograd.grad(y.sum(), (x, w)) for y in (again[0], linear(x, w)))
+    assert all(map(torch.equal, got, expected))
