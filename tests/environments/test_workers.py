@@ -15,7 +15,7 @@ from funrl.rollout.policy import EpisodeLimits
 KINDS = {
     "raises": "KeyError('no such square')",
     "hangs": "longer than 3 s between two calls",
-    "blocks": "longer than 3 s between two calls",
+    "blocks": "close took longer than 2 s",
     "is killed": "ended by signal SIGKILL",
     "exits": "ended with exit code 3",
     "takes 2 GB": "MemoryError",
