@@ -112,10 +112,16 @@ class _RemoteEnvironment:
         return await self._call("step", message)
 
     async def close(self) -> None:
-        """Close the environment there; kill its process if it does not answer."""
+        """Close the environment there; kill its process if it does not answer.
+
+        Raises:
+          RuntimeError: it does not answer in time.
+        """
         try:
             if not self._waiting:
                 await asyncio.wait_for(self._call("close"), CLOSE_S)
+        except TimeoutError as error:
+            raise RuntimeError(f"close took longer than {CLOSE_S:g} s") from error
         finally:
             self._client.end(self._session)
 

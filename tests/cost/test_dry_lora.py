@@ -69,5 +69,5 @@ def test_what_the_engine_has_is_made_for_it(tmp_path):
 def test_the_report_says_what_learns(tmp_path):
     flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
     job = functools.partial(dry_run.plain_job, algorithm=recipe("grpo")(), memory=CPU.memory)
-    text = report(flags, lambda flags, hardware: dry_run.estimate(job(flags), 8, hardware))
+    text = report(flags, lambda flags, hardware: dry_run.estimate(job(flags), 8, hardware), 8)
     assert text.startswith("llama, 0.2 M parameters, of which 0.0 M are trained (rank 4), bfloat16, 1 device")

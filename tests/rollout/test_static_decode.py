@@ -328,8 +328,12 @@ def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monke
         calls.append(f"asynchronous {non_blocking}")
         return copy(to, source)
 
-    x = torch.arange(3)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+    class OnGpu(torch.Tensor):
+        device = property(lambda self: torch.device("cuda"))
+        is_cuda = property(lambda self: True)
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    x = torch.arange(3).as_subclass(OnGpu)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)

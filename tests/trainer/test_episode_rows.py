@@ -92,7 +92,7 @@ def test_turns_count_the_replies_before_a_token():
     )
     n, m = len(first.tokens), len(second.tokens)
     assert rows.batch.turn[0, : 3 + n + m].tolist() == [0] * (2 + n) + [1] * (1 + m)
-    assert rows.batch.get("token_reward") is None and table.turns.tolist() == [2]
+    assert not rows.batch.token_reward.any() and table.turns.tolist() == [2]
     assert rows.batch.truncated.tolist() == [False] and rows.batch.episode_tokens.tolist() == [n + m]
 
 

@@ -83,8 +83,7 @@ class EnvironmentSettings:
 
     env: str | None = flag(
         None,
-        "FILE.py:NAME of an environment, which rewards its episodes: a class with run, a class with reset, step and "
-        "close, or a function that answers messages; see docs/environments.md",
+        "FILE.py:NAME of an environment, a class or a function, which rewards its episodes",
         kinds=RL,
     )
     episode_turns: int = flag(
