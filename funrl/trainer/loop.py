@@ -102,8 +102,7 @@ class Trainer(NamedTuple):
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
       compile_cache: keeps the code of compiled layers; None: no layer is compiled.
-      check_gap: receives a step's rows and metrics, in which engine and trainer should agree to the bit; None: they
-        may differ by rounding.
+      check_gap: receives rows and metrics in which engine and trainer should agree to the bit; None: they may differ.
     """
 
     job: Job
