@@ -19,7 +19,8 @@ from funrl.mesh.collectives import all_gather
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import GENERATE, layouts, shard
-from funrl.models import decoder_config, decoder_model, row_parallel, split_residual
+from funrl.models import decoder_config, decoder_model, split_residual
+from funrl.models.decoder import row_parallel
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.placed import place
 from funrl.rollout.engine import complete
