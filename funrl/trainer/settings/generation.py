@@ -74,8 +74,7 @@ class EngineSettings:
     )
     on_gap: str = flag(
         "say",
-        "if a token's log-probability by the engine differs from the trainer's where the same bits are promised: say "
-        "it, or stop the run",
+        "if engine and trainer differ where the same bits are promised: say it, or stop the run",
         one_of("say", "stop"),
         kinds=RL,
         effect="event",
