@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from small_runs import SMALL, begin, one_step
+import torch
+from small_runs import SMALL, begin, one_step, scored_batch
 from test_episode_runs import Branching, episode_job
 
 from funrl.algos.recipes import NAMES, recipe
@@ -43,3 +44,12 @@ def test_a_recipe_trains_on_episodes(name):
 def test_a_recipe_that_cannot_is_refused(name):
     with pytest.raises(SettingsError, match=REFUSED[name]):
         prepare(settings_of(**SMALL | {"task": "calculator"}), recipe(name))
+
+
+def test_a_demonstration_is_an_episode_of_its_own():
+    run, state = begin(episode_job(recipe("chord"), Branching()), single())
+    batch = scored_batch(run, state)[0].batch
+    given = batch.demonstration.any(1)
+    assert given.sum() == len(set(batch.episode[given].tolist()) - set(batch.episode[~given].tolist())) == 4
+    assert batch.episode_first[given].all() and (batch.advantage[given] == 0).all()
+    assert torch.equal(batch.episode_tokens[given], batch.mask[given].sum(1))
