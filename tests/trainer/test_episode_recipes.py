@@ -1,5 +1,6 @@
 """Every recipe that samples trains on rows of episodes, or is refused before the run."""
 
+import collections
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from test_episode_runs import Branching, episode_job
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.mesh.mesh import single
+from funrl.rollout.episodes import Episode
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.settings import settings_of
@@ -53,3 +55,28 @@ def test_a_demonstration_is_an_episode_of_its_own():
     assert given.sum() == len(set(batch.episode[given].tolist()) - set(batch.episode[~given].tolist())) == 4
     assert batch.episode_first[given].all() and (batch.advantage[given] == 0).all()
     assert torch.equal(batch.episode_tokens[given], batch.mask[given].sum(1))
+
+
+class Moody:
+    """Two agents with a reward each; the third episode of a prompt of an odd sum fails, which is the greedy one."""
+
+    agents = ("policy", "other")
+
+    def __init__(self):
+        self.runs = collections.Counter()
+
+    async def run(self, policy, example, seed):
+        _, first = await policy.sample(policy.start(example.tokens), max_tokens=2)
+        _, second = await policy.sample(policy.start([7, *example.tokens], agent="other"), max_tokens=2)
+        self.runs[example.text] += 1
+        if self.runs[example.text] > 2 and sum(example.tokens) % 2:
+            raise RuntimeError("no such place")
+        return Episode([first, second], {"policy": 1.0, "other": 3.0})
+
+
+def test_a_greedy_baseline_is_of_the_same_agent_and_none_where_its_episode_failed():
+    job = episode_job(recipe("remax"), Moody(), samples_per_prompt=2, batch_prompts=8)
+    run, state = begin(job, single())
+    batch = scored_batch(run, state)[0].batch
+    assert 0 < len(batch.group.unique()) < 8
+    assert torch.equal(batch.greedy_score, 1 + 2 * batch.agent.double())
