@@ -2,12 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from funrl.algos import chain, reward_to_go, to_last_token, to_turns
+from funrl.algos import chain, reduce, reward_to_go, sequence_mean, to_last_token, to_turns
+from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.data.packing import RowCost
 from funrl.mesh.launch import launch
@@ -15,7 +17,9 @@ from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.trainer.sources.episode_rows import RowForm, paths_of, rows_of_episodes, scored_rows
-from funrl.trainer.steps.micro import plan_epoch
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches, plan_epoch
+from funrl.trainer.steps.roles import row_fields_of
 from funrl.trainer.steps.step_rows import UpdatePlan
 
 COUNT, SAMPLES = 24, 4
@@ -174,3 +178,19 @@ def test_ranks_number_rows_as_one_process_does():
     for number, (tokens, mask) in own.items():
         width = min(len(tokens), len(whole[number][0]))
         assert tokens[:width] == whole[number][0][:width] and mask[:width] == whole[number][1][:width]
+
+
+def test_episodes_are_counted_by_the_mask_that_a_role_learns_from():
+    """A correction leaves out every second token of the policy, and none of a role that learns from what is sampled."""
+    rows, _ = rows_here()
+    every = torch.arange(rows.batch.tokens.shape[1]) % 2 == 0
+    rows = rows.with_fields(sampled=rows.batch.mask, mask=rows.batch.mask & every)
+    rows = rows.with_fields(**episode_fields(rows.batch, units_of(rows.batch)))
+    loss = reduce(lambda x_BT, batch: (torch.ones_like(x_BT), {}), sequence_mean())
+    numbers = np.arange(len(rows.owner))
+    for mask in ("mask", "sampled"):
+        role = SimpleNamespace(loss=loss, mask=mask)
+        (total,) = denominators({"role": role}, rows, [numbers])
+        pieces = [p.batch for p in own_micro_batches(rows, 64, mask=mask, row_fields=row_fields_of(loss))]
+        nums = [loss.numerators(torch.zeros(p.mask.shape, dtype=torch.float64), p)[0][0] for p in pieces]
+        assert float(total["role"].denominators[0]) == pytest.approx(float(sum(nums)))
