@@ -146,6 +146,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         entries: Totals = {}
         facts: Totals = {}
         room = batch_size
+        spare: tuple[list[Example], Rows] | None = None
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
             selected = [prompts[place] for place in taken.places.tolist()]
@@ -158,6 +159,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             failed += failed_rows(rows)
             entries = add_totals(entries, done.entries)
             facts = add_totals(facts, done.episodes)
+            if spare is None or len(rows.owner):  # where all episodes failed there are no rows
+                spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
@@ -171,6 +174,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics = filter_metrics(count, sampled, dropped_rows)
         skipped = False
         if not count:
+            assert spare is not None
+            selected, rows = spare
             kept_PS = rewarded_samples(generation, rows, len(selected))
             skipped = skips_empty(generation, show, step, prompts=sampled)
             batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
