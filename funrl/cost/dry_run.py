@@ -42,6 +42,7 @@ from funrl.cost.tracing.estimate import (
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
+from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model
@@ -64,7 +65,7 @@ from funrl.trainer.jobs.sampling import new_tokens, samplings
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.scorers import model_path
+from funrl.trainer.settings.scorers import has_environment, model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
 from funrl.trainer.sources.judging import JudgeJob
@@ -178,7 +179,7 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     embedded = embedded_task(settings.examples.task)
     tokenizer = embedded.tokenizer()
     prompts = embedded.heldout_prompts(64)
-    return max(len(tokenizer.encode(p.prompt, add_special_tokens=False)) for p in prompts)
+    return max(len(encode(prompt, tokenizer).tokens) for prompt in prompts)
 
 
 def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
@@ -295,6 +296,8 @@ def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str
         out.append("the judge, which runs transformers' own code")
     if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
         out.append("the selection of each prompt's best and worst sample for training")
+    if isinstance(job, RLJob) and has_environment(settings):
+        out.append("turns and branches of episodes beyond one reply, and their environments")
     if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
         out.append("the rows of demonstrations, one per prompt")
     if settings.devices.offload:

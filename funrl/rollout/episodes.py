@@ -117,7 +117,7 @@ class Episode:
       ends: trajectories to train on, each of an agent, in canonical order: as the environment lists them. Several
         may share nodes.
       rewards: outcome reward of each agent; None: unscored, left out of baselines and losses and counted, never 0.
-      turn_rewards: reward of single sampled nodes.
+      turn_rewards: parts of these rewards that single sampled nodes earned; an outcome is not increased by them.
       parts: named parts of the reward or further numbers, averaged into metrics.
       status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
       problem: why it failed; "" otherwise.

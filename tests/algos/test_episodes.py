@@ -10,6 +10,7 @@ from funrl.algos import reduce as reduce_loss
 from funrl.algos.advantages.shaping import to_last_token, to_tokens
 from funrl.algos.advantages.units import by_unit, episode_fields, units_of
 from funrl.algos.applying import apply_advantage
+from funrl.algos.losses.likelihood import imitated_tokens, negative_log_likelihood, restrict
 from funrl.algos.losses.reductions import constant_mean, sequence_mean
 from funrl.batch import Batch
 
@@ -145,3 +146,15 @@ def test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are():
     assert seen.group.tolist() == [0, 0, 1]
     assert seen.across.own(seen.score).tolist() == batch.score.tolist()
     assert seen.across.sums(batch.mask).tolist() == [2 * T, T, T]
+
+
+def test_a_restricted_loss_of_episodes_of_one_row_is_that_of_rows():
+    """Tokens that are left out are in no mean, and a sequence of which none is left is not counted."""
+    rows = random_episodes(0)
+    batch = batch_of([(e, g, 0, s, masks[:1]) for e, g, a, s, masks in rows if a == 0])
+    batch = batch._replace(imitated=batch.mask & (batch.group == 0)[:, None] & (torch.arange(T) % 2 == 0))
+    loss = restrict(reduce_loss(negative_log_likelihood(), sequence_mean()), imitated_tokens)
+    logp_BT = -torch.rand(batch.mask.shape, dtype=torch.float64)
+    plain = batch._replace(episode=None, agent=None, episode_tokens=None, episode_first=None)
+    assert loss.denominators(batch) == loss.denominators(plain)
+    assert loss.numerators(logp_BT, batch)[0] == loss.numerators(logp_BT, plain)[0]

@@ -123,6 +123,12 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     assert "--text_tokens=9 does nothing without --dry_run; give --dry_run too" in capsys.readouterr().err
 
 
+def test_a_task_of_episodes_is_estimated_without_their_further_turns(capsys):
+    assert main("grpo", ["grpo", "--dry_run", "--task=calculator", "--batch_prompts=4"], "grpo") == 0
+    said = capsys.readouterr().out
+    assert "turns and branches of episodes beyond one reply" in said.split("not counted: ")[1]
+
+
 def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("dapo", ["dapo", *flags]) == 0

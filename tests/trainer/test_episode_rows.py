@@ -1,18 +1,25 @@
 """Rows of episodes: paths, shared nodes, what all ranks know."""
 
+import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from funrl.algos import chain, reduce, reward_to_go, sequence_mean, to_last_token, to_turns
+from funrl.algos.advantages.units import episode_fields, units_of
+from funrl.algos.applying import apply_advantage
 from funrl.data.packing import RowCost
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.trainer.sources.episode_rows import RowForm, paths_of, rows_of_episodes, scored_rows
-from funrl.trainer.steps.micro import plan_epoch
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches, plan_epoch
+from funrl.trainer.steps.roles import row_fields_of
 from funrl.trainer.steps.step_rows import UpdatePlan
 
 COUNT, SAMPLES = 24, 4
@@ -65,12 +72,14 @@ def test_each_sampled_node_is_trained_exactly_once_and_rows_are_what_the_model_s
             assert batch.tokens[row, : len(ids)].tolist() == ids and batch.length[row] == len(ids)
             assert batch.episode[row] == number and batch.group[row] == number // SAMPLES
             begin = 0
+            earned = math.fsum(episode.turn_rewards.get(node, 0.0) for node in path.nodes)
             for node in path.nodes:
                 here = slice(begin, begin + len(node.tokens))
                 assert batch.mask[row, here].all() == (node in path.trained)
                 if node in path.trained:
                     assert torch.equal(batch.rollout_logp[row, here], node.sampling_logp)
-                    assert batch.token_reward[row, here].sum() == episode.turn_rewards.get(node, 0)
+                    less = earned if node is path.nodes[-1] else 0.0
+                    assert batch.token_reward[row, here].sum() == episode.turn_rewards.get(node, 0) - less
                     assert (batch.version[row, here] == 3).all()
                 begin = here.stop
             assert not batch.mask[row, begin:].any()
@@ -94,6 +103,21 @@ def test_turns_count_the_replies_before_a_token():
     assert rows.batch.turn[0, : 3 + n + m].tolist() == [0] * (2 + n) + [1] * (1 + m)
     assert not rows.batch.token_reward.any() and table.turns.tolist() == [2]
     assert rows.batch.truncated.tolist() == [False] and rows.batch.episode_tokens.tolist() == [n + m]
+
+
+def test_a_reward_that_turns_earned_counts_once():
+    """A path that earned 2 and then 3 returns 5 from its first reply and 3 from its second, in a chain of tokens."""
+    rng = random.Random(0)
+    first = sampled(Node(None, [1, 2], False), rng)
+    second, other = (sampled(Node(first, [3], False), rng) for _ in range(2))
+    ends = [Trajectory("policy", second), Trajectory("policy", other)]
+    episode = Episode(ends, {"policy": 5.0}, {first: 2.0, second: 3.0})
+    batch = rows_of_episodes([(0, episode)], 1, 1, RowForm(dtype=torch.float64), single())[0].batch
+    for algorithm in (chain(to_last_token(), reward_to_go()), to_turns()):
+        made = apply_advantage(algorithm, algorithm.init(), batch)[0]
+        begin, end = 2 + len(first.tokens), 3 + len(first.tokens)
+        assert made.advantage[0, 2:begin].unique().tolist() == [5.0]
+        assert made.advantage[:, end:][made.mask[:, end:]].unique().tolist() == [3.0]
 
 
 def test_a_failed_group_and_an_unscored_agent_are_left_out():
@@ -154,3 +178,19 @@ def test_ranks_number_rows_as_one_process_does():
     for number, (tokens, mask) in own.items():
         width = min(len(tokens), len(whole[number][0]))
         assert tokens[:width] == whole[number][0][:width] and mask[:width] == whole[number][1][:width]
+
+
+def test_episodes_are_counted_by_the_mask_that_a_role_learns_from():
+    """A correction leaves out every second token of the policy, and none of a role that learns from what is sampled."""
+    rows, _ = rows_here()
+    every = torch.arange(rows.batch.tokens.shape[1]) % 2 == 0
+    rows = rows.with_fields(sampled=rows.batch.mask, mask=rows.batch.mask & every)
+    rows = rows.with_fields(**episode_fields(rows.batch, units_of(rows.batch)))
+    loss = reduce(lambda x_BT, batch: (torch.ones_like(x_BT), {}), sequence_mean())
+    numbers = np.arange(len(rows.owner))
+    for mask in ("mask", "sampled"):
+        role = SimpleNamespace(loss=loss, mask=mask)
+        (total,) = denominators({"role": role}, rows, [numbers])
+        pieces = [p.batch for p in own_micro_batches(rows, 64, mask=mask, row_fields=row_fields_of(loss))]
+        nums = [loss.numerators(torch.zeros(p.mask.shape, dtype=torch.float64), p)[0][0] for p in pieces]
+        assert float(total["role"].denominators[0]) == pytest.approx(float(sum(nums)))

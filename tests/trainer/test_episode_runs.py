@@ -5,14 +5,17 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, assert_same, digits_reward, small_job, steps_program
+from small_runs import GRPO, PPO, assert_same, begin, digits_reward, small_job, steps_program
 
 from funrl import trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, gae, reduce, sequence_mean, to_turns, turn_center
 from funrl.algos.losses.value_loss import clipped_value_loss
+from funrl.algos.recipes.dapo import dapo
 from funrl.environments.adapters import single_turn
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode
+from funrl.trainer import loop
 
 
 class Branching:
@@ -110,6 +113,27 @@ def test_a_failed_group_is_left_out_and_counted():
     failed = sum(sum(e.tokens) % 3 == 0 for e in job.task.prompts) / len(job.task.prompts)
     assert 0 < metrics["episodes/failed"] < 2 * failed
     assert len(batch.score) == 24 - 24 * metrics["episodes/failed"]
+
+
+class Breaks:
+    """Gives equal rewards in the first four groups of three, and raises in all later ones."""
+
+    def __init__(self):
+        self.groups = set()
+
+    async def run(self, policy, example, seed):
+        _, trajectory = await policy.sample(policy.start(example.tokens))
+        self.groups.add(example.text)
+        if len(self.groups) > 4:
+            raise RuntimeError("no such place")
+        return Episode([trajectory], {"policy": 1.0})
+
+
+def test_a_step_without_useful_rows_is_skipped_though_its_last_refill_failed():
+    job = episode_job(dapo, Breaks(), batch_prompts=4, max_refills=2)
+    run, state = begin(job, single())
+    _, _, metrics = loop.draw_batch(run, state)
+    assert metrics["filter_groups/skipped"] == 1 and metrics["episodes/failed"] == 0.5
 
 
 def test_value_functions_see_single_rows():

@@ -30,7 +30,7 @@ from funrl.trainer.jobs.sharding import (
     learns_sharded,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
-from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.scorers import environment_flag, has_environment
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -51,6 +51,7 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     Raises:
       SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
     """
+    _check_episodes(algorithm, settings)
     available = provided(algorithm, settings, source)
     try:
         check(algorithm, available)
@@ -61,6 +62,22 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
+
+
+def _check_episodes(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse an environment with an algorithm that cannot learn from rows of episodes. Raises: SettingsError."""
+    if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings):
+        return
+    if algorithm.example in SAMPLED_PAIRS:
+        raise SettingsError(
+            f"{environment_flag(settings)}: the algorithm compares two completions of a prompt, and an episode may "
+            "have several rows and agents; leave the environment out, or compare groups, as grpo does"
+        )
+    if "scores" in reads(algorithm).required:
+        raise SettingsError(
+            f"{environment_flag(settings)}: the algorithm reads the scores of several reward functions, and an "
+            "environment gives one reward; leave the environment out, or give its sum to grpo"
+        )
 
 
 def _check_roles(algorithm: Algorithm) -> None:

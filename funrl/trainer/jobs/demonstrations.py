@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
 from funrl.batch import Batch, as_dict, kind_of, schema_of, select
@@ -71,16 +72,21 @@ class DemonstrationReader(NamedTuple):
                 kind = kind_of(rows.batch, name)
                 nothing = np.zeros(len(examples) if kind.everywhere else len(own), dtype=np.int64)
                 given[name] = kind.blank(kind.lines(x), nothing, mine.tokens.shape[1])
-        return join_rows([rows, rows_of(Batch(schema_of(rows.batch), **given), owner, mesh)])
+        joined = join_rows([rows, rows_of(Batch(schema_of(rows.batch), **given), owner, mesh)])
+        units = units_of(joined.batch)
+        return joined if units is None else joined.with_fields(**episode_fields(joined.batch, units))
 
     def table(self, rows: Rows, count: int) -> dict[str, torch.Tensor]:
-        """Groups and scores of the demonstrations, of which there are `count`."""
+        """Groups, scores and episodes of the demonstrations, of which there are `count`."""
         group_P = rows.batch.group.unique_consecutive()
         score_B = rows.batch.get("score")
         assert len(group_P) == count
         columns = {"group": group_P if self.paired else -1 - group_P}
         if score_B is not None and self.paired:
             columns["score"] = (score_B.max() + 1).expand(count)
+        episode_B = rows.batch.get("episode")
+        if episode_B is not None:  # each demonstration is one of its own
+            columns["episode"] = episode_B.max() + 1 + torch.arange(count, device=episode_B.device)
         return columns
 
     def text(self, example: Example) -> TextExample:

@@ -76,6 +76,13 @@ def has_environment(settings: Settings) -> bool:
     return examples.prompts is None and examples.data is None and embedded_task(examples.task).environment is not None
 
 
+def environment_flag(settings: Settings) -> str:
+    """The flag that names the environment of a run that has one."""
+    if settings.environments.env is None:
+        return f"--task={settings.examples.task}"
+    return f"--env={settings.environments.env}"
+
+
 def check_environment(settings: Settings) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if not has_environment(settings):
@@ -84,9 +91,7 @@ def check_environment(settings: Settings) -> None:
             if value != settings_flags()[name].default:
                 raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
         return
-    what = f"--env={settings.environments.env}"
-    if settings.environments.env is None:
-        what = f"--task={settings.examples.task}"
+    what = environment_flag(settings)
     for name in WITHOUT_ENVIRONMENT:
         value = flag_value(settings, name)
         if value != settings_flags()[name].default:

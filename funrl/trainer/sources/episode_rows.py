@@ -369,6 +369,8 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
             if node.routes is not None and form.choices:
                 routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
             begin = here.stop
+        # A path ends with a trained token, which gets the outcome: that has what the turns of the path earned.
+        token_reward[row, begin - 1] -= math.fsum(episode.turn_rewards.get(node, 0.0) for node in path.nodes)
     fields = {"tokens": tokens, "mask": mask, "turn": turn, "rollout_logp": rollout_logp, "token_reward": token_reward}
     if form.versions:
         fields["version"] = version

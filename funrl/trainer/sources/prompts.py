@@ -146,6 +146,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         entries: Totals = {}
         facts: Totals = {}
         room = batch_size
+        spare: tuple[list[Example], Rows] | None = None
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
             selected = [prompts[place] for place in taken.places.tolist()]
@@ -158,6 +159,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             failed += failed_rows(rows)
             entries = add_totals(entries, done.entries)
             facts = add_totals(facts, done.episodes)
+            if spare is None or len(rows.owner):  # where all episodes failed there are no rows
+                spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
             consumed = taken.end
@@ -171,6 +174,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         metrics = filter_metrics(count, sampled, dropped_rows)
         skipped = False
         if not count:
+            assert spare is not None
+            selected, rows = spare
             kept_PS = rewarded_samples(generation, rows, len(selected))
             skipped = skips_empty(generation, show, step, prompts=sampled)
             batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
@@ -370,6 +375,8 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     examples = [example for part in chosen for example in part.examples]
     sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
     done, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+    if generation.episodes is not None:
+        return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = outcome_rows(done, greedy).batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
     rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
     if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
@@ -377,6 +384,29 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if greedy.batch.failed.all():
         raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
     return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+
+
+def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Rows:
+    """Rows of episodes with the score that their agent has in the greedy episode of their prompt, if it has one.
+
+    Args:
+      rows: of episodes.
+      prompt_B: number of each row's prompt.
+      greedy: rows of one episode of each prompt, without those of unscored agents and of episodes that failed.
+
+    Raises:
+      RewardError: no row is left.
+    """
+    agent_B = rows.batch.agent.cpu().numpy()
+    keys_G = np.stack([greedy.batch.episode.cpu().numpy(), greedy.batch.agent.cpu().numpy()], 1).tolist()
+    places = {(prompt, agent): place for place, (prompt, agent) in enumerate(keys_G)}
+    place_B = np.array([places.get(key, -1) for key in zip(prompt_B.tolist(), agent_B.tolist(), strict=True)])
+    kept = np.flatnonzero(place_B >= 0)
+    if not len(kept):
+        raise RewardError("the greedy episodes of all prompts, which are the baseline, failed or are unscored")
+    compared = take(rows, kept)
+    score_B = greedy.batch.score[torch.from_numpy(place_B[kept]).to(greedy.batch.score.device)]
+    return compared.with_fields(greedy_score=score_B.to(rows.batch.score))
 
 
 def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:

@@ -19,7 +19,7 @@ from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
 from funrl.trainer.steps.skipped import Skips, Suspects
 from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, own_batch
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by, moved, own_batch
 
 
 class UpdateMonitor(NamedTuple):
@@ -155,17 +155,20 @@ def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarr
 
 
 def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]) -> list[dict[str, LossTotals]]:
-    """LossTotals of each mini-batch for each role, in one collective.
+    """LossTotals of each mini-batch for each role. Collective.
 
     Args:
       parts: numbers of the rows of each mini-batch.
     """
     mine: list[Tensor] = []
     counts: list[int] = []
+    counted = {role.mask: counted_by(rows, role.mask) for role in roles.values()}
     for part in parts:
-        here = with_rows_spread(own_batch(rows, part[rows.owner[part] == rows.index]))
+        own = part[rows.owner[part] == rows.index]
+        spread = {mask: with_rows_spread(own_batch(some, own)) for mask, some in counted.items()}
         for role in roles.values():
             assert role.loss is not None
+            here = spread[role.mask]
             masked = here._replace(mask=getattr(here, role.mask))
             sums = [*role.loss.denominators(masked), masked.mask.count_nonzero()]
             mine += [x.double().reshape(()) for x in sums]

@@ -20,7 +20,7 @@ from funrl.models import Placed
 from funrl.processes.device_memory import copy_to_device
 from funrl.seeds import derived_seed
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by
 
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
 SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
@@ -145,6 +145,7 @@ def packed(
     """
     lengths = rows.lengths
     own = rows.own
+    rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
     batch = rows.batch._replace(mask=getattr(rows.batch, mask).cpu())  # once for all: no micro-batch waits for it
     # Ranks of `expert` exchange the tokens of a micro-batch: it has one size on all of them.
     sizes = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.across import ALONE
+from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.batch import Batch, as_dict, declare, kind_of, map_fields, map_kinds, narrowed, schema_of, with_across
 from funrl.data.packing import Packing, RowCost
 from funrl.fields import Field
@@ -159,6 +160,15 @@ def widened(rows: Rows, multiple: int = 8) -> Rows:
     """The rows in the width of the longest row of all ranks, rounded up."""
     width = -(-int(rows.lengths.max(initial=1)) // multiple) * multiple
     return rows._replace(batch=map_kinds(lambda kind, x: kind.fit(x, width), rows.batch))
+
+
+def counted_by(rows: Rows, mask: str) -> Rows:
+    """The rows with the tokens of their episodes counted by another field than the mask. Collective."""
+    units = units_of(rows.batch)
+    if units is None or mask == "mask":
+        return rows
+    masked = rows.batch._replace(mask=getattr(rows.batch, mask))
+    return rows.with_fields(**episode_fields(masked, units))
 
 
 def on_cpu(rows: Rows) -> Rows:
