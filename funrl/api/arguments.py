@@ -226,6 +226,21 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
     return functions
 
 
+def texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
+    """Arguments of `train` that are texts, by flag; the flag of prompts depends on the kind of the run."""
+    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
+    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
+    if isinstance(model, (str, Path)):
+        named["model"] = str(find_model(model))
+    return named
+
+
+def environment_given(env: Any) -> tuple[Any, dict[str, str]]:
+    """An environment in an argument, and the flag where it is a text; one of them is None or empty."""
+    return (None, {"env": str(env)}) if isinstance(env, (str, Path)) else (env, {})
+
+
 def find_model(model: str | Path) -> Path:
     """Return a directory unchanged, or find a model in the local Hugging Face cache; nothing is downloaded.
 

@@ -63,7 +63,6 @@ class TrainKeywords(SharedKeywords, total=False):
     max_text_tokens: WholeValue | None
     difficulty: TextValue | None
     process_reward: TextValue | None
-    env: TextValue | None
     episode_turns: WholeValue
     episode_tokens: WholeValue | None
     env_timeout: NumberValue

@@ -30,7 +30,7 @@ from funrl.trainer.jobs.sharding import (
     learns_sharded,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
-from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.scorers import NO_OBJECTS, GivenObjects, has_environment
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -42,16 +42,22 @@ MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): en
 }
 
 
-def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
+def check_algorithm(
+    algorithm: Algorithm,
+    settings: Settings,
+    source: Collection[str] | None = None,
+    given: GivenObjects = NO_OBJECTS,
+) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
     Args:
       source: fields that the source writes; None: all that a source may write.
+      given: in Python, instead of flags.
 
     Raises:
       SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
     """
-    available = provided(algorithm, settings, source)
+    available = provided(algorithm, settings, source, given)
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -61,6 +67,11 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
+    if algorithm.example in SAMPLED_PAIRS and has_environment(settings, given):
+        raise SettingsError(
+            "the algorithm compares pairs of completions, and an environment makes episodes of several turns; use one "
+            "that reads rewards, such as grpo"
+        )
 
 
 def _check_roles(algorithm: Algorithm) -> None:
@@ -113,16 +124,21 @@ def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
             )
 
 
-def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> Available:
+def provided(
+    algorithm: Algorithm,
+    settings: Settings,
+    source: Collection[str] | None = None,
+    given: GivenObjects = NO_OBJECTS,
+) -> Available:
     """The fields that a run provides, by where they can be read.
 
     Args:
-      source: as in `check_algorithm`.
+      source, given: as in `check_algorithm`.
     """
     sampled = run_kind(algorithm, settings.examples.data) == "rl"
     schema = algorithm.schema
     if source is None:
-        source = sampled_fields(settings) if sampled else FIELDS.by("source")
+        source = sampled_fields(settings, given) if sampled else FIELDS.by("source")
     source = {*source, *(name for name in schema.by("source") if name in algorithm.fields)}  # of a source of one's own
     in_filter = {*source, "failed"} if settings.rewards.on_reward_error != "stop" else set(source)
     kinds = algorithm.role_kinds
@@ -140,7 +156,7 @@ def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] |
     return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
 
 
-def sampled_fields(settings: Settings) -> set[str]:
+def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
@@ -148,7 +164,7 @@ def sampled_fields(settings: Settings) -> set[str]:
         absent.add("version")  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
-    episodes = has_environment(settings)
+    episodes = has_environment(settings, given)
     if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")
     if not episodes:
