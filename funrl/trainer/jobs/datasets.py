@@ -105,7 +105,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
     name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
     if environment is not None:
-        return Task(name, train, heldout, (), (1.0,), _new_tokens(settings), remarks=remarks, environment=environment)
+        return episode_task(name, train, heldout, settings, environment)._replace(remarks=remarks)
     return rewarded_task(name, train, heldout, settings, given)._replace(remarks=remarks)
 
 
@@ -138,6 +138,13 @@ def eval_prompts(
     if len(examples) <= most:
         return list(examples)
     return [examples[place] for place in chosen_places(len(examples), most, settings.run.seed).tolist()]
+
+
+def episode_task(
+    name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, environment: Environment
+) -> Task:
+    """Prompts with an environment, which rewards its episodes."""
+    return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=_new_tokens(settings), environment=environment)
 
 
 def rewarded_task(

@@ -75,6 +75,7 @@ def check_settings(
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
+    _check_task(settings)
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -92,7 +93,6 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         _check_requirements,
         _check_engine,
         _check_sampling,
-        _check_task,
         _check_checkpoints,
         _check_schedule,
         _check_critic_warmup,
