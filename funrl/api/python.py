@@ -17,6 +17,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.api.arguments import (
+    GivenEnvironment,
     check_callable,
     check_place,
     check_recipe,
@@ -38,7 +39,6 @@ from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
-from funrl.environments.environment import Environment
 from funrl.flags.arguments import find_recipe, full_source, recipe_name
 from funrl.mesh.launch import Waiting, check_devices, device_type, launch
 from funrl.mesh.mesh import Mesh, parse
@@ -243,7 +243,7 @@ def train(
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
-    env: str | Environment | Callable[..., Any] | None = None,
+    env: GivenEnvironment | None = None,
     eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     curriculum: str | Callable[..., Any] | None = None,
     source: MakeSource | None = None,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from funrl.api.arguments import (
+    GivenEnvironment,
     check_place,
     checked_settings,
     checked_value,
@@ -30,9 +31,8 @@ from funrl.api.arguments import (
 from funrl.api.keywords import EvaluateKeywords
 from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
-from funrl.cli.inference_flags import EPISODE_LIMITS, PROMPTS, REWARDS, SAMPLED, inference_flags
+from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.data.prompts import Example
-from funrl.environments.environment import Environment
 from funrl.flags.foreign.meaning import NameContext
 from funrl.mesh.launch import Waiting, launch
 from funrl.mesh.mesh import Mesh
@@ -57,7 +57,7 @@ from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import has_environment, scorers_of
+from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 
@@ -112,7 +112,7 @@ def evaluate(
     *,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
-    env: str | Environment | Callable[..., Any] | None = None,
+    env: GivenEnvironment | None = None,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
@@ -279,11 +279,11 @@ def _inherited(
     rewarded = given.rewards is not None or own.get("reward") is not None
     prompts = [flag for flag in INHERITED if flag in PROMPTS]
     if environment:
-        return [*prompts, *EPISODE_LIMITS]
+        return [*prompts, *EPISODE_FLAGS]
     if rewarded or name == "generate":
         return prompts
     episodes = flags.get("env") is not None or not has_data
-    return [*INHERITED, *(("env", *EPISODE_LIMITS) if episodes else ())]
+    return [*INHERITED, *(("env", *EPISODE_FLAGS) if episodes else ())]
 
 
 def _holds_out(flags: Mapping[str, Any]) -> bool:

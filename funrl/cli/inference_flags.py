@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from funrl.flags import parser as flags
 from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least
+from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
 PROMPTS = (
@@ -35,7 +36,6 @@ REWARDS = (
     "reward_workers",
     "reward_timeout",
 )
-EPISODE_LIMITS = ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
 DEVICES = (
     "mesh",
     "generate_mesh",
@@ -106,7 +106,7 @@ def inference_flags(name: str) -> list[Flag]:
         OUTPUT[name],
         table["seed"]._replace(text="seed of the samples"),
     ]
-    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", *EPISODE_LIMITS, *DEVICES)
+    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", *EPISODE_FLAGS, *DEVICES)
     shared = [table[flag]._replace(requires="", kinds=RUN_KINDS) for flag in names]
     texts = {flag: table[flag].text for flag in SAMPLED[2:]} | SAMPLED_TEXTS
     sampling = [

@@ -16,6 +16,7 @@ from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
 SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
+EPISODE_FLAGS = ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
     "reward_model": "reward models read single completions",
@@ -98,7 +99,7 @@ def has_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> boo
 def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if not has_environment(settings, given):
-        for name in ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"):
+        for name in EPISODE_FLAGS:
             value = flag_value(settings, name)
             if value != settings_flags()[name].default:
                 raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
