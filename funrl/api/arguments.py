@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from funrl.algos.core import Algorithm
+from funrl.environments.environment import Environment
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.flags.config_file import flag_text
 from funrl.flags.foreign.answers import check_names
@@ -24,6 +25,7 @@ from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
 from funrl.trainer.settings.settings import settings_flags
 
+GivenEnvironment = str | Path | Environment | Callable[..., Any]  # "FILE.py:NAME", or what `environment_from` takes
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -224,6 +226,21 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
     if isinstance(reward, Mapping):
         return tuple(describe_function(function, name) for name, function in reward.items())
     return functions
+
+
+def texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
+    """Arguments of `train` that are texts, by flag; the flag of prompts depends on the kind of the run."""
+    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
+    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
+    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
+    if isinstance(model, (str, Path)):
+        named["model"] = str(find_model(model))
+    return named
+
+
+def environment_given(env: GivenEnvironment | None) -> tuple[Any, dict[str, str]]:
+    """An environment in an argument, and the flag where it is a text; one of them is None or empty."""
+    return (None, {"env": str(env)}) if isinstance(env, (str, Path)) else (env, {})
 
 
 def find_model(model: str | Path) -> Path:

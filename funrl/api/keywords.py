@@ -39,6 +39,11 @@ class SharedKeywords(TypedDict, total=False):
     judge_template: TextValue | None
     judge_pattern: TextValue
     judge_max_new_tokens: WholeValue
+    episode_turns: WholeValue
+    episode_tokens: WholeValue | None
+    env_timeout: NumberValue
+    episode_retries: WholeValue
+    max_waiting: WholeValue
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue
@@ -63,12 +68,6 @@ class TrainKeywords(SharedKeywords, total=False):
     max_text_tokens: WholeValue | None
     difficulty: TextValue | None
     process_reward: TextValue | None
-    env: TextValue | None
-    episode_turns: WholeValue
-    episode_tokens: WholeValue | None
-    env_timeout: NumberValue
-    episode_retries: WholeValue
-    max_waiting: WholeValue
     steps: WholeValue
     batch_prompts: WholeValue
     warmstart_steps: WholeValue | None

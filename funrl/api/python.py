@@ -17,16 +17,18 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.api.arguments import (
+    GivenEnvironment,
     check_callable,
     check_place,
     check_recipe,
     checked_value,
-    find_model,
+    environment_given,
     mesh_text,
     objects_given,
     recipe_flags,
     sampling_values,
     settings_and_arguments,
+    texts_given,
     with_keywords,
 )
 from funrl.api.keywords import SamplingKeywords, TrainKeywords
@@ -241,6 +243,7 @@ def train(
     tokenizer: Any = None,
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    env: GivenEnvironment | None = None,
     eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     curriculum: str | Callable[..., Any] | None = None,
     source: MakeSource | None = None,
@@ -260,6 +263,7 @@ def train(
       prompts: a file, as for --prompts, or dicts like its records; for supervised recipes, texts.
       reward: a value of --reward, such as "FILE.py:function" or "math", or one or several functions; a mapping gives
         the functions' names in metrics.
+      env: "FILE.py:NAME", an environment, or a class or a function such as --env names, instead of `reward`.
       eval_data: held-out data, in the same forms as `prompts`; None: a tenth of these.
       curriculum: "FILE.py:function", or a function; see `funrl.trainer.sources.curriculum.weighing`.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: the source of prompts and rewards, or of
@@ -279,8 +283,9 @@ def train(
     check_callable("on_step", on_step, {"step": 1, "metrics": {}})
     check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
     values, own = settings_and_arguments(recipe, settings)
-    given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)
-    named = _texts_given(mesh_text(mesh), model, reward, eval_data, curriculum)
+    environment, of_env = environment_given(env)
+    given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
+    named = texts_given(mesh_text(mesh), model, reward, eval_data, curriculum) | of_env
     algorithm = (
         recipe
         if isinstance(recipe, Algorithm)
@@ -295,6 +300,7 @@ def train(
     if given.records is not None:
         config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
     objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
+    objects["the environment"] = env
     if what := [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
         config["given_in_python"] = ", ".join(what)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
@@ -310,16 +316,6 @@ def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], gi
     source = full_source(recipe) if isinstance(recipe, str) else None
     inputs = input_digests(job.settings, source, given) if os.environ.get("RANK", "0") == "0" else {}
     return Provenance(None if source is None else recipe_name(source), config, inputs)
-
-
-def _texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
-    """Arguments of `train` that are texts, by flag; the flag of prompts depends on the kind of the run."""
-    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
-    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
-    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
-    if isinstance(model, (str, Path)):
-        named["model"] = str(find_model(model))
-    return named
 
 
 def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from funrl.api.arguments import (
+    GivenEnvironment,
     check_place,
     checked_settings,
     checked_value,
+    environment_given,
     functions_of,
     mesh_text,
     with_keywords,
@@ -48,14 +50,14 @@ from funrl.track.records.run_directory import (
 )
 from funrl.track.records.run_lock import owned_run
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
-from funrl.trainer.inference import ALL, prepare_inference, run_inference
+from funrl.trainer.inference import ALL, given_objects, prepare_inference, run_inference
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 
@@ -110,6 +112,7 @@ def evaluate(
     *,
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    env: GivenEnvironment | None = None,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
@@ -122,7 +125,7 @@ def evaluate(
       model: a Hugging Face directory, a name in the local cache, or the directory of a run. The flags of a run are the
         defaults of `reward` and `settings`.
       data: prompts in the forms of --prompts, or dicts like their records. None: the run's held-out prompts.
-      reward: as in `funrl.train`.
+      reward, env: as in `funrl.train`.
       step: step of the run's checkpoint; None: the final model, else the newest checkpoint.
       limit: maximum number of prompts, chosen by the seed; None: all.
       output: directory to write; None: runs/evaluate-TIME.
@@ -138,18 +141,18 @@ def evaluate(
     numbers = {"step": step, "limit": limit, "seed": seed}
     step, limit, seed = (checked_value(table[name], value) for name, value in numbers.items())
     stored = find_stored_model(model, step)
+    environment, of_env = environment_given(env)
     given = Given(
+        environment=environment,
         rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
         eval_records=None if data is None or isinstance(data, (str, Path)) else data,
     )
     named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
-    named |= {"reward": reward} if isinstance(reward, str) else {}
+    named |= ({"reward": reward} if isinstance(reward, str) else {}) | of_env
     if "mesh" in settings:
         named["mesh"] = mesh_text(settings["mesh"])
     chosen = settings_of_stored("evaluate", stored, {**settings, **named}, given, seed)
-    embedded = chosen.examples.eval_data is None and chosen.examples.prompts is None and given.eval_records is None
-    if not embedded and chosen.rewards.reward is None and given.rewards is None and not scorers_of(chosen):
-        raise SettingsError("an evaluation needs a --reward=FILE.py:function or --reward_model=DIR")
+    _check_rewarded(chosen, given)
     with _own_names("data"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
     call = {"model": str(model), "step": step, "limit": limit, "sampling_seed": seed}
@@ -173,6 +176,17 @@ def evaluate(
             record = {**call, "data": job.task.name, **counts, "metrics": metrics, "flags": flag_values(chosen)}
             write_text(Path(folder) / RESULT, json.dumps(valid(record), indent=2) + "\n")
     return evaluation
+
+
+def _check_rewarded(settings: Settings, given: Given) -> None:
+    """Raises: SettingsError, nothing rewards the completions."""
+    objects = given_objects(settings, given)
+    embedded = settings.examples.prompts is None and not objects.prompts
+    rewarded = settings.rewards.reward is not None or given.rewards is not None or bool(scorers_of(settings))
+    if not (embedded or rewarded or has_environment(settings, objects)):
+        raise SettingsError(
+            "an evaluation needs a --reward=FILE.py:function or --reward_model=DIR, or an --env=FILE.py:NAME"
+        )
 
 
 def complete_prompts(
@@ -236,10 +250,7 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
     has_data = own.get(data) is not None or given.eval_records is not None
     if not has_data and not (name == "evaluate" and _holds_out(stored.flags)):
         raise SettingsError(f"--{data}=FILE is needed: the prompts")
-    rewarded = given.rewards is not None or own.get("reward") is not None
-    names = [
-        flag for flag in INHERITED if not (rewarded and flag in REWARDS) and (name == "evaluate" or flag in PROMPTS)
-    ]
+    names = _inherited(name, stored.flags, own, given, has_data)
     taken = {flag: stored.flags.get(flag) for flag in (*names, *(() if has_data else OF_SPLIT))}
     taken |= {f"eval_{flag}": stored.flags.get(f"eval_{flag}") for flag in SAMPLED if flag not in own}
     values = {flag: value for flag, value in taken.items() if value is not None and flag in settings_flags()}
@@ -251,6 +262,28 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
     renamed = {data: "eval_data", **{flag: f"eval_{flag}" for flag in SAMPLED}}
     values |= {renamed.get(flag, flag): value for flag, value in own.items()}
     return settings_of(**{"seed": seed, **values, "model": stored.directory})
+
+
+def _inherited(
+    name: str, flags: Mapping[str, Any], own: Mapping[str, Any], given: Given, has_data: bool
+) -> Sequence[str]:
+    """Names of a run's flags that a command takes where it has none of its own, but for those of the held-out prompts.
+
+    Args:
+      name: "evaluate" or "generate".
+      flags: of the run.
+      own, given: of the command.
+      has_data: whether the command names its prompts.
+    """
+    environment = given.environment is not None or own.get("env") is not None
+    rewarded = given.rewards is not None or own.get("reward") is not None
+    prompts = [flag for flag in INHERITED if flag in PROMPTS]
+    if environment:
+        return [*prompts, *EPISODE_FLAGS]
+    if rewarded or name == "generate":
+        return prompts
+    episodes = flags.get("env") is not None or not has_data
+    return [*INHERITED, *(("env", *EPISODE_FLAGS) if episodes else ())]
 
 
 def _holds_out(flags: Mapping[str, Any]) -> bool:
@@ -270,7 +303,8 @@ def _own_names(data: str) -> Any:
     try:
         yield
     except SettingsError as error:
-        raise SettingsError(str(error).replace("--eval_data", f"--{data}").replace("--eval_", "--")) from error
+        text = str(error).replace("--eval_data", f"--{data}").replace("--eval_", "--")
+        raise SettingsError(text.replace("needs --prompts=", f"needs --{data}=")) from error
     except RunDirectoryError as error:
         raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
@@ -359,7 +393,8 @@ def evaluation_text(evaluation: Evaluation) -> str:
     metrics = {name.removeprefix("eval/"): value for name, value in evaluation.metrics.items()}
     mean = f" (mean@{evaluation.samples})" if evaluation.samples > 1 else ""
     prompts = f"{evaluation.prompts} prompt{'s' * (evaluation.prompts != 1)}"
-    lines = [f"{prompts}, {evaluation.samples} completion{'s' * (evaluation.samples != 1)} of each", ""]
+    noun = "episode" if "episodes/turns" in metrics else "completion"
+    lines = [f"{prompts}, {evaluation.samples} {noun}{'s' * (evaluation.samples != 1)} of each", ""]
     lines.append(f"{'':<24}{'value':>9}   95% interval")
     for name, value in metrics.items():
         if "/" in name or name.endswith(("_ci_low", "_ci_high")) or name in NOT_IN_TABLE:
@@ -371,4 +406,4 @@ def evaluation_text(evaluation: Evaluation) -> str:
     sets = [name for name in metrics if "/" in name]
     lines += ["", *(f"{name:<24}{metrics[name]:>9.4g}" for name in sets)] if sets else []
     cut = 100 * metrics["clip_ratio"]
-    return "\n".join([*lines, "", f"{metrics['response_length']:.4g} tokens a completion; {cut:.3g}% were cut off"])
+    return "\n".join([*lines, "", f"{metrics['response_length']:.4g} tokens per {noun}; {cut:.3g}% were cut off"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from funrl.flags import parser as flags
 from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least
+from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
 PROMPTS = (
@@ -57,7 +58,7 @@ SAMPLED_TEXTS = {
     "temperature": "sampling temperature; 0 is greedy; the model's is in generation_config.json",
 }
 USAGES = {
-    "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function [--flag=value ...]",
+    "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function|--env=FILE.py:NAME [--flag=value ...]",
     "generate": 'funrl generate MODEL ["a prompt" ...] [--prompts=FILE] [--flag=value ...]',
 }
 _OUTPUT = Flag("output", None, str, optional=True, text="", group="outputs")
@@ -105,7 +106,7 @@ def inference_flags(name: str) -> list[Flag]:
         OUTPUT[name],
         table["seed"]._replace(text="seed of the samples"),
     ]
-    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), *DEVICES)
+    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", *EPISODE_FLAGS, *DEVICES)
     shared = [table[flag]._replace(requires="", kinds=RUN_KINDS) for flag in names]
     texts = {flag: table[flag].text for flag in SAMPLED[2:]} | SAMPLED_TEXTS
     sampling = [

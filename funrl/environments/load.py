@@ -1,10 +1,10 @@
-"""Environments that a command line names."""
+"""Environments that a command line names, or that a caller in Python gives."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from funrl.environments.adapters import function_environment, message_environment
 from funrl.environments.environment import Environment
@@ -25,11 +25,12 @@ def load_environment(text: str) -> Environment:
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def environment_from(given: Callable[..., Any]) -> Environment:
-    """An environment of a class or a function.
+def environment_from(given: Environment | Callable[..., Any]) -> Environment:
+    """An environment of an object, a class or a function.
 
     | given | environment |
     |---|---|
+    | an object with `run` | itself |
     | a class with `run` | an object of it |
     | a class with `reset`, `step` and `close` | `message_environment` |
     | a function of no required argument | what it returns, an object with `run` |
@@ -48,10 +49,24 @@ def environment_from(given: Callable[..., Any]) -> Environment:
                 f"class {given.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close"
             )
         return message_environment(kind)
+    if hasattr(given, "run"):
+        return cast(Environment, given)
+    if not callable(given):
+        raise TypeError(_advice(given))
     required = [p for p in inspect.signature(given).parameters.values() if p.default is p.empty]
     if required:
         return function_environment(given)
     environment = given()
     if not hasattr(environment, "run"):
-        raise TypeError(f"{given.__name__}() gave {environment!r:.100}, which has no run")
+        name = getattr(given, "__name__", repr(given))
+        raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
     return environment
+
+
+def _advice(given: object) -> str:
+    """Advice on what to write instead of an object that is no environment."""
+    if isinstance(given, (list, tuple)):
+        return "tools need a score of the messages; give tool_environment(tools, score)"
+    if hasattr(given, "reset"):
+        return f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
+    return "an object with run, a class or a function is needed"

@@ -22,7 +22,15 @@ from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
 from funrl.trainer.jobs.build import Parts, build, sync
 from funrl.trainer.jobs.compatibility import check_code, check_meshes
-from funrl.trainer.jobs.datasets import embedded_prompts, eval_prompts, name_of_files, prompts_of, rewarded_task
+from funrl.trainer.jobs.datasets import (
+    embedded_prompts,
+    episode_task,
+    eval_prompts,
+    given_environment,
+    name_of_files,
+    prompts_of,
+    rewarded_task,
+)
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import Models, located, models_of
 from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
@@ -32,6 +40,7 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
 from funrl.trainer.settings.declaration import blaming
+from funrl.trainer.settings.scorers import GivenObjects
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import EVAL_SEED, evaluate_heldout
@@ -58,7 +67,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     given = given or Given()
     algorithm = _algorithm()
     check_values(settings)
-    check_together(settings)
+    check_together(settings, given_objects(settings, given))
     settings = located(with_model_directories(settings))
     sizes, device = devices_of(settings)
     with blaming("model"):
@@ -70,6 +79,12 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     task = _task(settings, given, tokenizer, most)
     roles = Models(model, tokenizer, models, directories)
     return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
+
+
+def given_objects(settings: Settings, given: Given) -> GivenObjects:
+    """Objects that checks of flags depend on. Data to evaluate on takes the place of prompts."""
+    data = given.eval_records is not None or settings.examples.eval_data is not None
+    return given.objects._replace(prompts=data)
 
 
 def _algorithm() -> Algorithm:
@@ -84,6 +99,9 @@ def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
     heldout = eval_prompts(settings, given, form, tokenizer, most)
     if heldout is not None:
         name = "records" if settings.examples.eval_data is None else name_of_files(data_files(settings, "eval_data"))
+        environment = given_environment(settings, given)
+        if environment is not None:
+            return episode_task(name, (), heldout, settings, environment)
         return rewarded_task(name, (), heldout, settings, given)
     if settings.examples.prompts is None:
         task = embedded_prompts(settings, tokenizer)

@@ -6,6 +6,7 @@ import json
 import pytest
 from small_runs import GRPO, SMALL, Quiet
 
+from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.mesh.mesh import single
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -102,6 +103,12 @@ def test_what_cannot_work_is_refused(files, flags, message):
     flags = flags | {"env": str(files / flags["env"])}
     with pytest.raises(ValueError, match=message):
         prepare(settings_of(**SMALL | {"prompts": str(files / "prompts.jsonl")} | flags), GRPO)
+
+
+def test_pairs_are_refused(files):
+    flags = {"prompts": str(files / "prompts.jsonl"), "env": f"{files / 'own.py'}:Turns"}
+    with pytest.raises(SettingsError, match="the algorithm compares two completions"):
+        prepare(settings_of(**SMALL | flags), online_dpo)
 
 
 def test_a_flag_without_an_environment_is_refused():

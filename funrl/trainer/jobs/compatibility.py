@@ -30,7 +30,7 @@ from funrl.trainer.jobs.sharding import (
     learns_sharded,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
-from funrl.trainer.settings.scorers import environment_flag, has_environment
+from funrl.trainer.settings.scorers import NO_OBJECTS, GivenObjects, environment_flag, has_environment
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -42,17 +42,23 @@ MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): en
 }
 
 
-def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> None:
+def check_algorithm(
+    algorithm: Algorithm,
+    settings: Settings,
+    source: Collection[str] | None = None,
+    given: GivenObjects = NO_OBJECTS,
+) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
     Args:
       source: fields that the source writes; None: all that a source may write.
+      given: in Python, instead of flags.
 
     Raises:
       SettingsError: naming the fields of `Batch` that are missing, or the flag that would do nothing.
     """
-    _check_episodes(algorithm, settings)
-    available = provided(algorithm, settings, source)
+    _check_episodes(algorithm, settings, given)
+    available = provided(algorithm, settings, source, given)
     try:
         check(algorithm, available)
     except ValueError as error:
@@ -64,18 +70,18 @@ def check_algorithm(algorithm: Algorithm, settings: Settings, source: Collection
     _check_reduction(algorithm, settings)
 
 
-def _check_episodes(algorithm: Algorithm, settings: Settings) -> None:
+def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:
     """Refuse an environment with an algorithm that cannot learn from rows of episodes. Raises: SettingsError."""
-    if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings):
+    if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings, given):
         return
     if algorithm.example in SAMPLED_PAIRS:
         raise SettingsError(
-            f"{environment_flag(settings)}: the algorithm compares two completions of a prompt, and an episode may "
-            "have several rows and agents; leave the environment out, or compare groups, as grpo does"
+            f"{environment_flag(settings, given)}: the algorithm compares two completions of a prompt, and an episode "
+            "may have several rows and agents; leave the environment out, or compare groups, as grpo does"
         )
     if "scores" in reads(algorithm).required:
         raise SettingsError(
-            f"{environment_flag(settings)}: the algorithm reads the scores of several reward functions, and an "
+            f"{environment_flag(settings, given)}: the algorithm reads the scores of several reward functions, and an "
             "environment gives one reward; leave the environment out, or give its sum to grpo"
         )
 
@@ -130,16 +136,21 @@ def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
             )
 
 
-def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None) -> Available:
+def provided(
+    algorithm: Algorithm,
+    settings: Settings,
+    source: Collection[str] | None = None,
+    given: GivenObjects = NO_OBJECTS,
+) -> Available:
     """The fields that a run provides, by where they can be read.
 
     Args:
-      source: as in `check_algorithm`.
+      source, given: as in `check_algorithm`.
     """
     sampled = run_kind(algorithm, settings.examples.data) == "rl"
     schema = algorithm.schema
     if source is None:
-        source = sampled_fields(settings) if sampled else FIELDS.by("source")
+        source = sampled_fields(settings, given) if sampled else FIELDS.by("source")
     source = {*source, *(name for name in schema.by("source") if name in algorithm.fields)}  # of a source of one's own
     in_filter = {*source, "failed"} if settings.rewards.on_reward_error != "stop" else set(source)
     kinds = algorithm.role_kinds
@@ -157,7 +168,7 @@ def provided(algorithm: Algorithm, settings: Settings, source: Collection[str] |
     return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
 
 
-def sampled_fields(settings: Settings) -> set[str]:
+def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
@@ -165,7 +176,7 @@ def sampled_fields(settings: Settings) -> set[str]:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")
-    episodes = has_environment(settings)
+    episodes = has_environment(settings, given)
     if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")
     if not episodes:

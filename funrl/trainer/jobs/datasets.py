@@ -26,7 +26,8 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.environments.load import load_environment
+from funrl.environments.environment import Environment
+from funrl.environments.load import environment_from, load_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
@@ -82,9 +83,9 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
     if given.records is None and given.rewards is None:
-        check_rewards(settings, rewarded)
+        check_rewards(settings, rewarded, given.objects)
     functions = settings.rewards.reward is not None or given.rewards is not None
-    environment = None if settings.environments.env is None else load_environment(settings.environments.env)
+    environment = given_environment(settings, given)
     if settings.examples.prompts is None and given.records is None:
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
@@ -104,8 +105,18 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
     name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
     if environment is not None:
-        return Task(name, train, heldout, (), (1.0,), _new_tokens(settings), remarks=remarks, environment=environment)
+        return episode_task(name, train, heldout, settings, environment)._replace(remarks=remarks)
     return rewarded_task(name, train, heldout, settings, given)._replace(remarks=remarks)
+
+
+def given_environment(settings: Settings, given: Given) -> Environment | None:
+    """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
+    if given.environment is not None:
+        try:
+            return environment_from(given.environment)
+        except TypeError as error:
+            raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
+    return None if settings.environments.env is None else load_environment(settings.environments.env)
 
 
 def eval_prompts(
@@ -127,6 +138,13 @@ def eval_prompts(
     if len(examples) <= most:
         return list(examples)
     return [examples[place] for place in chosen_places(len(examples), most, settings.run.seed).tolist()]
+
+
+def episode_task(
+    name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, environment: Environment
+) -> Task:
+    """Prompts with an environment, which rewards its episodes."""
+    return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=_new_tokens(settings), environment=environment)
 
 
 def rewarded_task(

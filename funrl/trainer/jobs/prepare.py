@@ -75,13 +75,15 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     algorithm = compose()
     kind = run_kind(algorithm, settings.examples.data)
     settings = for_kind(settings, kind)
-    check_settings(settings)
+    given = given or Given()
+    if kind != "rl" and given.environment is not None:
+        raise SettingsError(f"env={given.objects.environment} does nothing: the recipe learns from texts; leave it out")
+    check_settings(settings, given=given.objects)
     settings = located(settings)
     sizes, device = devices_of(settings)
-    given = given or Given()
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
-    check_algorithm(algorithm, settings)
+    check_algorithm(algorithm, settings, given=given.objects)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     main_role = main_role_of(models, algorithm)
     with blaming(f"model={settings.models.model}"):

@@ -23,11 +23,11 @@ from funrl.models import Model, ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, GivenObjects, model_path
 from funrl.trainer.settings.settings import Settings, flag_value
 
 # Flags of functions in a FILE.py, and of texts that may be in a file.
-CODE_FLAGS = ("reward", "curriculum")
+CODE_FLAGS = ("reward", "env", "curriculum")
 TEXT_FLAGS = ("prompt_template", "system_prompt", "few_shot", "chat_template", "tools", "judge_template")
 CONFIGS = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -72,6 +72,7 @@ class Given(NamedTuple):
       rewards: instead of --reward.
       eval_records: instead of --eval_data.
       curriculum: instead of --curriculum.
+      environment: instead of --env: an environment, or what `environment_from` makes one of.
     """
 
     model: Model | None = None
@@ -80,6 +81,14 @@ class Given(NamedTuple):
     rewards: tuple[Callable[..., float], ...] | None = None
     eval_records: Sequence[Mapping[str, Any]] | None = None
     curriculum: Callable[..., Any] | None = None
+    environment: Any = None
+
+    @property
+    def objects(self) -> GivenObjects:
+        """Facts that checks of flags depend on."""
+        environment = self.environment
+        name = getattr(environment, "__name__", type(environment).__name__)
+        return GivenObjects("" if environment is None else name, self.records is not None, bool(self.rewards))
 
 
 class Provenance(NamedTuple):
@@ -122,6 +131,7 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
     digests |= {"eval_data": _list_digest(given.eval_records)} if given.eval_records is not None else {}
     digests |= {"reward": "".join(map(_function_digest, given.rewards))} if given.rewards is not None else {}
     digests |= {"curriculum": _function_digest(given.curriculum)} if given.curriculum is not None else {}
+    digests |= {"env": _environment_digest(given.environment)} if given.environment is not None else {}
     return {name: digest for name, digest in digests.items() if digest}
 
 
@@ -184,6 +194,12 @@ def _function_digest(function: Callable[..., Any]) -> str:
         return short_digest(inspect.getsource(function).encode())
     except (OSError, TypeError):
         return ""
+
+
+def _environment_digest(environment: Any) -> str:
+    """The digest of the text of an environment's function or class; "" where it is one of this package's."""
+    code = environment if inspect.isroutine(environment) or isinstance(environment, type) else type(environment)
+    return "" if code.__module__.startswith("funrl.") else _function_digest(code)
 
 
 def model_function(config: ModelConfig) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from funrl.trainer.settings.outputs import PROFILE
 from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
+    NO_OBJECTS,
     SCORERS,
+    GivenObjects,
     check_environment,
     has_environment,
     model_path,
@@ -58,26 +60,30 @@ OF_OWN_DATA = (
 )
 
 
-def check_settings(settings: Settings, kind: str | None = None, rewarded: bool = True) -> None:
+def check_settings(
+    settings: Settings, kind: str | None = None, rewarded: bool = True, given: GivenObjects = NO_OBJECTS
+) -> None:
     """Check every flag by itself, then all together.
 
     Args:
       settings: the flags.
       kind: kind of the run, one of `declaration.RUN_KINDS`; None: not known yet, skip the checks that depend on it.
       rewarded: whether the algorithm uses rewards.
+      given: in Python, instead of flags.
 
     Raises:
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
-    check_together(settings)
+    _check_task(settings)
+    check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
-        check_rewards(settings, rewarded)
+        check_rewards(settings, rewarded, given)
     if kind == "supervised" and not settings.estimate.dry_run:
         check_data(settings)
 
 
-def check_together(settings: Settings) -> None:
+def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check combinations of flags that matter for every kind of run.
 
     Raises:
@@ -87,7 +93,6 @@ def check_together(settings: Settings) -> None:
         _check_requirements,
         _check_engine,
         _check_sampling,
-        _check_task,
         _check_checkpoints,
         _check_schedule,
         _check_critic_warmup,
@@ -98,15 +103,15 @@ def check_together(settings: Settings) -> None:
         check_split_residual,
         _check_lora,
         _check_reward_timeout,
-        check_environment,
         _check_trackers,
         _check_difficulty,
         _check_profile,
     ):
         check(settings)
+    check_environment(settings, given)
 
 
-def check_rewards(settings: Settings, rewarded: bool = True) -> None:
+def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
     """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
 
     Raises:
@@ -119,7 +124,9 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
         if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
             raise SettingsError(f"--model={settings.models.model} needs --prompts=FILE.jsonl{reward}")
-    elif rewarded and settings.rewards.reward is None and not scorers_of(settings) and not has_environment(settings):
+    elif (
+        rewarded and settings.rewards.reward is None and not (scorers_of(settings) or has_environment(settings, given))
+    ):
         raise SettingsError(
             f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
         )
@@ -128,7 +135,7 @@ def check_rewards(settings: Settings, rewarded: bool = True) -> None:
     )  # the embedded task has one
     if settings.rewards.on_reward_error != "stop" and not functions:
         raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
-    if not has_environment(settings):
+    if not has_environment(settings, given):
         weights_of_rewards(settings, functions)
     if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
         raise SettingsError(

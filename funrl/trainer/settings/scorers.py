@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
@@ -15,6 +16,7 @@ from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
 SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
+EPISODE_FLAGS = ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
     "reward_model": "reward models read single completions",
@@ -24,6 +26,23 @@ WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "on_reward_error": "an episode that fails is tried again, see --episode_retries",
     "new_tokens_per_step": "an episode ends in the step in which it began",
 }
+
+
+class GivenObjects(NamedTuple):
+    """Objects that a caller in Python gives instead of flags, as far as checks of other flags depend on them.
+
+    Attributes:
+      environment: name of an environment; "": none is given.
+      prompts: whether there are records instead of --prompts.
+      reward: whether there are functions instead of --reward.
+    """
+
+    environment: str = ""
+    prompts: bool = False
+    reward: bool = False
+
+
+NO_OBJECTS = GivenObjects()  # of a command line
 
 
 def scorers_of(settings: Settings) -> tuple[str, ...]:
@@ -68,33 +87,36 @@ def weights_by_name(settings: Settings, functions: int) -> str | None:
     return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in weights)
 
 
-def has_environment(settings: Settings) -> bool:
-    """True if a run with these flags makes episodes: with an environment of a flag, or of the embedded task."""
-    if settings.environments.env is not None:
+def has_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> bool:
+    """True if a run makes episodes: with an environment of a flag, of Python, or of the embedded task."""
+    if given.environment or settings.environments.env is not None:
         return True
     examples = settings.examples
-    return examples.prompts is None and examples.data is None and embedded_task(examples.task).environment is not None
+    embedded = examples.prompts is None and examples.data is None and not given.prompts
+    return embedded and embedded_task(examples.task).environment is not None
 
 
-def environment_flag(settings: Settings) -> str:
+def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> str:
     """The flag that names the environment of a run that has one."""
-    if settings.environments.env is None:
-        return f"--task={settings.examples.task}"
-    return f"--env={settings.environments.env}"
+    own = given.environment or settings.environments.env
+    return f"--task={settings.examples.task}" if own is None else f"--env={own}"
 
 
-def check_environment(settings: Settings) -> None:
+def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
-    if not has_environment(settings):
-        for name in ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"):
+    if not has_environment(settings, given):
+        for name in EPISODE_FLAGS:
             value = flag_value(settings, name)
             if value != settings_flags()[name].default:
                 raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
         return
-    what = environment_flag(settings)
+    what = environment_flag(settings, given)
+    own = given.environment or settings.environments.env
+    if given.reward:
+        raise SettingsError(f"a reward function with {what}: {WITHOUT_ENVIRONMENT['reward']}; leave it out")
     for name in WITHOUT_ENVIRONMENT:
         value = flag_value(settings, name)
         if value != settings_flags()[name].default:
             raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
-    if settings.environments.env is not None and settings.examples.prompts is None:
+    if own is not None and settings.examples.prompts is None and not given.prompts:
         raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
