@@ -58,7 +58,7 @@ SAMPLED_TEXTS = {
     "temperature": "sampling temperature; 0 is greedy; the model's is in generation_config.json",
 }
 USAGES = {
-    "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function|--env=FILE.py:NAME [--flag=value ...]",
+    "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function [--env=FILE.py:NAME]",
     "generate": 'funrl generate MODEL ["a prompt" ...] [--prompts=FILE] [--flag=value ...]',
 }
 _OUTPUT = Flag("output", None, str, optional=True, text="", group="outputs")

@@ -107,7 +107,7 @@ def read_numbers(reads):
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", "cosine"), ("muon", "linear")])
-def test_an_update_waits_once(optimizer, schedule, monkeypatch):
+def test_an_update_waits_once(optimizer, schedule):
     """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
     run, state = begin(small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1), single())
     rows, _, _ = scored_batch(run, state)
@@ -116,8 +116,8 @@ def test_an_update_waits_once(optimizer, schedule, monkeypatch):
     reads = []
     for name, role in learning.items():
         given = meta_update(state, rows, role, name, totals)
-        with no_waits():
-            monkeypatch.setattr(torch.Tensor, "cpu", read_numbers(reads))
+        with no_waits(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", read_numbers(reads))
             after, metrics = train_step(role, *given)
         assert all(x.device == META for x in (*trees.leaves(after.params), *metrics.values()))
     assert reads == [(3,)] * len(learning)
