@@ -6,7 +6,6 @@ The C++ code is that of a decoding step (`decode_step`), so a pass made of these
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 from typing import NamedTuple
 
@@ -39,7 +38,10 @@ class PackedLinear(NamedTuple):
 
 def parts_of(size: int) -> int:
     """Number of equal parts that a sum over `size` terms is taken in where ranks may share it: a power of two."""
-    return math.gcd(size, FIXED_PARTS)
+    parts = FIXED_PARTS
+    while size % parts:  # math.gcd could not be traced
+        parts //= 2
+    return parts
 
 
 def pack_linear(w_NK: Tensor, parts: int = 1) -> PackedLinear:

@@ -67,6 +67,7 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
+VERIFIED = "sync/verified"  # metric of a proof
 ENDING = (
     RewardError,
     CurriculumError,
@@ -185,6 +186,8 @@ def run_steps(
     try:
         trainer, state, compiled = compile_ahead(trainer, state, recovery.enter)
         proof = verify(trainer, state, True)
+        if evaluations is not None:  # the first step has reported the probe
+            proof = {name: value for name, value in proof.items() if name == VERIFIED}
         if not done.first and state.step < settings.run.steps:
             done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
             recovery.evaluations = done
@@ -192,11 +195,8 @@ def run_steps(
             heartbeat.at_step(step)
             profiler.begin(step)
             trainer, state, record = one_step(trainer, state, recovery.enter)
-            metrics = record.metrics
-            if step == 1:  # as it was before the first update
-                metrics = proof | metrics | done.first
-            metrics |= compiled
-            compiled = {}
+            metrics = proof | record.metrics | (done.first if step == 1 else {}) | compiled
+            compiled = proof = {}
             if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
                 done = done._replace(last=trainer.source.evaluate(state.roles, step))
                 metrics |= done.last

@@ -46,6 +46,7 @@ class Row:
       packed: the piece gives the same on packed rows. False where it reads a field of whole rows.
       additive: the piece of a whole is the sum over its parts. False where it takes statistics over the batch.
       permutes: the piece does not care for the order of rows.
+      compiles: torch.compile takes it whole. False where a loop depends on the numbers.
       also: further public names that this row covers.
     """
 
@@ -59,6 +60,7 @@ class Row:
     packed: bool = True
     additive: bool = True
     permutes: bool = True
+    compiles: bool = True
     also: tuple[str, ...] = ()
 
     @property
@@ -70,7 +72,7 @@ class Row:
     def properties(self) -> list[str]:
         """The properties that the piece is to have."""
         without = {"packing": self.packed, "micro_batches": self.additive, "row_order": self.permutes}
-        without |= {"reference_gradient": self.smooth}
+        without |= {"reference_gradient": self.smooth, "compilation": self.compiles}
         names = {**PROPERTIES[self.kind], **OF_REFERENCES[self.kind]}
         return [name for name in names if without.get(name, True)]
 

@@ -314,7 +314,7 @@ ROWS = [
     Row("reward_to_go 0.9", "advantage", lambda: algos.reward_to_go(0.9), to_go(0.9), tokens=True),
     Row("to_turns", "advantage", algos.to_turns, to_turns(1.0)),
     Row("to_turns 0.9", "advantage", lambda: algos.to_turns(0.9), to_turns(0.9)),
-    Row("turn_center", "advantage", algos.turn_center, turn_centred, tokens=True),
+    Row("turn_center", "advantage", algos.turn_center, turn_centred, tokens=True, compiles=False),
     Row("turn_gae", "advantage", lambda: algos.turn_gae(0.9, 0.7), turn_gae(0.9, 0.7), tokens=True),
     Row("whiten", "advantage", algos.whiten, whitened(1e-8), tokens=True),
     Row("leave_one_out", "advantage", algos.leave_one_out, by_group(leave_one_out)),

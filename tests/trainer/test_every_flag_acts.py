@@ -150,7 +150,7 @@ def named_files(kind, folder):
     return {
         "model": "other", "teacher": "scorer2", "reward_model": "scorer2", "process_reward_model": "scorer",
         "judge": "other", "prompts": "prompts1.jsonl", "data": f"{data}1.jsonl", "eval_data": f"{data}1.jsonl",
-        "reward": "r.py:other", "curriculum": "r.py:weigh", "few_shot": "demonstrations1.jsonl:1",
+        "reward": "r.py:other", "curriculum": "r.py:weigh", "env": "r.py:weigh", "few_shot": "demonstrations1.jsonl:1",
         "chat_template": "chat.jinja", "tools": "tools.json", "judge_template": "judge.txt", "run_dir": "elsewhere",
     }  # fmt: skip
 

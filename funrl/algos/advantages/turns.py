@@ -20,28 +20,25 @@ from funrl.batch import Batch
 
 
 class _Turns(NamedTuple):
-    """Turns of rows.
+    """Turns of rows. A row has at most as many as tokens: K = T.
 
     Attributes:
       of_token: [B, T] int64, turn of each token.
       mask: [B, T] tokens that count.
-      count: K, bound on the turns of a row.
     """
 
     of_token: Tensor
     mask: Tensor
-    count: int
 
     def sums(self, x_BT: Tensor) -> Tensor:
         """The sum of x over the tokens of each turn, [B, K]."""
-        table_BK = x_BT.new_zeros(len(x_BT), self.count)
-        return table_BK.scatter_add(1, self.of_token, where_masked(x_BT, self.mask))
+        return torch.zeros_like(x_BT).scatter_add(1, self.of_token, where_masked(x_BT, self.mask))
 
     def first(self, x_BT: Tensor) -> tuple[Tensor, Tensor]:
         """x at the first token of each turn, 0 where the row has none; and whether it has one; [B, K] each."""
         T = self.mask.shape[1]
         places_BT = torch.where(self.mask, torch.arange(T, device=self.mask.device), T)
-        first_BK = places_BT.new_full((len(x_BT), self.count), T).scatter_reduce(1, self.of_token, places_BT, "amin")
+        first_BK = torch.full_like(places_BT, T).scatter_reduce(1, self.of_token, places_BT, "amin")
         present_BK = first_BK < T
         return where_masked(x_BT.gather(1, first_BK.clamp_max(T - 1)), present_BK), present_BK
 
@@ -95,7 +92,7 @@ def turn_center() -> Advantage:
         ends_BT = mask_BT & (following_BT != turns.of_token + 1)
         group_R = across.sums(batch.across.own(batch.group)[:, None])
         centred_BT = where_masked(x_BT, mask_BT)
-        for turn in range(turns.count):
+        for turn in range(_count(turns, batch)):
             here_BT = ends_BT & (turns.of_token == turn)
             numbers_R = (across.sums(here_BT) > 0).nonzero().squeeze(1)
             values_R = across.sums(where_masked(x_BT, here_BT))
@@ -142,11 +139,15 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
 
 
 def _turns_of(batch: Batch, mask_BT: Tensor) -> _Turns:
-    """The turns of a rank's rows, with a bound on their number that is the same on every rank."""
+    """The turns of a rank's rows; tokens that do not count are in the first."""
     of_token_BT = batch.turn.long()
-    counted_BT = torch.where(mask_BT, of_token_BT, torch.zeros_like(of_token_BT))
-    most = batch.across.kth_largest(counted_BT.double(), torch.ones((), dtype=torch.int64, device=mask_BT.device))
-    return _Turns(counted_BT, mask_BT, 1 + int(most))
+    return _Turns(torch.where(mask_BT, of_token_BT, torch.zeros_like(of_token_BT)), mask_BT)
+
+
+def _count(turns: _Turns, batch: Batch) -> int:
+    """The largest number of turns of a row, of all ranks."""
+    first = torch.ones((), dtype=torch.int64, device=turns.mask.device)
+    return 1 + int(batch.across.kth_largest(turns.of_token.double(), first))
 
 
 def _check_factors(name: str, **factors: float) -> None:

@@ -40,8 +40,8 @@ def _sums(x: Tensor, weights: list[Tensor], mesh: Mesh, split: bool) -> list[Ten
     """Products with several weights, summed over tensor ranks in one collective."""
     ranks = mesh.size("tensor")
     terms = x.shape[-1] * ranks
-    parts = parts_of(terms)
     exact = computes_exactly(x, *weights)
+    parts = parts_of(terms) if exact else ranks
     if exact and parts % ranks:
         _say_that_ranks_do_not_divide(terms, ranks)
         exact = False
