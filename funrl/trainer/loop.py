@@ -39,6 +39,7 @@ from funrl.trainer.jobs.build import (
     first_weights,
     frozen_weights,
     proof_metrics,
+    resumed_proof,
     settle_proof,
     sync,
 )
@@ -67,7 +68,6 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-VERIFIED = "sync/verified"  # metric of a proof
 ENDING = (
     RewardError,
     CurriculumError,
@@ -186,8 +186,8 @@ def run_steps(
     try:
         trainer, state, compiled = compile_ahead(trainer, state, recovery.enter)
         proof = verify(trainer, state, True)
-        if evaluations is not None:  # the first step has reported the probe
-            proof = {name: value for name, value in proof.items() if name == VERIFIED}
+        if evaluations is not None:
+            proof = resumed_proof(settings, state.step, proof)
         if not done.first and state.step < settings.run.steps:
             done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
             recovery.evaluations = done

@@ -364,3 +364,13 @@ def settle_proof(parts: Parts) -> None:
 def proof_metrics(parts: Parts) -> dict[str, float]:
     """Metrics of the proofs that have ended since the last call."""
     return {} if parts.generator is None else parts.generator.proof.take()
+
+
+def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
+    """Metrics of the first sync of a run that goes on, as the run that never stopped has them in its next step.
+
+    That one has reported them already where it evaluated or probed after `step`.
+    """
+    every = settings.engines.probe_sync_every
+    reported = step % settings.evaluation.eval_every == 0 or (every > 0 and step % every == 0)
+    return {} if reported else {name: value for name, value in proof.items() if name == "sync/verified"}
