@@ -12,7 +12,7 @@ from funrl.algos.advantages.units import Units, by_unit, episode_fields, units_o
 from funrl.algos.core import Advantage, Signal, run_piece
 from funrl.algos.metrics import Metric, PieceError
 from funrl.batch import Batch, declare, kind_of, select
-from funrl.kinds import Value
+from funrl.kinds import Value, line_places
 
 
 def first_signal(batch: Batch) -> Signal:
@@ -63,4 +63,7 @@ def _of_rows(batch: Batch, name: str, x: Value, units: Units) -> Value:
 def _rows_of(chosen_N: Tensor, units: Units) -> Tensor:
     """The rows of the chosen units, in their order; a unit may be chosen several times."""
     order_B = units.index.argsort(stable=True)
-    return torch.cat([order_B[units.index[order_B] == unit] for unit in chosen_N]) if len(chosen_N) else chosen_N
+    counts_U = units.index.bincount(minlength=len(units.first))
+    begins_U = counts_U.cumsum(0) - counts_U
+    places = line_places(begins_U[chosen_N].cpu().numpy(), counts_U[chosen_N].cpu().numpy())
+    return order_B[places.to(order_B.device)]

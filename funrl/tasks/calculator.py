@@ -20,7 +20,7 @@ import numpy as np
 
 from funrl.data.prompts import Prompt
 from funrl.data.tokenizer import chat_character_tokenizer
-from funrl.tasks.arithmetic import Split, is_held_out
+from funrl.tasks.arithmetic import Split, is_held_out, model_config
 from funrl.tasks.task import EmbeddedTask
 
 if TYPE_CHECKING:
@@ -138,21 +138,9 @@ def calculator_model(head: int) -> Config:
     Args:
       head: size of a head; keys and values have fewer of a larger size, and as many parameters.
     """
-    from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
+    from funrl.models.flat import with_fields  # here, for flags are read without torch
 
-    return decoder_config(
-        vocab=32,  # 19 are used; a tensor axis up to 16 divides it
-        embed=64,
-        layers=2,
-        heads=8,
-        kv_heads=64 // head,
-        head=head,
-        mlp=128,
-        rope_theta=100.0,
-        max_positions=64,
-        eos=(1,),
-        pad=0,
-    )
+    return with_fields(model_config(head), vocab=32)  # 19 are used; a tensor axis up to 16 divides it
 
 
 def calculator_task() -> EmbeddedTask:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from funrl.algos import chain, group_center, group_scale, overlong_penalty, token_mean, whiten
+from funrl.algos import Advantage, chain, group_center, group_scale, overlong_penalty, token_mean, whiten
 from funrl.algos import reduce as reduce_loss
 from funrl.algos.advantages.shaping import to_last_token, to_tokens
 from funrl.algos.advantages.units import by_unit, episode_fields, units_of
@@ -158,3 +158,20 @@ def test_a_restricted_loss_of_episodes_of_one_row_is_that_of_rows():
     plain = batch._replace(episode=None, agent=None, episode_tokens=None, episode_first=None)
     assert loss.denominators(batch) == loss.denominators(plain)
     assert loss.numerators(logp_BT, batch)[0] == loss.numerators(logp_BT, plain)[0]
+
+
+def test_all_rows_of_a_chosen_unit_are_taken_as_often_as_it_is_chosen():
+    batch = batch_of([(0, 0, 0, 1.0, [[True] * T] * 2), (1, 0, 0, 0.0, [[True] * T]), (2, 0, 0, 0.5, [[True] * T] * 3)])
+    taken = []
+
+    def choose(batch, numbers):
+        taken.append(numbers.tolist())
+        return batch
+
+    for chosen, expected in (([2, 0, 2], [3, 4, 5, 0, 1, 3, 4, 5]), ([1], [2]), ([], [])):
+        pick = Advantage(
+            lambda: (), lambda s, state, b, chosen=chosen: (s._replace(rows=torch.tensor(chosen).long()), state)
+        )
+        piece = chain(pick, to_tokens())
+        apply_advantage(piece, piece.init(), batch, choose)
+        assert taken.pop() == expected

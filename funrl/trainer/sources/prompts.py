@@ -143,22 +143,19 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         weights, measured, weighed = weighing.weights(state["curriculum"], step)
         batches: list[Chosen] = []
         sampled = dropped_rows = failed = 0
-        entries: Totals = {}
-        facts: Totals = {}
+        totals: list[tuple[Totals, Totals]] = []  # of rewards' further numbers, and of facts about episodes
         room = batch_size
         spare: tuple[list[Example], Rows] | None = None
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
             selected = [prompts[place] for place in taken.places.tolist()]
-            done, rows = rewarded_rows(
-                generation, clock, selected, sampling=sampling, seed=derived_seed(seed, consumed)
-            )
+            noise = derived_seed(seed, consumed)
+            done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
             if not sampled and generation.shows(step):
                 show.samples(step, *first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
-            entries = add_totals(entries, done.entries)
-            facts = add_totals(facts, done.episodes)
+            totals.append((done.entries, done.episodes))
             if spare is None or len(rows.owner):  # where all episodes failed there are no rows
                 spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
@@ -175,20 +172,18 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         skipped = False
         if not count:
             assert spare is not None
-            selected, rows = spare
-            kept_PS = rewarded_samples(generation, rows, len(selected))
+            batches = [unfiltered_rows(generation, *spare)]
             skipped = skips_empty(generation, show, step, prompts=sampled)
-            batches = [chosen_rows(selected, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)]
         else:
             note_short_batch(generation, show, step, kept=count, sampled=sampled)
         batches = [chosen for chosen in batches if chosen.examples]
-        batch = one_step_of(
-            generation, batches, begin, clock=clock, baseline=generation.greedy_baseline and not skipped
-        )
+        baseline = generation.greedy_baseline and not skipped
+        batch = one_step_of(generation, batches, begin, clock=clock, baseline=baseline)
         batch = batch if skipped else with_demonstrations(generation, batch, batches)
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "curriculum": measured}
+        entries, facts = (add_totals(*parts) for parts in zip(*totals, strict=True))
         further = entry_metrics(entries) | episode_metrics(facts)
         return batch, state, weighed | failures | further | (metrics if selection.filter else {})
 
@@ -355,6 +350,12 @@ def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, ke
     return Chosen([examples[i] for i in prompts], kept, counts)
 
 
+def unfiltered_rows(generation: Generation, examples: Sequence[Example], rows: Rows) -> Chosen:
+    """All rows of some prompts that can be trained on, regardless of the filter."""
+    kept_PS = rewarded_samples(generation, rows, len(examples))
+    return chosen_rows(examples, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
+
+
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
     """Join the chosen rows into one step, with group numbers that continue those of earlier steps.
 
@@ -374,10 +375,10 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
         return rows
     examples = [example for part in chosen for example in part.examples]
     sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    done, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
-    scores = outcome_rows(done, greedy).batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
+    scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
     rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
     if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
         return rows

@@ -15,6 +15,7 @@ from funrl.batch import Batch, as_dict, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
+from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
 from funrl.processes.device_memory import copy_to_device
@@ -58,8 +59,9 @@ def rows_of_examples(parts: Sequence[np.ndarray], example: np.ndarray) -> list[n
     """
     index = np.unique(example, return_inverse=True)[1]
     order = np.argsort(index, kind="stable")
-    begins = np.searchsorted(index[order], np.arange(index.max(initial=-1) + 2))
-    return [np.concatenate([order[begins[i] : begins[i + 1]] for i in part]) for part in parts]
+    counts = np.bincount(index)
+    begins = np.cumsum(counts) - counts
+    return [order[line_places(begins[part], counts[part]).numpy()] for part in parts]
 
 
 def plan_epoch(
