@@ -3,15 +3,18 @@
 import pytest
 import torch
 from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, completed, load, weights
+from torch import tensor
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
-from funrl.models import decoder_model, place, with_fields
+from funrl.models import Inputs, decoder_model, place, with_fields
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.native.engine import native_engine
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm, unfused
 from funrl.rollout.vllm.engine import WholeWeights
@@ -97,15 +100,75 @@ def test_weights_that_are_not_all_there_once_are_an_error_and_zeros():
     assert list(dict(whole)) == ["b", "a"] and whole.error is None
 
 
+def agreed(one, other, request, probabilities, close):
+    """Both completions up to their first different token, which the noise must hardly decide.
+
+    Two engines round differently, so that a draw whose noise lies within `close` of a boundary between two tokens may
+    take either.
+
+    Args:
+      probabilities: token ids -> probabilities [V] in float64 of the token after them.
+    """
+    ids, ids2 = one.tokens.tolist(), other.tokens.tolist()
+    t = next((t for t, pair in enumerate(zip(ids, ids2, strict=False)) if pair[0] != pair[1]), None)
+    if t is None:
+        return one, other
+    noise = float(stream_noise(tensor(request.seed), tensor(t)))
+    first, last = sorted((ids[t], ids2[t]))
+    boundaries_B = probabilities([*request.prompt, *ids[:t]]).cumsum(0)[first:last]
+    assert (boundaries_B - noise).abs().max() <= close, f"token {t} of request {request.number}"
+    same = {name: slice(t) for name in ("tokens", "sampling_logp", "raw_logp", "versions")}
+    return tuple(
+        done._replace(finish="cancelled", **{name: getattr(done, name)[part] for name, part in same.items()})
+        for done in (one, other)
+    )
+
+
 @needs_vllm
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_draws_what_the_native_engine_draws(name):
     config, how = FAMILIES[name], Sampling(max_new_tokens=20, samples=2, temperature=0.9)
-    engine, peer = KINDS["vllm"].engine(config, seed=1), native_engine(decoder_model(config))
+    model = decoder_model(config)
+    engine, peer = KINDS["vllm"].engine(config, seed=1), native_engine(model)
     for seed in (0, 1):
         load(engine, weights(config, seed=seed))
         load(peer, weights(config, seed=seed))
-        assert_same(completed(engine, PROMPTS, how, seed), completed(peer, PROMPTS, how, seed), 2e-5)
+        wide = weights(config, torch.float64, seed)
+
+        def probabilities(ids, wide=wide):
+            hidden_E = model.apply(wide, Inputs(tensor([ids]))).hidden[0, -1]
+            return (model.unembed(wide) @ hidden_E / how.temperature).softmax(0)
+
+        pairs = [
+            agreed(one, other, request, probabilities, 2e-5)
+            for one, other, request in zip(
+                completed(engine, PROMPTS, how, seed),
+                completed(peer, PROMPTS, how, seed),
+                requests_of(PROMPTS, how, seed),
+                strict=True,
+            )
+        ]
+        assert_same([one for one, _ in pairs], [other for _, other in pairs], 2e-5)
+        assert sum(len(one.tokens) for one, _ in pairs) > 18 * len(pairs)
+
+
+def test_a_draw_at_a_boundary_may_take_either_token_and_no_other_may():
+    config, how = WIDE, Sampling(max_new_tokens=4)
+    (request,) = requests_of([[1, 2]], how, seed=0)
+    (one,) = completed(load(native_engine(decoder_model(config)), weights(config)), [[1, 2]], how)
+    noise = float(stream_noise(tensor(request.seed), tensor(2)))
+    token = int(one.tokens[2])
+    other = one._replace(tokens=one.tokens.index_fill(0, tensor([2]), token + 1 if token < 9 else token - 1))
+    below = min(token, int(other.tokens[2]))
+    for beside, found in ((0.0, True), (1e-3, False)):
+        prob_V = torch.zeros(config.vocab, dtype=torch.float64)
+        prob_V[below], prob_V[below + 1] = noise + beside, 1 - noise - beside
+        if found:
+            ones, others = agreed(one, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
+            assert ones.tokens.tolist() == others.tokens.tolist() == one.tokens[:2].tolist()
+        else:
+            with pytest.raises(AssertionError, match="token 2 of request 0"):
+                agreed(one, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
 
 
 @needs_vllm
