@@ -32,7 +32,6 @@ from funrl.api.keywords import EvaluateKeywords
 from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
-from funrl.data.prompts import Example
 from funrl.flags.foreign.meaning import NameContext
 from funrl.mesh.launch import Waiting, launch
 from funrl.mesh.mesh import Mesh
@@ -60,6 +59,7 @@ from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.observing import ShownSample
 
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
@@ -336,14 +336,7 @@ class TableObserver:
         if self.first:
             print(text, file=sys.stderr, flush=True)
 
-    def samples(
-        self,
-        step: int,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        scores: Sequence[float | None],
-        parts: Sequence[Mapping[str, float]],
-    ) -> None: ...
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None: ...
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         for row in rows if self.first else ():

@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from funrl import trees
-from funrl.data.prompts import Example
 from funrl.mesh.reshard import unshard
 from funrl.models import Placed
 from funrl.models.deployed import deployed
@@ -36,6 +35,7 @@ from funrl.track.report.page import ORDER
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.observing import ShownSample
 
 OnStep = Callable[[int, dict[str, float]], Any]
 
@@ -93,33 +93,25 @@ class RunObserver:
         if self.run is not None:
             self.progress.note(text)
 
-    def samples(
-        self,
-        step: int,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        scores: Sequence[float | None],
-        parts: Sequence[Mapping[str, float]],
-    ) -> None:
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """Write samples of a step to samples.jsonl and print one of them."""
         if self.run is None:
             return
         readable = self.job.task.readable
-        if readable is not None:
-            texts = [readable(text) for text in texts]
-            if not self.times_shown:
-                self.progress.note(f"samples: {ORDER}")
-        samples = [
-            Sample(step, e.text, text, reward=score, rewards=tuple(part.items()))
-            for e, text, score, part in zip(examples, texts, scores, parts, strict=True)
+        if readable is not None and not self.times_shown:
+            self.progress.note(f"samples: {ORDER}")
+        texts = [one.text if readable is None else readable(one.text) for one in samples]
+        records = [
+            Sample(step, one.prompt, text, one.score, tuple(one.parts.items()), one.conversation)
+            for one, text in zip(samples, texts, strict=True)
         ]
         with _writing(self.run):
-            for sample in samples:
-                self.write_sample.write(sample)
+            for record in records:
+                self.write_sample.write(record)
         # Evaluations have the same prompts: each time the next of them is printed.
-        shown = samples[self.times_shown % len(samples)]
+        shown = records[self.times_shown % len(records)]
         self.times_shown += 1
-        self.progress.sample(shown.prompt, shown.completion, shown.reward, step)
+        self.progress.sample(shown)
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         """Write rows of an evaluation's table, in readable form."""

@@ -21,10 +21,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from funrl.environments.conversation import short_text
+from funrl.track.records.samples import Sample
 from funrl.track.records.trackers import StepMetrics
 
 HEADER_EVERY = 20  # plain lines between two repetitions of the header
 PHASE_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
+SHOWN_PIECES = 3  # of a conversation, at its begin and at its end
 SPARKS = "".join(chr(0x2581 + i) for i in range(8))  # eight bars of growing height
 
 
@@ -140,19 +143,29 @@ class Progress:
         else:
             self._print_row(self._run)
 
-    def sample(self, prompt: str, completion: str, reward: float | None, step: int | None = None) -> None:
-        """Print a sample of the latest step, or of `step`, above the table, unless one was printed a moment ago."""
+    def sample(self, sample: Sample) -> None:
+        """Print a sample above the table, unless one was printed a moment ago.
+
+        Of an episode the begin and the end are printed, what the policy sampled in bold.
+        """
         if time.monotonic() < self._next_sample:
             return
         self._next_sample = time.monotonic() + self._sample_seconds
         text = Text("sample ", style="dim")
-        text.append(f"step {self._run.step if step is None else step}  ", style="dim")
-        if reward is not None:
-            text.append(f"reward {reward:.3g}", style="green" if reward > 0 else "red")
+        text.append(f"step {sample.step}  ", style="dim")
+        if sample.reward is not None:
+            text.append(f"reward {sample.reward:.3g}", style="green" if sample.reward > 0 else "red")
         encoding = self._console.encoding
-        text.append("  " + _one_line(prompt, encoding, keep_end=True), style="dim")
-        text.append(" | ", style="dim")  # where there are no colours it separates the prompt from the completion
-        text.append(_one_line(completion, encoding), style="bold")
+        pieces = [(False, sample.prompt), (True, sample.completion)]
+        if sample.conversation:
+            pieces = short_text(sample.conversation)
+        if len(pieces) > 2 * SHOWN_PIECES:
+            left_out = f"({len(pieces) - 2 * SHOWN_PIECES} more)"
+            pieces = [*pieces[:SHOWN_PIECES], (False, left_out), *pieces[-SHOWN_PIECES:]]
+        for number, (sampled, piece) in enumerate(pieces):
+            # Where there are no colours, a bar separates the pieces.
+            text.append(" | " if number else "  ", style="dim")
+            text.append(_one_line(piece, encoding, keep_end=not number), style="bold" if sampled else "dim")
         self._print(text)
 
     def note(self, text: str) -> None:

@@ -75,7 +75,7 @@ def _follow(run: RunDirectory, files: RunFiles, progress: Progress) -> None:
             shown = rows[-1]["step"]
         if files.samples and files.samples[-1] != sample:
             sample = files.samples[-1]
-            progress.sample(sample.prompt, sample.completion, sample.reward, sample.step)
+            progress.sample(sample)
         if (rows and begin >= next_page) or not files.running:
             new = [finding for finding in findings(files.rows) if finding.cause not in noted]
             noted.update(finding.cause for finding in new)

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from funrl.track.progress import _duration, open_progress
+from funrl.track.records.samples import Sample
 
 METRICS = {
     "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
@@ -71,21 +72,30 @@ def test_samples_are_one_safe_line_and_not_too_many():
     file, progress = plain()
     progress.update(1, METRICS)
     for _ in range(5):
-        progress.sample("[bold]12+3=", "15\n[/b]\x1b[2J" + "x" * 1000, 1.0)
+        progress.sample(Sample(1, "[bold]12+3=", "15\n[/b]\x1b[2J" + "x" * 1000, 1.0))
     samples = [line for line in file.getvalue().splitlines() if line.startswith("sample")]
     assert len(samples) == 1
     assert samples[0].startswith(r"sample step 1  reward 1  [bold]12+3= | 15\n[/b]\x1b[2Jxxx") and len(samples[0]) < 260
     file, progress = plain(sample_seconds=0)
     for reward in (0.0, float("nan")):
-        progress.sample("p", "c", reward)
+        progress.sample(Sample(0, "p", "c", reward))
     assert file.getvalue().count("sample") == 2
+
+
+def test_an_episode_is_shown_from_its_begin_and_its_end():
+    says = [{"role": "user", "text": f"words {n}"} | ({"sampled": True} if n % 2 else {}) for n in range(9)]
+    conversation = {"branches": [{"agent": "policy", "reward": 1.0, "says": says}]}
+    file, progress = plain(sample_seconds=0)
+    progress.sample(Sample(2, "p", "c", 0.5, conversation=conversation))
+    texts = ["words 0", "words 1", "words 2", "(3 more)", "words 6", "words 7", "words 8"]
+    assert file.getvalue().strip() == "sample step 2  reward 0.5  " + " | ".join(texts)
 
 
 def test_text_the_terminal_cannot_encode_is_written_out():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     progress = open_progress(1, "ppo", live=False, console=Console(file=file))
-    progress.sample("caf\u00e9", "\u4f60", 1.0)
+    progress.sample(Sample(0, "caf\u00e9", "\u4f60", 1.0))
     progress.note("na\u00efve")
     assert rb"caf\xe9 | \u4f60" in raw.getvalue() and rb"na\xefve" in raw.getvalue()
 
@@ -96,7 +106,7 @@ def test_live_table_shows_everything():
         progress.update(0, {"eval/accuracy": 0.25})
         for step in range(1, 13):
             progress.update(step, METRICS | {"reward/mean": step / 100})
-        progress.sample("1+1=", "2", 1.0)
+        progress.sample(Sample(0, "1+1=", "2", 1.0))
         progress.note("saved the model")
     shown = file.getvalue()
     frame = shown[shown.rindex("ppo on addition") :]
@@ -133,7 +143,7 @@ def test_the_cursor_is_never_left_hidden():
     file, progress = live()
     with progress:
         progress.update(1, METRICS)
-        progress.sample("p", "c", 0.0)
+        progress.sample(Sample(0, "p", "c", 0.0))
         assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")  # a kill here does no harm
 
 

@@ -42,13 +42,16 @@ class Quiet:
     def __init__(self, folder=None):
         self.notes, self.shown, self.parts, self.steps, self.folder = [], [], [], [], folder
         self.table = []
+        self.conversations = []
 
     def note(self, text):
         self.notes.append(text)
 
-    def samples(self, step, examples, texts, scores, parts):
-        self.shown.append((step, [e.text for e in examples], list(texts), list(scores)))
-        self.parts.append(list(parts))
+    def samples(self, step, samples):
+        prompts, texts, scores, parts, conversations = map(list, zip(*samples, strict=True))
+        self.shown.append((step, prompts, texts, scores))
+        self.parts.append(parts)
+        self.conversations.append(conversations)
 
     def evaluated(self, rows):
         self.table += rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ class Sample(NamedTuple):
       step: after which it was sampled.
       reward: None where nothing rewards it.
       rewards: where several functions reward it, the name and the reward of each that applies.
+      conversation: of an episode, as `conversation_of` makes it; None: a completion.
     """
 
     step: int
@@ -23,6 +24,7 @@ class Sample(NamedTuple):
     completion: str
     reward: float | None
     rewards: tuple[tuple[str, float], ...] = ()
+    conversation: Mapping[str, Any] | None = None
 
 
 class SampleWriter(NamedTuple):
@@ -37,8 +39,9 @@ def open_samples(path: Path) -> SampleWriter:
     lines = open_lines(path)
 
     def write(sample: Sample) -> None:
-        rewards = {"rewards": dict(sample.rewards)} if sample.rewards else {}
-        lines.write({name: x for name, x in sample._asdict().items() if name != "rewards"} | rewards)
+        further = {"rewards": dict(sample.rewards), "conversation": sample.conversation}
+        always = {name: x for name, x in sample._asdict().items() if name not in further}
+        lines.write(always | {name: x for name, x in further.items() if x})
 
     return SampleWriter(write, lines.close)
 
@@ -56,6 +59,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         completion=str(line.get("completion", "")),
         reward=line.get("reward"),
         rewards=tuple((line.get("rewards") or {}).items()),
+        conversation=line.get("conversation"),
     )
 
 

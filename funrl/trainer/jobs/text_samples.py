@@ -34,7 +34,7 @@ from funrl.trainer.jobs.build import Parts, policy_generator, sync
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout, text_after
-from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.state import State
 
@@ -98,7 +98,7 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
         if step % settings.outputs.sample_every and step != settings.run.steps:
             return
         texts = texts_of(sampler, states[job.main_role])
-        show.samples(step, prompts, texts, [None] * len(texts), [{}] * len(texts))
+        show.samples(step, [ShownSample(e.text, text) for e, text in zip(prompts, texts, strict=True)])
 
     return sample
 

@@ -78,11 +78,13 @@ class Transcript(NamedTuple):
       number: of the episode.
       tokens: [T] int64.
       written: token ids without the one that ended the last turn.
+      episode: the episode itself.
     """
 
     number: int
     tokens: Tensor
     written: list[int]
+    episode: Episode
 
 
 class EpisodeTable(NamedTuple):
@@ -201,11 +203,11 @@ def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
 def _transcript(number: int, episode: Episode) -> Transcript:
     """An episode that failed has no trajectory, and an empty transcript."""
     if not episode.ends:
-        return Transcript(number, torch.zeros(0, dtype=torch.int64), [])
+        return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode)
     nodes = episode.ends[0].leaf.path()
     tokens = [token for node in nodes[1:] for token in node.tokens]
     written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
-    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written)
+    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode)
 
 
 def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:

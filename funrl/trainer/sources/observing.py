@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from funrl import trees
 from funrl.data.prompts import Example
+from funrl.environments.conversation import conversation_of
+from funrl.mesh import collectives
 from funrl.models.placed import Placed
-from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.episode_rows import outcome_rows
+from funrl.trainer.sources.evaluation import EvalRow, parts_of_scores
+from funrl.trainer.sources.generation import Rollout, first_texts
+from funrl.trainer.steps.step_rows import Rows
+
+
+class ShownSample(NamedTuple):
+    """A completion or an episode, as it is shown.
+
+    Attributes:
+      prompt, text: what it begins with, and what follows.
+      score: None where nothing rewards it.
+      parts: the score of each reward function that applies, if there are several.
+      conversation: of an episode, as `conversation_of` makes it; None: a completion.
+    """
+
+    prompt: str
+    text: str
+    score: float | None = None
+    parts: Mapping[str, float] = {}
+    conversation: Mapping[str, Any] | None = None
 
 
 class Show(Protocol):
     """Observer of a source's completions and remarks."""
 
-    def samples(
-        self,
-        step: int,
-        examples: Sequence[Example],
-        texts: Sequence[str],
-        scores: Sequence[float | None],
-        parts: Sequence[Mapping[str, float]],
-    ) -> None: ...
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None: ...
 
     def evaluated(self, rows: Sequence[EvalRow]) -> None:
         """Take some more rows of an evaluation's table."""
@@ -63,3 +80,46 @@ class Observer(Show, Protocol):
 def shows_samples(steps: int, every: int, step: int) -> bool:
     """True if a step shows samples: the first, the last and every `every`-th step do."""
     return step in (1, steps) or step % every == 0
+
+
+def first_samples(
+    done: Rollout,
+    rows: Rows,
+    examples: Sequence[Example],
+    samples: int,
+    *,
+    decode: Callable[[list[int]], str],
+    names: Sequence[str],
+) -> list[ShownSample]:
+    """The first sample of each of the first prompts. Collective.
+
+    Args:
+      done: completions of these and further prompts.
+      rows: of the completions.
+      examples: the first prompts.
+      samples: completions of each prompt.
+      decode: token ids -> text.
+      names: of the reward functions.
+    """
+    numbers = [i * samples for i in range(len(examples))]
+    texts = first_texts(done, numbers, decode, before=[e.tokens[-1] for e in examples])
+    scored = outcome_rows(done, rows)
+    score_B = scored.batch.get("score")
+    scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
+    parts = parts_of_scores(names, scored, numbers)
+    conversations = {} if rows.examples is None else _conversations(done, numbers, decode)
+    return [
+        ShownSample(example.text, text, score, part, conversations.get(number))
+        for example, text, score, part, number in zip(examples, texts, scores, parts, numbers, strict=True)
+    ]
+
+
+def _conversations(
+    done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str]
+) -> dict[int, dict[str, Any]]:
+    """Conversations of some episodes, which may be on any rank, by their numbers. Collective."""
+    own = {one.number: conversation_of(one.episode, decode) for one in done.completions if one.number in numbers}
+    everywhere: dict[int, dict[str, Any]] = {}
+    for others in collectives.gather_objects(own, done.mesh):
+        everywhere |= others
+    return everywhere

@@ -30,17 +30,15 @@ from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import empty_rollout, generating_ranks, run_requests, to_rows
-from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.observing import Show, ShownSample, first_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.prompts import (
-    FirstSamples,
     Generation,
     PromptSchedule,
     chosen_rows,
     failed_rows,
     filter_metrics,
     filter_samples,
-    first_samples,
     one_step_of,
     prompt_source,
     rewarded_samples,
@@ -166,7 +164,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
         rows = rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
         metrics |= _staleness(rows, version)
         if generation.shows(step):
-            show.samples(step, *_first_rows(generation, chosen.examples[:8], rows, samples=chosen.counts))
+            show.samples(step, _first_rows(generation, chosen.examples[:8], rows, samples=chosen.counts))
         state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured, "begun": _tree(held)}
         return rows, state, metrics
 
@@ -367,7 +365,9 @@ def _staleness(rows: Rows, version: int) -> dict[str, float]:
     return {"partial/staleness_mean": float(sums(lag_bT).sum()) / count, "partial/staleness_max": largest}
 
 
-def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows, samples: np.ndarray) -> FirstSamples:
+def _first_rows(
+    generation: Generation, examples: Sequence[Example], rows: Rows, samples: np.ndarray
+) -> list[ShownSample]:
     """The first sample of each of the first prompts, in the form of `first_samples`."""
     firsts = take(rows, np.cumsum([0, *samples])[: len(examples)])
     truncated = firsts.batch.truncated.tolist()
@@ -376,7 +376,9 @@ def _first_rows(generation: Generation, examples: Sequence[Example], rows: Rows,
         for n in firsts.own.tolist()
     ]
     done = empty_rollout(generation.engine)._replace(completions=completions, owner=firsts.owner, mesh=firsts.mesh)
-    return first_samples(generation, examples, done, rows=firsts, samples=1)
+    return first_samples(
+        done, firsts, examples, samples=1, decode=generation.engine.decode, names=generation.reward_names
+    )
 
 
 def _completion(rows: Rows, number: int, example: Example, finish: str) -> Completion:

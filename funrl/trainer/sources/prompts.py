@@ -26,9 +26,9 @@ from funrl.trainer.sources.episode_rows import (
     rewarded_episodes,
     rows_of_samples,
 )
-from funrl.trainer.sources.evaluation import evaluated, metrics_of, parts_of_scores, table_of
-from funrl.trainer.sources.generation import RewardedEngine, Rollout, first_texts, rollout, to_rows
-from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.evaluation import evaluated, metrics_of, table_of
+from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
+from funrl.trainer.sources.observing import Show, ShownSample, first_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.source import SKIPPED, Source, same_order
 from funrl.trainer.steps.clock import Clock
@@ -36,7 +36,6 @@ from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
-FirstSamples = tuple[Sequence[Example], Sequence[str], Sequence[float | None], Sequence[dict[str, float]]]
 
 
 class FilterError(RuntimeError):
@@ -152,7 +151,17 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             noise = derived_seed(seed, consumed)
             done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
             if not sampled and generation.shows(step):
-                show.samples(step, *first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
+                show.samples(
+                    step,
+                    first_samples(
+                        done,
+                        rows,
+                        selected[:8],
+                        samples=sampling.samples,
+                        decode=generation.engine.decode,
+                        names=generation.reward_names,
+                    ),
+                )
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             totals.append((done.entries, done.episodes))
@@ -230,7 +239,17 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
-    show.samples(step, *first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
+    show.samples(
+        step,
+        first_samples(
+            done,
+            rows,
+            heldout[:8],
+            samples=sampling.samples,
+            decode=generation.engine.decode,
+            names=generation.reward_names,
+        ),
+    )
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
@@ -423,21 +442,8 @@ def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor |
     return torch.from_numpy(np.concatenate(numbers)).to(device)
 
 
-def first_samples(
-    generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
-) -> FirstSamples:
-    """The first sample of each of the first prompts: the prompts, texts, scores, and parts of the scores.
-
-    Args:
-      generation: as of the source.
-      examples: the first prompts.
-      done: completions of these and further prompts.
-      rows: of the completions.
-      samples: completions of each prompt.
-    """
-    numbers = [i * samples for i in range(len(examples))]
-    texts = first_texts(done, numbers, generation.engine.decode, before=[e.tokens[-1] for e in examples])
-    rows = outcome_rows(done, rows)
-    score_B = rows.batch.get("score")
-    scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
-    return examples, texts, scores, parts_of_scores(generation.reward_names, rows, numbers)
+def _shown(
+    generation: Generation, done: Rollout, rows: Rows, examples: Sequence[Example], samples: int
+) -> list[ShownSample]:
+    decode = generation.engine.decode
+    return first_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)

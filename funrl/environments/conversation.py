@@ -1,0 +1,80 @@
+"""Episodes as conversations for people: who said what, what of it the policy sampled, and what it earned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from funrl.rollout.episodes import Episode, Message, Node
+
+MOST_CHARACTERS = 4000  # of one text; a tool's answer may be megabytes
+
+
+def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """An episode as a JSON value.
+
+    Its "branches" are trajectories, each with an "agent", its "reward" and "says": entries with a "role", a "text"
+    and, where they apply, "sampled" (by the policy; the text is then that of its tokens), "calls" (names and arguments
+    of tools), "content" (what a message with calls says beside them), "reward" (of the turn), "finish" (where a limit
+    ended the turn) and "before" (an earlier branch has it too).
+
+    Args:
+      decode: token ids -> text.
+    """
+    seen: set[Node] = set()
+    branches = []
+    for end in episode.ends:
+        says: list[dict[str, Any]] = []
+        for node in end.leaf.path():
+            shared = {"before": True} if node in seen else {}
+            says += [entry | shared for entry in _entries(node, episode, decode)]
+            seen.add(node)
+        branches.append({"agent": end.agent, "reward": episode.rewards.get(end.agent), "says": says})
+    facts = {"status": episode.status, "problem": episode.problem[:MOST_CHARACTERS], "parts": dict(episode.parts)}
+    return {"branches": branches} | {name: x for name, x in facts.items() if x}
+
+
+def short_text(conversation: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """The first branch in pieces: whether the policy sampled it, and the text."""
+    branches = conversation.get("branches") or [{}]
+    says = branches[0].get("says") or ()
+    return [(bool(entry.get("sampled")), str(entry.get("text", ""))) for entry in says]
+
+
+def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
+    """What a node says, a message or all of its tokens at a time."""
+    if node.sampled:
+        yield _sampled(node, episode, decode)
+    elif node.messages:
+        for message in node.messages:
+            role = str(message.get("role", "context"))
+            name = f" {message['name']}" if message.get("name") else ""
+            yield {"role": role + name, "text": _cut(_content(message))}
+    else:
+        yield {"role": "context", "text": _cut(decode(list(node.tokens)))}
+
+
+def _sampled(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    message: Message = node.messages[0] if node.messages else {}
+    entry: dict[str, Any] = {"role": str(message.get("role", "assistant")), "text": _cut(decode(list(node.tokens)))}
+    entry["sampled"] = True
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if functions:
+        entry["calls"] = [[str(f.get("name", "")), _cut(json.dumps(f.get("arguments")))] for f in functions]
+        entry["content"] = _cut(_content(message))
+    if node in episode.turn_rewards:
+        entry["reward"] = float(episode.turn_rewards[node])
+    if node.finish not in ("stop", "string"):
+        entry["finish"] = str(node.finish)
+    return entry
+
+
+def _content(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _cut(text: str) -> str:
+    rest = len(text) - MOST_CHARACTERS
+    return text if rest <= 0 else f"{text[:MOST_CHARACTERS]} ({rest} more characters)"
