@@ -8,7 +8,7 @@ from typing import Any
 
 from funrl.rollout.episodes import Episode, Message, Node
 
-MOST_CHARACTERS = 4000  # of one text; a tool's answer may be megabytes
+LONGEST_TEXT = 4000  # of one text; a tool's answer may be megabytes
 
 
 def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dic
             says += [entry | shared for entry in _entries(node, episode, decode)]
             seen.add(node)
         branches.append({"agent": end.agent, "reward": episode.rewards.get(end.agent), "says": says})
-    facts = {"status": episode.status, "problem": episode.problem[:MOST_CHARACTERS], "parts": dict(episode.parts)}
+    facts = {"status": episode.status, "problem": episode.problem[:LONGEST_TEXT], "parts": dict(episode.parts)}
     return {"branches": branches} | {name: x for name, x in facts.items() if x}
 
 
@@ -43,7 +43,7 @@ def short_text(conversation: Mapping[str, Any]) -> list[tuple[bool, str]]:
 
 
 def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
-    """What a node says, a message or all of its tokens at a time."""
+    """Entries of a node: one for each of its messages, or one for all of its tokens."""
     if node.sampled:
         yield _sampled(node, episode, decode)
     elif node.messages:
@@ -76,5 +76,5 @@ def _content(message: Message) -> str:
 
 
 def _cut(text: str) -> str:
-    rest = len(text) - MOST_CHARACTERS
-    return text if rest <= 0 else f"{text[:MOST_CHARACTERS]} ({rest} more characters)"
+    rest = len(text) - LONGEST_TEXT
+    return text if rest <= 0 else f"{text[:LONGEST_TEXT]} ({rest} more characters)"

@@ -100,10 +100,16 @@ class RunObserver:
         readable = self.job.task.readable
         if readable is not None and not self.times_shown:
             self.progress.note(f"samples: {ORDER}")
-        texts = [one.text if readable is None else readable(one.text) for one in samples]
         records = [
-            Sample(step, one.prompt, text, one.score, tuple(one.parts.items()), one.conversation)
-            for one, text in zip(samples, texts, strict=True)
+            Sample(
+                step,
+                prompt=sample.prompt,
+                completion=sample.text if readable is None else readable(sample.text),
+                reward=sample.score,
+                rewards=tuple(sample.parts.items()),
+                conversation=sample.conversation,
+            )
+            for sample in samples
         ]
         with _writing(self.run):
             for record in records:

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from funrl.environments.conversation import MOST_CHARACTERS, conversation_of, short_text
+from funrl.environments.conversation import LONGEST_TEXT, conversation_of, short_text
 from funrl.rollout.episodes import Episode, Node, Trajectory
 
 
@@ -50,7 +50,7 @@ def test_branches_are_whole_and_say_what_an_earlier_one_has():
     said = {"role": "assistant", "text": "2 3", "sampled": True, "calls": calls, "content": "well", "reward": 0.25}
     assert one["says"][1] == said and two["says"][1] == said | {"before": True}
     tool = one["says"][2]
-    assert tool["role"] == "tool add" and tool["text"] == "x" * MOST_CHARACTERS + " (1000 more characters)"
+    assert tool["role"] == "tool add" and tool["text"] == "x" * LONGEST_TEXT + " (1000 more characters)"
     assert one["says"][3] == {"role": "assistant", "text": "5", "sampled": True}
     assert two["says"][3] == {"role": "assistant", "text": "6", "sampled": True, "finish": "length"}
     assert other["says"][0] == {"role": "context", "text": "7 8"}

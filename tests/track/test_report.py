@@ -17,7 +17,7 @@ from funrl.track.report.compare import render_comparison
 from funrl.track.report.page import render, write_report
 from funrl.track.report.run_files import ReportError, RunFiles, newest_evaluation, read_run
 
-VOID = {"meta", "link", "br", "img"}
+VOID = {"meta", "link", "br", "img", "input"}
 
 
 class Checker(HTMLParser):
@@ -73,6 +73,38 @@ def test_what_guards_said_is_on_the_page(tmp_path):
     rows = [row | {"actor/pg_clipfrac": 0.7} for row in read_run(run).rows]
     text = checked(render(read_run(run)._replace(rows=rows))).text
     assert "Noticed" in text and "step 4: the ratios of 70% of the tokens are clipped" in text
+
+
+def test_an_episode_is_a_conversation_with_branches_as_tabs(tmp_path):
+    answer = {"role": "tool", "text": "<b>" + "long " * 30}
+    turn = {
+        "role": "assistant",
+        "text": "raw",
+        "sampled": True,
+        "calls": [["add", "{}"]],
+        "content": "well",
+        "reward": 0.5,
+    }
+    last = {"role": "assistant", "text": "six", "sampled": True, "finish": "length"}
+    branches = [
+        {"agent": "policy", "reward": 1.0, "says": [turn, answer, last]},
+        {"agent": "critic", "reward": None, "says": [turn | {"before": True}]},
+    ]
+    episode = {"branches": branches, "status": "turns", "parts": {"calls": 2.0}}
+    run = a_run(tmp_path)
+    shown = [Sample(step, "p", "c", 1.0, conversation=episode) for step in (0, 60)]
+    page = render(read_run(run)._replace(samples=shown))
+    read = checked(page)
+    for text in ("ended by its limit of turns", "calls 2", "calls add", "well", "raw", "six", "cut off by length",
+                 "turn 0.5", "1 policy 1", "2 critic", "in an earlier branch too", "<b>long long"):  # fmt: skip
+        assert text in read.text, text
+    radios = [tag for name, tag in read.tags if name == "input"]
+    assert len(radios) == 4 and len({tag["id"] for tag in radios}) == 4 and len({tag["name"] for tag in radios}) == 2
+    labels = {tag["for"] for name, tag in read.tags if name == "label"}
+    assert labels == {tag["id"] for tag in radios} and sum("checked" in tag for tag in radios) == 2
+    assert "<details open" not in page and page.count("<details><summary>calls add") == 4
+    failed = [Sample(0, "p", "", None, conversation={"branches": [], "status": "failed", "problem": "no server"})]
+    assert "failed: no server" in checked(render(read_run(run)._replace(samples=failed))).text
 
 
 def test_report_has_every_section_and_the_headline(tmp_path):

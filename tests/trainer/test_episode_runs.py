@@ -5,7 +5,17 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, assert_same, begin, digits_reward, small_job, steps_program
+from small_runs import (
+    GRPO,
+    PPO,
+    Quiet,
+    assert_same,
+    begin,
+    digits_reward,
+    scored_batch,
+    small_job,
+    steps_program,
+)
 
 from funrl import trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, gae, reduce, sequence_mean, to_turns, turn_center
@@ -78,6 +88,32 @@ def test_episodes_give_the_same_numbers_on_every_mesh(name, mesh):
     for metrics in other["metrics"]:
         assert metrics["episodes/turns"] >= 3 and metrics["episodes/failed"] == 0
         assert metrics["rollout/logprob_gap_max"] < 1e-10
+
+
+def shown_program(job):
+    """What a step shows of its episodes, on each rank."""
+
+    def program(mesh):
+        show = Quiet()
+        run, state = begin(job, mesh, show)
+        scored_batch(run, state)
+        return show.conversations
+
+    return program
+
+
+@pytest.mark.gloo
+def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it_ran():
+    shown = []
+    for mesh in ("dp1", "dp2"):
+        job = episode_job(RECIPES["grpo"], Branching(), mesh=mesh)
+        shown.append(launch(shown_program(job), job.sizes, "cpu"))
+    assert shown[0] == shown[1]
+    ((first, *others),) = shown[0]
+    assert others and [branch["agent"] for branch in first["branches"][:2]] == ["policy", "policy"]
+    context, turn, _, last = first["branches"][0]["says"]
+    assert context["role"] == "context" and turn["sampled"] and turn["reward"] > 0 and last["sampled"]
+    assert [entry.get("before") for entry in first["branches"][1]["says"]] == [True, True, True, None]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

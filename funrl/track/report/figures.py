@@ -62,6 +62,13 @@ CHARTS = (
     Chart("Value loss", "squared reward", (("critic/vf_loss", "loss"),)),
     Chart("Explained variance", "of the returns, by the critic", (("critic/vf_explained_var", "explained"),)),
     Chart("Response length", "tokens", (("response_length/mean", "length"),)),
+    Chart("Turns", "mean of the step's episodes", (("episodes/turns", "sampled"), ("eval/episodes/turns", "held out"))),
+    Chart(
+        "Episodes without a reward",
+        "share of the step's episodes",
+        (("episodes/failed", "failed"), ("episodes/unscored", "unscored")),
+        bounds=(0.0, 1.0),
+    ),
     Chart(
         "Log-prob gap",
         "nats, engine against trainer",

@@ -118,7 +118,8 @@ def _conversations(
     done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str]
 ) -> dict[int, dict[str, Any]]:
     """Conversations of some episodes, which may be on any rank, by their numbers. Collective."""
-    own = {one.number: conversation_of(one.episode, decode) for one in done.completions if one.number in numbers}
+    shown = [transcript for transcript in done.completions if transcript.number in numbers]
+    own = {transcript.number: conversation_of(transcript.episode, decode) for transcript in shown}
     everywhere: dict[int, dict[str, Any]] = {}
     for others in collectives.gather_objects(own, done.mesh):
         everywhere |= others
