@@ -140,6 +140,10 @@ class Engine(Protocol):
         """Number of requests that are not finished yet."""
         ...
 
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Token ids of an unfinished request's completion that the host knows, from the `begin`-th on."""
+        ...
+
     def room(self) -> int:
         """Estimated number of further requests that would begin at once; 0 while requests wait."""
         ...

@@ -110,6 +110,10 @@ class HFEngine:
         """Number of waiting requests."""
         return len(self._waiting)
 
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Nothing: requests are completed whole."""
+        return []
+
     def room(self) -> int:
         """Number of further requests that fit into the next batch."""
         return max(0, MOST_ROWS - len(self._waiting))

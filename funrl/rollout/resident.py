@@ -8,6 +8,8 @@ engine in the same order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +23,26 @@ from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
 _T = TypeVar("_T")
+Listener = Callable[[list[int]], None]
+_LISTENER: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("listener", default=None)
 ORDERS_EVERY = {"cpu": 1}  # steps between orders to other tensor ranks; on a GPU (8) they make the host wait for it
 BEAT_S = 1.0  # between two signs of life while there is nothing to compute
 GROWTH = 4  # of the tokens that are reserved, as the cache of a native engine begins anew when it grows
 CANCEL_S = 10.0  # for a program to clean up when the engine has failed
+
+
+@contextlib.contextmanager
+def tokens_heard(listener: Listener | None) -> Iterator[None]:
+    """Let a listener be told the new token ids of the completions that are asked for in this context.
+
+    It is called after an iteration of the engine that has sampled some, but not with the last ones, which the
+    completion has; an engine that completes whole requests tells nothing.
+    """
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
 
 
 class _Orders(NamedTuple):
@@ -56,6 +74,7 @@ class ResidentEngine:
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._new: dict[int, Request] = {}
         self._cancelled: list[int] = []
+        self._listeners: dict[int, tuple[Listener, int]] = {}  # and the tokens that it knows
         self._count = 0
         self._page_tokens = max(1, engine.cost().page_tokens)
         self._kept: dict[object, int] = {}
@@ -76,10 +95,14 @@ class ResidentEngine:
         self._new[number] = request
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        listener = _LISTENER.get()
+        if listener is not None:
+            self._listeners[number] = listener, 0
         self._wake.set()
         try:
             return await future
         finally:
+            self._listeners.pop(number, None)
             if self._waiting.pop(number, None) is not None and self._new.pop(number, None) is None:
                 self._cancelled.append(number)
                 self._wake.set()
@@ -145,6 +168,12 @@ class ResidentEngine:
                 if future is not None and not future.done():
                     future.set_result(done)
                     self._progress.set()
+                self._listeners.pop(done.number, None)
+            for number, (listener, known) in self._listeners.items():
+                tokens = self._engine.sampled(number, known)
+                if tokens:
+                    listener(tokens)
+                    self._listeners[number] = listener, known + len(tokens)
             await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
 

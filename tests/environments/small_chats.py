@@ -94,6 +94,9 @@ class ScriptedEngine:
                 done.append(Completion(number, tokens, logp, raw_logp=logp, versions=versions, finish=finish))
         return done
 
+    def sampled(self, number, begin=0):
+        return []
+
     def reserve(self, tokens):
         self.reserved = tokens
 

@@ -229,6 +229,11 @@ class NativeEngine:
         """Number of requests that are unfinished, or whose completion has not been returned yet."""
         return self._sequences.count
 
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Token ids of a completion so far that the host has read; see `Engine`."""
+        sequence = self._sequences.by_number.get(number)
+        return [] if sequence is None else self._sequences.read(sequence, begin)
+
     def room(self) -> int:
         """Number of further requests that would begin at once: free rows, or 0 while requests wait."""
         return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)

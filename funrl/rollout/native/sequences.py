@@ -199,6 +199,16 @@ class RunningSequences:
         """The first tokens of a sequence that has a slot."""
         return self._tokens[sequence.slot, :count].tolist()
 
+    def read(self, sequence: RunningSequence, begin: int) -> list[int]:
+        """Tokens of a sequence's completion that have been polled, from the `begin`-th on."""
+        first = len(sequence.request.prompt) + begin
+        slot = sequence.slot
+        if slot < 0:
+            return sequence.text[first:].tolist()
+        serial = self.serials[slot]
+        unread = sum(int(((s.slots == slot) & (s.serials == serial)).sum()) for s in self._pending)
+        return self._tokens[slot, first : int(self.lengths[slot]) - unread].tolist()
+
     def draft(self, sequence: RunningSequence, most: int) -> int:
         """Append a draft of the next tokens to a sequence; returns its length. All tokens have been polled."""
         slot = sequence.slot

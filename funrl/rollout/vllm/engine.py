@@ -161,6 +161,11 @@ class VLLMEngine:
         """Number of unfinished requests."""
         return len(self._sequences)
 
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Token ids of a completion so far; see `Engine`."""
+        sequence = self._sequences.get(number)
+        return [] if sequence is None else sequence.tokens[begin:]
+
     def room(self) -> int:
         """Number of further requests that would begin at once."""
         return max(0, self._max_rows - len(self._sequences))

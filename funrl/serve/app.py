@@ -1,0 +1,288 @@
+"""The HTTP application: keys, limits, and the endpoints of all dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from funrl.serve import chat_completions, generate, messages, responses
+from funrl.serve.asks import Ask, BadRequest, Body
+from funrl.serve.session import Decode, Exchange, Session, replies_again, request_digest
+from funrl.serve.streams import TextStream
+
+LARGEST_BODY = 64 << 20  # bytes
+BODY_S = 60.0  # for a body to arrive
+
+
+class Events(Protocol):
+    """The events of one stream, as texts."""
+
+    def begin(self) -> list[str]: ...
+    def text(self, index: int, text: str) -> list[str]: ...
+    def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]: ...
+
+
+class Dialect(NamedTuple):
+    """An endpoint that gives replies.
+
+    Attributes:
+      read: a body -> the request. Raises BadRequest.
+      answer: (request, replies, head, decode) -> the whole answer.
+      events: (request, head, decode) -> the events of a stream; None: it has none.
+      prefix: of an answer's id.
+    """
+
+    read: Callable[[Body], Ask]
+    answer: Callable[[Ask, Sequence[Exchange], dict[str, Any], Decode], dict[str, Any]]
+    events: Callable[[Ask, dict[str, Any], Decode], Events] | None
+    prefix: str
+
+
+DIALECTS = {
+    "/v1/chat/completions": Dialect(
+        chat_completions.read_chat, chat_completions.chat_answer, chat_completions.ChatEvents, "chatcmpl-"
+    ),
+    "/v1/completions": Dialect(
+        chat_completions.read_text, chat_completions.text_answer, chat_completions.TextEvents, "cmpl-"
+    ),
+    "/v1/responses": Dialect(responses.read_responses, responses.answer, responses.ResponseEvents, ""),
+    "/v1/messages": Dialect(messages.read_messages, messages.answer, messages.MessageEvents, "msg_"),
+    "/inference/v1/generate": Dialect(generate.read_generate, generate.answer, None, "gen-"),
+}
+
+
+class Sessions:
+    """The sessions of a server by their keys, of which only digests are kept."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Session] = {}
+
+    def open(self, session: Session, key: str = "") -> str:
+        """Serve a session under a key; returns the key, a new one if none is given."""
+        key = key or "funrl-" + secrets.token_urlsafe(24)
+        self._by_key[_digest(key)] = session
+        return key
+
+    def close(self, key: str) -> None:
+        """End a key."""
+        self._by_key.pop(_digest(key), None)
+
+    def of(self, headers: Mapping[str, str]) -> Session:
+        """The session of a request. Raises BadRequest with status 401."""
+        given = headers.get("x-api-key") or headers.get("authorization", "")
+        scheme, _, rest = given.partition(" ")
+        key = rest.strip() if scheme.lower() == "bearer" else given
+        session = self._by_key.get(_digest(key)) if key else None
+        if session is None:
+            problem = "a key is needed: Authorization: Bearer KEY" if not key else "the key is not valid, or has ended"
+            raise BadRequest(problem, status=401, code="invalid_api_key")
+        return session
+
+
+def make_app(sessions: Sessions, model: str, decode: Decode) -> Starlette:
+    """An application that serves sessions.
+
+    Args:
+      sessions: by their keys.
+      model: name of the model, which answers carry whatever a client calls it.
+      decode: token ids -> text.
+    """
+    server = _Server(sessions, model, decode)
+    routes = [Route(path, server.replies(path, dialect), methods=["POST"]) for path, dialect in DIALECTS.items()]
+    routes += [
+        Route("/v1/messages/count_tokens", server.guarded(server.count), methods=["POST"]),
+        Route("/v1/models", server.guarded(server.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", server.guarded(server.models), methods=["GET"]),
+        Route("/health", _health, methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+
+
+class _Server:
+    def __init__(self, sessions: Sessions, model: str, decode: Decode):
+        self._sessions = sessions
+        self._model = model
+        self._decode = decode
+        self._began = int(time.time())
+
+    def guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """An endpoint whose errors are answers."""
+
+        async def serve(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except BadRequest as error:
+                return _problem(request, error)
+            except ClientDisconnect:
+                return Response(status_code=400)
+
+        return serve
+
+    def replies(self, path: str, dialect: Dialect) -> Callable[[Request], Any]:
+        """The endpoint of a dialect."""
+
+        async def serve(request: Request) -> Response:
+            session = self._sessions.of(request.headers)
+            body = await _read_body(request)
+            ask = dialect.read(Body(_json(body)))
+            digest = request_digest(path, body)
+            pieces = _pieces(session, ask, digest, again=replies_again(request.headers), decode=self._decode)
+            head = {"id": dialect.prefix + secrets.token_hex(12), "created": int(time.time()), "model": self._model}
+            first = await anext(pieces)  # errors of the request, before the answer begins
+            if ask.stream and dialect.events is not None:
+                events = dialect.events(ask, head, self._decode)
+                return StreamingResponse(_stream(events, first, pieces), media_type="text/event-stream")
+            while not isinstance(first, list):
+                first = await anext(pieces)
+            return JSONResponse(dialect.answer(ask, [end.exchange for end in first], head, self._decode))
+
+        return self.guarded(serve)
+
+    async def count(self, request: Request) -> Response:
+        session = self._sessions.of(request.headers)
+        ask = messages.read_messages(Body({"max_tokens": 1, **_object(_json(await _read_body(request)))}))
+        return JSONResponse({"input_tokens": session.count(ask)})
+
+    async def models(self, request: Request) -> Response:
+        self._sessions.of(request.headers)
+        own = {"id": self._model, "object": "model", "created": self._began, "owned_by": "funrl"}
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [own]})
+        if name != self._model:
+            raise BadRequest(f"there is no model {name!r}, only {self._model!r}", status=404, code="model_not_found")
+        return JSONResponse(own)
+
+
+class _Piece(NamedTuple):
+    """Further text of a reply."""
+
+    index: int
+    text: str
+
+
+class _End(NamedTuple):
+    """A whole reply, and what of its content no piece had."""
+
+    exchange: Exchange
+    rest: str
+
+
+async def _pieces(
+    session: Session, ask: Ask, digest: bytes, *, again: bool, decode: Decode
+) -> AsyncIterator[_Piece | list[_End]]:
+    """Pieces of the replies while they are sampled, if the client wants a stream; then all replies."""
+    streams: dict[int, TextStream] = {}
+    new: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
+    hear = (lambda index, tokens: new.put_nowait((index, tokens))) if ask.stream else None
+    answer = asyncio.ensure_future(session.answer(ask, digest, again=again, hear=hear))
+    answer.add_done_callback(lambda _: new.put_nowait(None))
+    calls = bool(ask.tools) and ask.tool_choice != "none"
+    while (heard := await new.get()) is not None:
+        index, tokens = heard
+        if calls and not session.streams_calls:
+            continue  # what is content is known at the end
+        stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
+        text = stream.feed(tokens)
+        if text:
+            yield _Piece(index, text)
+    ends = []
+    for index, exchange in enumerate(await answer):
+        stream = streams.get(index)
+        ends.append(_End(exchange, exchange.content if stream is None else stream.finish(exchange.content)))
+    yield ends
+
+
+async def _stream(
+    events: Events, first: _Piece | list[_End], pieces: AsyncIterator[_Piece | list[_End]]
+) -> AsyncIterator[str]:
+    yield "".join(events.begin())
+    piece = first
+    while isinstance(piece, _Piece):
+        yield "".join(events.text(piece.index, piece.text))
+        try:
+            piece = await anext(pieces)
+        except BadRequest as error:  # too late for a status
+            yield f"data: {json.dumps(_error(error))}\n\n"
+            return
+    yield "".join(events.end([end.exchange for end in piece], [end.rest for end in piece]))
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body, within its limits. Raises BadRequest."""
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > LARGEST_BODY:
+        raise BadRequest(f"the body has {announced} bytes; {LARGEST_BODY} are allowed", status=413, code="too_large")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > LARGEST_BODY:
+                    raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413, code="too_large")
+    except TimeoutError:
+        raise BadRequest(f"the body took longer than {BODY_S:g} s", status=408, code="timeout") from None
+    return b"".join(parts)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    return value
+
+
+def _problem(request: Request, error: BadRequest) -> Response:
+    if request.url.path.startswith("/v1/messages"):
+        kind = {401: "authentication_error", 413: "request_too_large", 404: "not_found_error"}.get(
+            error.status, "invalid_request_error"
+        )
+        value = {"type": "error", "error": {"type": kind, "message": str(error)}}
+    else:
+        value = _error(error)
+    # A connection whose body was not read to its end cannot have a further request.
+    headers = {"connection": "close"} if error.status in (401, 408, 413) else None
+    return JSONResponse(value, status_code=error.status, headers=headers)
+
+
+def _error(error: BadRequest) -> dict[str, Any]:
+    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    served = ", ".join(DIALECTS)
+    known = BadRequest(
+        f"{request.method} {request.url.path} is not served; POST {served} are",
+        status=error.status_code,
+        code="unknown_url",
+    )
+    return JSONResponse(_error(known), status_code=error.status_code)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

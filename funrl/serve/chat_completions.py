@@ -1,0 +1,323 @@
+"""The dialect of `/v1/chat/completions` and `/v1/completions`.
+
+Reference: https://platform.openai.com/docs/api-reference/chat; token ids as in vLLM,
+  https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from funrl.serve.asks import (
+    MOST_CHOICES,
+    Ask,
+    BadRequest,
+    Body,
+    call_message,
+    checked_choice,
+    function_tool,
+    plain_content,
+)
+from funrl.serve.session import Decode, Exchange
+
+SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
+# They change nothing that this server does.
+HARMLESS = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority",
+    "request_id", "session_id", "cache_salt", "verbosity", "reasoning_effort", "skip_special_tokens",
+    "prompt_cache_retention",
+)  # fmt: skip
+READ = ("n", "seed", "stop", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", *SAMPLING)
+UNSERVED = {
+    "response_format": "replies are free text; say in the messages what form is wanted",
+    "logit_bias": "leave it out",
+    "presence_penalty": "use repetition_penalty",
+    "frequency_penalty": "use repetition_penalty",
+    "stop_token_ids": "use stop, with texts",
+    "top_logprobs": "only the sampled token's log-probability is known; use logprobs",
+    "chat_template_kwargs": "they are fixed when the server starts (--template_arguments)",
+    "guided_json": "replies are free text",
+    "structured_outputs": "replies are free text",
+    "prediction": "leave it out",
+    "web_search_options": "give a tool instead",
+}
+CHAT = (
+    *READ,
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+)
+CHAT_UNSERVED = UNSERVED | {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "only text is served",
+}
+TEXT = (*READ, "prompt", "max_tokens", "logprobs")
+TEXT_UNSERVED = UNSERVED | {
+    "echo": "a reply does not repeat its prompt",
+    "suffix": "leave it out",
+    "best_of": "use n",
+}
+LONGEST_HISTORY = 100_000  # messages
+MOST_TOOLS = 1000
+MOST_TOKENS = 1 << 31
+SEEDS = (-(1 << 63), (1 << 63) - 1)
+FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
+
+
+def read_chat(body: Body) -> Ask:
+    """The request of a body of `/v1/chat/completions`."""
+    modalities = body.array("modalities", 8)
+    if modalities not in ([], ["text"]):
+        raise BadRequest(f"modalities={modalities} is not served; only text is", "modalities")
+    _allow_text_format(body)
+    body.refuse_others((*CHAT, *HARMLESS, "modalities"), CHAT_UNSERVED)
+    messages = [_message(message) for message in body.array("messages", LONGEST_HISTORY)]
+    if not messages:
+        raise BadRequest("messages are needed, at least one", "messages")
+    if messages[-1]["role"] == "assistant":
+        raise BadRequest("the last message is the assistant's; a reply answers someone else's", "messages")
+    tools = [_tool(tool) for tool in body.array("tools", MOST_TOOLS)]
+    most = body.whole("max_completion_tokens", 1, MOST_TOKENS) or body.whole("max_tokens", 1, MOST_TOKENS)
+    return Ask(
+        messages=messages,
+        tools=tools,
+        tool_choice=checked_choice(_choice(body.values.get("tool_choice")), tools),
+        parallel=body.flag("parallel_tool_calls", True),
+        max_tokens=most,
+        logprobs=body.flag("logprobs"),
+        **_shared(body),
+    )
+
+
+def read_text(body: Body) -> Ask:
+    """The request of a body of `/v1/completions`, whose prompt is a text or token ids."""
+    body.refuse_others((*TEXT, *HARMLESS), TEXT_UNSERVED)
+    prompt = body.values.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    shared = _shared(body) | {"logprobs": body.whole("logprobs", 0, 1) is not None}
+    shared["max_tokens"] = body.whole("max_tokens", 1, MOST_TOKENS) or 16
+    if isinstance(prompt, str) and prompt:
+        return Ask(text=prompt, **shared)
+    return Ask(tokens=token_ids(prompt, "prompt"), **shared)
+
+
+def token_ids(value: Any, field: str) -> list[int]:
+    """Token ids, at least one."""
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"{field} must be a text or a list of token ids, for one prompt", field)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 31 for token in value):
+        raise BadRequest(f"{field} has something else than token ids", field)
+    return value
+
+
+def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    """The answer of `/v1/chat/completions`.
+
+    Args:
+      head: id, time and name of the model.
+      decode: token ids -> text, for the tokens of log-probabilities.
+    """
+    choices = []
+    for index, exchange in enumerate(exchanges):
+        message: dict[str, Any] = {"role": "assistant", "content": exchange.content or None, "refusal": None}
+        if exchange.calls:
+            message["tool_calls"] = _calls(exchange)
+        else:
+            message["content"] = exchange.content
+        choice = {"index": index, "message": message, **_ending(exchange)}
+        choice["logprobs"] = {"content": _logprobs(ask, exchange, decode)} if ask.logprobs else None
+        choices.append(choice | _ids(ask, exchange))
+    whole = {**head, "object": "chat.completion", "choices": choices, "usage": usage(exchanges)}
+    return whole | _prompt_ids(ask, exchanges)
+
+
+def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    """The answer of `/v1/completions`; see `chat_answer`."""
+    choices = []
+    for index, exchange in enumerate(exchanges):
+        choice: dict[str, Any] = {"index": index, "text": exchange.content, **_ending(exchange), "logprobs": None}
+        if ask.logprobs:
+            entries = _logprobs(ask, exchange, decode)
+            tokens = [entry["token"] for entry in entries]
+            logps = [entry["logprob"] for entry in entries]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": logps, "top_logprobs": None, "text_offset": []}
+        choices.append(choice | _ids(ask, exchange))
+    whole = {**head, "object": "text_completion", "choices": choices, "usage": usage(exchanges)}
+    return whole | _prompt_ids(ask, exchanges)
+
+
+class ChatEvents:
+    """The events of a stream of `/v1/chat/completions`."""
+
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+        self._ask = ask
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._decode = decode
+
+    def begin(self) -> list[str]:
+        """The first event of each reply."""
+        opening = {"role": "assistant", "content": ""}
+        return [self._event(index, opening) for index in range(self._ask.count)]
+
+    def text(self, index: int, text: str) -> list[str]:
+        """A further piece of a reply's content."""
+        return [self._event(index, {"content": text})]
+
+    def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
+        """What is left of each reply.
+
+        Args:
+          rests: of the contents.
+        """
+        events = []
+        for index, (exchange, rest) in enumerate(zip(exchanges, rests, strict=True)):
+            if rest:
+                events += self.text(index, rest)
+            if exchange.calls:
+                numbered = [{"index": n, **call} for n, call in enumerate(_calls(exchange))]
+                events.append(self._event(index, {"tool_calls": numbered}))
+            further = _ending(exchange) | _ids(self._ask, exchange)
+            if self._ask.logprobs:
+                further["logprobs"] = {"content": _logprobs(self._ask, exchange, self._decode)}
+            events.append(self._event(index, {}, **further, **_prompt_ids(self._ask, exchanges)))
+        if self._ask.usage:
+            events.append(event({**self._head, "choices": [], "usage": usage(exchanges)}))
+        return [*events, "data: [DONE]\n\n"]
+
+    def _event(self, index: int, delta: dict[str, Any], **further: Any) -> str:
+        ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **further}
+        return event({**self._head, **ids, "choices": [choice]})
+
+
+class TextEvents(ChatEvents):
+    """The events of a stream of `/v1/completions`."""
+
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+        super().__init__(ask, head, decode)
+        self._head["object"] = "text_completion"
+
+    def begin(self) -> list[str]:
+        """Nothing: there is no message to open."""
+        return []
+
+    def _event(self, index: int, delta: dict[str, Any], **further: Any) -> str:
+        ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
+        text = delta.get("content", "")
+        choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **further}
+        return event({**self._head, **ids, "choices": [choice]})
+
+
+def event(value: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
+    """Numbers of tokens; a prompt counts once."""
+    prompt = len(exchanges[0].prompt)
+    written = sum(len(exchange.tokens) for exchange in exchanges)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def _shared(body: Body) -> dict[str, Any]:
+    """Fields that both endpoints have."""
+    options = body.values.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise BadRequest("stream_options must be an object", "stream_options")
+    return {
+        "count": body.whole("n", 1, MOST_CHOICES) or 1,
+        "seed": body.whole("seed", *SEEDS),
+        "stop": body.stops(),
+        "sampling": body.sampling(),
+        "stream": body.flag("stream"),
+        "usage": bool(options.get("include_usage")),
+        "token_ids": body.flag("return_token_ids"),
+        "ids_as_text": body.flag("return_tokens_as_token_ids"),
+    }
+
+
+def _allow_text_format(body: Body) -> None:
+    if body.values.get("response_format") == {"type": "text"}:
+        del body.values["response_format"]
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    role = value.get("role") if isinstance(value, dict) else None
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise BadRequest(f"a message has the role {role!r}; system, user, assistant and tool are known", "messages")
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    content = plain_content(value.get("content"), "messages", kinds)
+    if role == "assistant":
+        return call_message(content, [_given_call(call) for call in value.get("tool_calls") or ()], "messages")
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    for name in ("name", "tool_call_id"):
+        if isinstance(value.get(name), str):
+            message[name] = value[name]
+    return message
+
+
+def _given_call(call: Any) -> tuple[str, str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("a tool call of a message needs a function with a name", "messages")
+    return str(call.get("id", "")), function["name"], function.get("arguments")
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.get("type") != "function":
+        raise BadRequest("tools must be functions: {'type': 'function', 'function': {...}}", "tools")
+    return function_tool(value.get("function"), "tools")
+
+
+def _choice(value: Any) -> str:
+    """ "auto", "none", "required", or the name of a function."""
+    if value is None:
+        return "auto"
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return function["name"]
+    raise BadRequest("tool_choice must be 'auto', 'none', 'required', or name a function", "tool_choice")
+
+
+def _calls(exchange: Exchange) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.number,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in exchange.calls
+    ]
+
+
+def _ending(exchange: Exchange) -> dict[str, Any]:
+    return {"finish_reason": FINISH[exchange.finish], "stop_reason": exchange.stop}
+
+
+def _ids(ask: Ask, exchange: Exchange) -> dict[str, Any]:
+    return {"token_ids": exchange.tokens} if ask.token_ids else {}
+
+
+def _prompt_ids(ask: Ask, exchanges: Sequence[Exchange]) -> dict[str, Any]:
+    return {"prompt_token_ids": exchanges[0].prompt} if ask.token_ids else {}
+
+
+def _logprobs(ask: Ask, exchange: Exchange, decode: Decode) -> list[dict[str, Any]]:
+    """Log-probabilities in nats, under the distribution that was sampled from."""
+    entries = []
+    for token, logp in zip(exchange.tokens, exchange.logp.tolist(), strict=True):
+        text = f"token_id:{token}" if ask.ids_as_text else decode([token])
+        entries.append({"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []})
+    return entries

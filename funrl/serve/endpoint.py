@@ -1,0 +1,198 @@
+"""Endpoints of episodes: a server beside the engine's steps, with a key for each episode.
+
+async with serve_policy(policy, speech) as endpoint:
+await agent(endpoint.base_url, endpoint.api_key)
+episode = Episode(endpoint.session.trajectories(), {"policy": reward})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from funrl.environments.chat import TemplateChat
+from funrl.environments.tool_calls import OPEN
+from funrl.serve.session import Sampler, Session, Speech
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+START_S = 30.0
+STOP_S = 5.0
+
+
+class Endpoint(NamedTuple):
+    """Where a program finds the policy of an episode.
+
+    Attributes:
+      base_url: of the OpenAI dialects; others are beside it, as clients of these expect.
+      api_key: of the episode; it ends with it.
+      model: name of the model.
+      session: what was said.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    session: Session
+
+
+class HTTPServer:
+    """A running server of sessions on the current event loop."""
+
+    def __init__(self, app: Any, host: str = LOOPBACK, port: int = 0):
+        import uvicorn
+
+        self.listening = listen(host, port)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(STOP_S),
+            h11_max_incomplete_event_size=1 << 16,
+            http="h11",
+            ws="none",
+        )
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self.listening.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen until `stop`. Signals stay with the program."""
+        self._task = asyncio.create_task(self._serve())
+        async with asyncio.timeout(START_S):
+            while not self._server.started and not self._task.done():
+                await asyncio.sleep(0.005)
+        if self._task.done():
+            await self._task
+
+    async def stop(self) -> None:
+        """End all connections."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+    async def wait(self) -> None:
+        """Wait until it has stopped."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def _serve(self) -> None:
+        try:
+            await self._server._serve([self.listening])  # `serve` would take the signals of the process
+        finally:
+            self.listening.close()
+
+
+class _Shared(NamedTuple):
+    server: HTTPServer
+    sessions: Any
+
+
+_SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"{host}:{port} cannot be listened at: {error.strerror}; --port=N names another one") from None
+    listening.listen(1024)
+    return listening
+
+
+def check_installed() -> None:
+    """Raise ImportError where the packages of the server are missing."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"an endpoint needs {' and '.join(missing)}: pip install 'funrl[serve]'")
+
+
+def speech_of(chat: TemplateChat) -> Speech:
+    """How a server reads and writes text by a tokenizer and its chat template."""
+    tokenizer = chat.tokenizer
+    hermes = getattr(tokenizer, "response_template", None) is None
+    return Speech(
+        chat,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        call_opening=_hermes_opening if hermes else None,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve_policy(
+    policy: Sampler,
+    chat: TemplateChat,
+    *,
+    model: str = "policy",
+    note: Callable[[str], None] = log.warning,
+) -> AsyncIterator[Endpoint]:
+    """Serve the policy of one episode on loopback, under a key of its own, as long as the context lasts.
+
+    All episodes of an event loop share a server. Sampling parameters are those of the run, whatever a client asks for.
+
+    Args:
+      policy: of the episode.
+      chat: renders messages and reads replies.
+      model: a name for it.
+      note: is told, once an episode, that sampling parameters of a client are not those of the run.
+
+    Raises:
+      ImportError: the packages of the extra `serve` are missing.
+    """
+    check_installed()
+    noted: list[Mapping[str, Any]] = []
+
+    def policy_for(sampling: Mapping[str, Any]) -> Sampler:
+        if sampling and not noted:
+            noted.append(sampling)
+            note(f"the run's sampling parameters replace those of a client, {dict(sampling)}")
+        return policy
+
+    session = Session(policy_for, speech_of(chat))
+    shared = await _server_of_loop(chat)
+    key = shared.sessions.open(session)
+    try:
+        yield Endpoint(f"{shared.server.url}/v1", key, model, session)
+    finally:
+        shared.sessions.close(key)
+        await session.close()
+
+
+async def _server_of_loop(chat: TemplateChat) -> _Shared:
+    loop = asyncio.get_running_loop()
+    shared = _SERVERS.get(loop)
+    if shared is None:
+        from funrl.serve.app import Sessions, make_app
+
+        sessions = Sessions()
+        server = HTTPServer(make_app(sessions, "policy", speech_of(chat).decode))
+        shared = _SERVERS[loop] = _Shared(server, sessions)
+        await server.start()
+    while not shared.server._server.started:  # another episode starts it
+        await asyncio.sleep(0.005)
+    return shared
+
+
+def _hermes_opening(name: str | None) -> str:
+    """The begin of a call as `read_hermes` reads it."""
+    return f'{OPEN}\n{{"name": "' + ("" if name is None else f'{name}", "arguments": ')

@@ -1,0 +1,62 @@
+"""The dialect of `/inference/v1/generate`: token ids in, token ids out, as vLLM serves it.
+
+Reference: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from funrl.serve.asks import MOST_CHOICES, Ask, BadRequest, Body
+from funrl.serve.chat_completions import FINISH, HARMLESS, MOST_TOKENS, SAMPLING, SEEDS, token_ids
+from funrl.serve.session import Decode, Exchange
+
+READ = ("token_ids", "sampling_params", "stream")
+SAMPLED = ("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", "skip_special_tokens", "detokenize", *SAMPLING)
+UNSERVED_PARAMETERS = {
+    "prompt_logprobs": "only sampled tokens have log-probabilities",
+    "stop_token_ids": "a reply ends at the stop tokens of the model",
+    "presence_penalty": "use repetition_penalty",
+    "frequency_penalty": "use repetition_penalty",
+    "ignore_eos": "a reply ends at the stop tokens of the model",
+    "logit_bias": "leave it out",
+    "structured_outputs": "replies are free text",
+}
+
+
+def read_generate(body: Body) -> Ask:
+    """The request of a body of `/inference/v1/generate`."""
+    body.refuse_others((*READ, *HARMLESS), {"features": "only text is served", "kv_transfer_params": "leave it out"})
+    if body.flag("stream"):
+        raise BadRequest("a stream of token ids is not served; use stream=false", "stream")
+    parameters = Body(body.values.get("sampling_params") or {})
+    parameters.refuse_others((*SAMPLED, "output_kind", "include_stop_str_in_output", "extra_args"), UNSERVED_PARAMETERS)
+    if parameters.whole("min_tokens", 0, MOST_TOKENS):
+        raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
+    return Ask(
+        tokens=token_ids(body.values.get("token_ids"), "token_ids"),
+        count=parameters.whole("n", 1, MOST_CHOICES) or 1,
+        seed=parameters.whole("seed", *SEEDS),
+        stop=parameters.stops(),
+        max_tokens=parameters.whole("max_tokens", 1, MOST_TOKENS),
+        sampling=parameters.sampling(),
+        logprobs=parameters.whole("logprobs", 0, 1) is not None,
+        token_ids=True,
+        ids_as_text=True,
+    )
+
+
+def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    """The answer of `/inference/v1/generate`."""
+    choices = []
+    for index, exchange in enumerate(exchanges):
+        entries = [
+            {"token": f"token_id:{token}", "logprob": logp, "bytes": None, "top_logprobs": []}
+            for token, logp in zip(exchange.tokens, exchange.logp.tolist(), strict=True)
+        ]
+        finish = FINISH["stop" if exchange.finish == "calls" else exchange.finish]
+        logprobs = {"content": entries} if ask.logprobs else None
+        choices.append({"index": index, "token_ids": exchange.tokens, "finish_reason": finish, "logprobs": logprobs})
+    versions = [exchange.version for exchange in exchanges]
+    return {"request_id": head["id"], "choices": choices, "weight_version": max(versions), "prompt_logprobs": None}

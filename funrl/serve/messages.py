@@ -1,0 +1,170 @@
+"""The dialect of `/v1/messages` and its `/count_tokens`. Reference: https://docs.anthropic.com/en/api/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from funrl.serve.asks import Ask, BadRequest, Body, call_message, checked_choice, function_tool, plain_content
+from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOLS
+from funrl.serve.session import Decode, Exchange
+
+READ = (
+    "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
+    "tool_choice",
+)  # fmt: skip
+HARMLESS = ("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config")
+UNSERVED = {"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"}
+
+
+def read_messages(body: Body) -> Ask:
+    """The request of a body of `/v1/messages`."""
+    if body.values.get("thinking") == {"type": "disabled"}:
+        del body.values["thinking"]
+    body.refuse_others((*READ, *HARMLESS), UNSERVED)
+    messages = [] if not body.values.get("system") else [_system(body.values["system"])]
+    for message in body.array("messages", LONGEST_HISTORY):
+        messages += _messages(message)
+    if not messages or messages[-1]["role"] in ("assistant", "system"):
+        raise BadRequest("the last message must be the user's", "messages")
+    tools = [_tool(tool) for tool in body.array("tools", MOST_TOOLS)]
+    given = body.values.get("tool_choice") or {"type": "auto"}
+    return Ask(
+        messages=messages,
+        tools=tools,
+        tool_choice=checked_choice(_choice(given), tools),
+        parallel=not given.get("disable_parallel_tool_use", False),
+        stop=body.stops("stop_sequences"),
+        max_tokens=body.whole("max_tokens", 1, MOST_TOKENS),
+        sampling=body.sampling(),
+        stream=body.flag("stream"),
+    )
+
+
+def read_counted(body: Body) -> Ask:
+    """The request of a body of `/v1/messages/count_tokens`."""
+    return read_messages(body)
+
+
+def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+    """The answer of `/v1/messages`."""
+    (exchange,) = exchanges
+    blocks: list[dict[str, Any]] = []
+    if exchange.content or not exchange.calls:
+        blocks.append({"type": "text", "text": exchange.content})
+    blocks += [
+        {"type": "tool_use", "id": call.number, "name": call.name, "input": dict(call.arguments)}
+        for call in exchange.calls
+    ]
+    return {**_opening(head), "content": blocks, **_ending(exchange), "usage": _usage(exchange)}
+
+
+class MessageEvents:
+    """The events of a stream of `/v1/messages`."""
+
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+        self._head = head
+        self._open = False
+
+    def begin(self) -> list[str]:
+        """The message without its content."""
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        message = {**_opening(self._head), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return [_event("message_start", message=message)]
+
+    def text(self, index: int, text: str) -> list[str]:
+        """A further piece of the text."""
+        events = []
+        if not self._open:
+            self._open = True
+            events.append(_event("content_block_start", index=0, content_block={"type": "text", "text": ""}))
+        return [*events, _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})]
+
+    def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
+        """What is left of the message."""
+        (exchange,), (rest,) = exchanges, rests
+        events = self.text(0, rest) if rest or not (self._open or exchange.calls) else []
+        number = 0
+        if self._open:
+            events.append(_event("content_block_stop", index=0))
+            number = 1
+        for place, call in enumerate(exchange.calls, number):
+            block = {"type": "tool_use", "id": call.number, "name": call.name, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments)}
+            events.append(_event("content_block_start", index=place, content_block=block))
+            events.append(_event("content_block_delta", index=place, delta=delta))
+            events.append(_event("content_block_stop", index=place))
+        events.append(_event("message_delta", delta=_ending(exchange), usage=_usage(exchange)))
+        return [*events, _event("message_stop")]
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def _opening(head: dict[str, Any]) -> dict[str, Any]:
+    return {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
+
+
+def _ending(exchange: Exchange) -> dict[str, Any]:
+    reasons = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
+    reason = "stop_sequence" if exchange.stop is not None else reasons[exchange.finish]
+    return {"stop_reason": reason, "stop_sequence": exchange.stop}
+
+
+def _usage(exchange: Exchange) -> dict[str, int]:
+    return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.tokens)}
+
+
+def _system(value: Any) -> dict[str, Any]:
+    return {"role": "system", "content": plain_content(value, "system")}
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """A message as chat templates take it, after the results of tools that it has."""
+    role = value.get("role") if isinstance(value, dict) else None
+    if role not in ("user", "assistant"):
+        raise BadRequest(f"a message has the role {role!r}; user and assistant are known", "messages")
+    content = value.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise BadRequest("the content of a message must be a text or a list of blocks", "messages")
+    kinds = [block.get("type") for block in blocks]
+    known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+    others = [kind for kind in kinds if kind not in known]
+    if others:
+        raise BadRequest(f"a block of type {others[0]!r} is not served; only text and tools are", "messages")
+    texts = plain_content([block for block in blocks if block["type"] == "text"], "messages")
+    if role == "assistant":
+        uses = [block for block in blocks if block["type"] == "tool_use"]
+        calls = [(str(use.get("id", "")), str(use.get("name", "")), use.get("input") or {}) for use in uses]
+        return [call_message(texts, calls, "messages")]
+    results = [
+        {
+            "role": "tool",
+            "content": plain_content(block.get("content"), "messages"),
+            "tool_call_id": str(block.get("tool_use_id", "")),
+        }
+        for block in blocks
+        if block["type"] == "tool_result"
+    ]
+    return [*results, *([{"role": "user", "content": texts}] if texts or not results else [])]
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and value.get("type", "custom") != "custom":
+        raise BadRequest(
+            f"a tool of type {value['type']!r} is not served; give functions with an input_schema", "tools"
+        )
+    renamed = {**value, "parameters": value.get("input_schema")} if isinstance(value, dict) else value
+    return function_tool(renamed, "tools")
+
+
+def _choice(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "tool" and isinstance(value.get("name"), str):
+        return value["name"]
+    if kind not in ("auto", "any", "none"):
+        raise BadRequest("tool_choice must have the type auto, any, none, or tool with a name", "tool_choice")
+    return "required" if kind == "any" else kind

@@ -1,0 +1,312 @@
+"""The conversation behind one key: every exchange is a turn of the policy, with the tokens that it sampled.
+
+A client sends whole histories. The longest begin of a history that ends with a reply of this session continues that
+reply's trajectory, token for token; only what follows it is rendered. A history whose replies were changed begins a
+trajectory of its own, and is counted as a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from funrl.environments.chat import continued_text
+from funrl.rollout.episodes import Message, Reply, Trajectory
+from funrl.rollout.policy import Chat, LimitReached
+from funrl.rollout.resident import tokens_heard
+from funrl.serve.asks import Ask, BadRequest
+
+Decode = Callable[[list[int]], str]
+# (index of the reply, its token ids so far)
+Hear = Callable[[int, list[int]], None]
+
+
+class Sampler(Protocol):
+    """What a session needs of a policy; see `funrl.rollout.policy.Policy`."""
+
+    def start(self, content: Any, tools: Any = (), agent: str = "policy") -> Trajectory: ...
+    def extend(self, trajectory: Trajectory, content: Any) -> Trajectory: ...
+    async def sample(
+        self, trajectory: Trajectory, max_tokens: int | None = None, stop: Sequence[str] = (), seed: int | None = None
+    ) -> tuple[Reply, Trajectory]: ...
+
+
+class Speech(NamedTuple):
+    """How a session reads and writes text.
+
+    Attributes:
+      chat: renders messages and reads replies.
+      decode: token ids -> text.
+      encode: text -> token ids.
+      call_opening: name of a function, or None for any -> the text that a call of it begins with; None: the form of
+        calls is unknown, so that no call can be demanded.
+    """
+
+    chat: Chat
+    decode: Decode
+    encode: Callable[[str], list[int]]
+    call_opening: Callable[[str | None], str] | None = None
+
+
+class Call(NamedTuple):
+    """A call of a function, with the id that the client gives back."""
+
+    number: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Exchange(NamedTuple):
+    """A reply as clients get it.
+
+    Attributes:
+      content: its text, without calls and without a stop text.
+      calls: of functions.
+      finish: "stop", "length", or "calls".
+      stop: the stop text that ended it; None: none did.
+      prompt: token ids before it.
+      tokens: of the reply.
+      logp: [N] nats, under the distribution that was sampled from.
+      version: of the weights that sampled the last token.
+      forced: the first tokens of a demanded call, which are the last ones of `prompt`.
+    """
+
+    content: str
+    calls: Sequence[Call]
+    finish: str
+    stop: str | None
+    prompt: list[int]
+    tokens: list[int]
+    logp: Tensor
+    version: int
+    forced: Sequence[int] = ()
+
+
+class Session:
+    """The trajectories of one key."""
+
+    def __init__(
+        self,
+        policy_for: Callable[[Mapping[str, Any]], Sampler],
+        speech: Speech,
+        *,
+        agent: str = "policy",
+        kept: int | None = None,
+    ):
+        """Make it.
+
+        Args:
+          policy_for: fields of `Sampling` that a client chooses -> the policy that samples so.
+          speech: how it reads and writes text.
+          agent: whose trajectories these are.
+          kept: exchanges that are remembered; None: all, as an episode needs them.
+        """
+        self.forks = 0
+        self._policy_for = policy_for
+        self._speech = speech
+        self._agent = agent
+        self._kept = kept
+        self._by_history: OrderedDict[bytes, Trajectory] = OrderedDict()
+        self._by_tokens: OrderedDict[bytes, Trajectory] = OrderedDict()
+        self._lengths: set[int] = set()  # of the trajectories by their tokens
+        self._sampled: list[Trajectory] = []
+        self.streams_calls = speech.call_opening is not None
+        self._answers: OrderedDict[bytes, asyncio.Task[list[Exchange]]] = OrderedDict()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Trajectories that end with a reply which no other continues, in the order of their replies."""
+        continued = {id(node) for end in self._sampled for node in end.leaf.path()[:-1]}
+        return [end for end in self._sampled if id(end.leaf) not in continued]
+
+    async def answer(self, ask: Ask, digest: bytes, *, again: bool, hear: Hear | None = None) -> list[Exchange]:
+        """Sample the replies of a request. They are sampled to their end also where the client goes away.
+
+        Args:
+          digest: of the request.
+          again: a client library sends the request once more; the first answer is given, not another one.
+          hear: is told the tokens of a reply while they are sampled.
+
+        Raises:
+          BadRequest: it cannot be served.
+        """
+        earlier = self._answers.get(digest) if again else None
+        if earlier is None or (earlier.done() and (earlier.cancelled() or earlier.exception() is not None)):
+            earlier = asyncio.create_task(self._answer(ask, hear))
+            self._answers[digest] = earlier
+            _bound(self._answers, self._kept)
+        return await asyncio.shield(earlier)
+
+    async def close(self) -> None:
+        """Cancel what is being sampled."""
+        tasks = [task for task in self._answers.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def count(self, ask: Ask) -> int:
+        """Tokens of a request's prompt."""
+        return len(self._begin(self._policy_for({}), ask).token_ids())
+
+    async def _answer(self, ask: Ask, hear: Hear | None) -> list[Exchange]:
+        try:
+            policy = self._policy_for(ask.sampling)
+            trajectory = self._begin(policy, ask)
+            forced = self._forced(ask)
+            start = policy.extend(trajectory, forced) if forced else trajectory
+            replies = (self._reply(policy, start, ask, number, hear) for number in range(ask.count))
+            ends = await asyncio.gather(*replies)
+        except LimitReached as limit:
+            raise BadRequest(str(limit), code="context_length_exceeded") from limit
+        except ValueError as error:
+            if isinstance(error, BadRequest):
+                raise
+            raise BadRequest(str(error)) from error
+        exchanges = []
+        for reply, end in ends:
+            exchange = self._exchange(ask, reply, end, forced)
+            self._sampled.append(end)
+            self._remember(ask, exchange, end)
+            exchanges.append(exchange)
+        return exchanges
+
+    def _begin(self, policy: Sampler, ask: Ask) -> Trajectory:
+        """The trajectory that a request continues."""
+        if ask.tokens or ask.text:
+            return self._begin_tokens(policy, list(ask.tokens or self._speech.encode(ask.text)))
+        histories = _histories(ask.tools, ask.messages)
+        replied = [n for n, message in enumerate(ask.messages) if message.get("role") == "assistant"]
+        for place in reversed(replied):
+            known = self._by_history.get(histories[place])
+            rest = ask.messages[place + 1 :]
+            if known is not None and rest:
+                self.forks += place != replied[-1]
+                return policy.extend(known, rest)
+        self.forks += bool(replied)
+        return policy.start(ask.messages, ask.tools, self._agent)
+
+    def _begin_tokens(self, policy: Sampler, tokens: list[int]) -> Trajectory:
+        """The trajectory of a prompt of token ids: the longest one that it begins with, and the rest."""
+        ids = np.asarray(tokens, dtype="<i8")
+        digest = hashlib.blake2b(digest_size=16)
+        longest, hashed = 0, 0
+        found: Trajectory | None = None
+        for length in sorted(self._lengths):
+            if length >= len(ids):
+                break
+            digest.update(ids[hashed:length].tobytes())
+            hashed = length
+            known = self._by_tokens.get(digest.copy().digest())
+            if known is not None:
+                found = known
+                longest = length
+        if found is None:
+            return policy.start(tokens, (), self._agent)
+        return policy.extend(found, tokens[longest:])
+
+    def _forced(self, ask: Ask) -> list[int]:
+        """The first tokens of a call that the client demands."""
+        if ask.tool_choice in ("auto", "none"):
+            return []
+        opening = self._speech.call_opening
+        if opening is None:
+            raise BadRequest(
+                f"tool_choice {ask.tool_choice!r} is not served: calls of this model's template are not known to begin "
+                "with a fixed text; use 'auto'",
+                "tool_choice",
+            )
+        return self._speech.encode(opening(None if ask.tool_choice == "required" else ask.tool_choice))
+
+    async def _reply(
+        self, policy: Sampler, start: Trajectory, ask: Ask, number: int, hear: Hear | None
+    ) -> tuple[Reply, Trajectory]:
+        seed = None if ask.seed is None else ask.seed + number
+        told = None if hear is None else lambda ids: hear(number, ids)
+        with tokens_heard(told):
+            return await policy.sample(start, ask.max_tokens, ask.stop, seed)
+
+    def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
+        node = end.leaf
+        assert node.parent is not None and node.sampling_logp is not None and node.versions is not None
+        prompt = [token for earlier in node.parent.path() for token in earlier.tokens]
+        tokens = list(node.tokens)
+        written = tokens[:-1] if node.finish == "stop" else tokens
+        before = prompt[: len(prompt) - len(forced)]
+        text = continued_text(before, [*forced, *written], self._speech.decode)
+        stop = next((stop for stop in ask.stop if stop in text), None) if node.finish == "string" else None
+        if stop is not None:
+            text = text[: text.index(stop)]
+        calls: Sequence[Call] = ()
+        content = text
+        if ask.tools and ask.tool_choice != "none" and stop is None:
+            reading = self._speech.chat.read(before, [*forced, *written], ask.tools) if forced else reply
+            functions = reading.tool_calls if ask.parallel else reading.tool_calls[:1]
+            calls = [Call(_number(end, n), name, given) for n, (name, given) in enumerate(functions)]
+            if not reading.problems:
+                content = str(reading.message.get("content") or "")
+        finish = "length" if node.finish == "length" else "calls" if calls else "stop"
+        logp = node.sampling_logp
+        return Exchange(content, calls, finish, stop, prompt, tokens, logp, int(node.versions[-1]), forced)
+
+    def _remember(self, ask: Ask, exchange: Exchange, end: Trajectory) -> None:
+        ids = np.asarray([*exchange.prompt, *exchange.tokens], dtype="<i8")
+        self._by_tokens[hashlib.blake2b(ids.tobytes(), digest_size=16).digest()] = end
+        self._lengths.add(len(ids))
+        _bound(self._by_tokens, self._kept)
+        if ask.messages:
+            functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in exchange.calls]
+            reply = {"role": "assistant", "content": exchange.content, "tool_calls": functions}
+            self._by_history[_histories(ask.tools, [*ask.messages, reply])[-1]] = end
+            _bound(self._by_history, self._kept)
+        if self._kept is not None:
+            del self._sampled[: -self._kept]
+
+
+def request_digest(path: str, body: bytes) -> bytes:
+    """Digest by which a request is found that a client library sends once more."""
+    return hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
+
+
+def _histories(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
+    """A digest of each begin of a history, which texts around replies and ids of calls do not change."""
+    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    histories = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        said = [message.get("role"), str(message.get("content") or "").strip()]
+        said += [[call["name"], call["arguments"]] for call in calls]
+        digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+        histories.append(digest.digest())
+    return histories
+
+
+def _number(end: Trajectory, index: int) -> str:
+    """An id of a call that is the same whenever the same reply is sampled."""
+    text = f"{index} {end.token_ids()}".encode()
+    return "call_" + hashlib.blake2b(text, digest_size=12).hexdigest()
+
+
+def _bound(kept: OrderedDict[bytes, Any], most: int | None) -> None:
+    while most is not None and len(kept) > most:
+        kept.popitem(last=False)
+
+
+def replies_again(headers: Mapping[str, str]) -> bool:
+    """True if a client library says that it sends a request once more."""
+    count = headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count) > 0
+
+
+def choices_of(sampling: Mapping[str, Any], base: Any) -> Any:
+    """The sampling parameters of a request: those of the server with the client's choices. Raises BadRequest."""
+    try:
+        return dataclasses.replace(base, **sampling)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
