@@ -1,4 +1,4 @@
-"""Flags of `funrl evaluate` and `funrl generate`.
+"""Flags of `funrl evaluate`, `funrl generate` and `funrl serve`.
 
 They have the names and meanings of a run's flags of prompts, rewards, devices and sampling. Nothing here imports torch.
 """
@@ -60,6 +60,7 @@ SAMPLED_TEXTS = {
 USAGES = {
     "evaluate": "funrl evaluate MODEL --data=FILE --reward=FILE.py:function [--env=FILE.py:NAME]",
     "generate": 'funrl generate MODEL ["a prompt" ...] [--prompts=FILE] [--flag=value ...]',
+    "serve": "funrl serve MODEL [--port=N] [--flag=value ...]",
 }
 _OUTPUT = Flag("output", None, str, optional=True, text="", group="outputs")
 OUTPUT = {
@@ -74,12 +75,26 @@ SUMMARY = {
     "generate": "Complete prompts. MODEL is a Hugging Face directory, a name in the local cache, or the directory of a "
     "run. Completions are printed, or written as JSON lines with the columns of their prompts. Prompts that begin with "
     "a dash go after --.",
+    "serve": "Serve a model over HTTP, in the dialects of OpenAI and Anthropic. MODEL is a Hugging Face directory, a "
+    "name in the local cache, or the directory of a run. Sampling flags hold where a request has none of its own.",
 }
+SERVE = (
+    Flag(
+        "host", "127.0.0.1", str, False, text="address to listen at", group="run"
+    ),
+    Flag("port", 8000, int, False, text="port to listen at; 0: a free one", group="run", bounds=(at_least(0),)),
+    Flag(
+        "api_key", None, str, True, text="key that clients give", group="run", chosen="$FUNRL_API_KEY, or new"
+    ),
+)
+SERVED = ("chat_template", "template_arguments", "max_new_tokens")
 
 
 def inference_flags(name: str) -> list[Flag]:
-    """The flags of "evaluate" or "generate"."""
+    """The flags of "evaluate", "generate" or "serve"."""
     table = settings_flags()
+    if name == "serve":
+        return _serve_flags()
     data = "data" if name == "evaluate" else "prompts"
     own = [
         Flag(data, None, str, optional=True, text="prompts, in the forms of a run's --prompts", group="examples"),
@@ -114,6 +129,14 @@ def inference_flags(name: str) -> list[Flag]:
         for flag in SAMPLED
     ]
     return [*own, *shared, *sampling]
+
+
+def _serve_flags() -> list[Flag]:
+    whole = {flag.name: flag for flag in inference_flags("generate")}
+    names = ("step", *SERVED, *DEVICES, *(name for name in SAMPLED if name != "samples"), "seed")
+    bound = {"max_new_tokens": "bound on the tokens of a reply"}
+    own = [whole[name]._replace(text=bound.get(name, whole[name].text)) for name in names]
+    return [*SERVE, *own]
 
 
 def inference_help(name: str) -> str:

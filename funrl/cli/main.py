@@ -47,13 +47,14 @@ from funrl.processes.output import lasting_output
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
-EXPLAINED = ("evaluate", "generate")  # their help lists all their flags
+EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
     "replay": "funrl.cli.replay:replay_command",
     "bisect": "funrl.cli.bisect:bisect_command",
     "doctor": "funrl.cli.doctor:doctor",
+    "serve": "funrl.cli.serve:serve_command",
 }
 
 

@@ -22,6 +22,7 @@ class SmallCommand(NamedTuple):
 COMMANDS = {
     "evaluate": SmallCommand("Evaluation of a model or a run", USAGES["evaluate"]),
     "generate": SmallCommand("Completions", USAGES["generate"]),
+    "serve": SmallCommand("A model behind an HTTP endpoint", USAGES["serve"]),
     "export": SmallCommand(
         "Export of a checkpoint as a model", "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--overwrite]"
     ),

@@ -6,6 +6,7 @@ Reference: https://platform.openai.com/docs/api-reference/chat; token ids as in 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -85,14 +86,14 @@ def read_chat(body: Body) -> Ask:
         raise BadRequest("the last message is the assistant's; a reply answers someone else's", "messages")
     tools = [_tool(tool) for tool in body.array("tools", MOST_TOOLS)]
     most = body.whole("max_completion_tokens", 1, MOST_TOKENS) or body.whole("max_tokens", 1, MOST_TOKENS)
-    return Ask(
+    return dataclasses.replace(
+        _shared(body),
         messages=messages,
         tools=tools,
         tool_choice=checked_choice(_choice(body.values.get("tool_choice")), tools),
         parallel=body.flag("parallel_tool_calls", True),
         max_tokens=most,
         logprobs=body.flag("logprobs"),
-        **_shared(body),
     )
 
 
@@ -102,11 +103,14 @@ def read_text(body: Body) -> Ask:
     prompt = body.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    shared = _shared(body) | {"logprobs": body.whole("logprobs", 0, 1) is not None}
-    shared["max_tokens"] = body.whole("max_tokens", 1, MOST_TOKENS) or 16
-    if isinstance(prompt, str) and prompt:
-        return Ask(text=prompt, **shared)
-    return Ask(tokens=token_ids(prompt, "prompt"), **shared)
+    text = prompt if isinstance(prompt, str) else ""
+    return dataclasses.replace(
+        _shared(body),
+        text=text,
+        tokens=() if text else token_ids(prompt, "prompt"),
+        max_tokens=body.whole("max_tokens", 1, MOST_TOKENS) or 16,
+        logprobs=body.whole("logprobs", 0, 1) is not None,
+    )
 
 
 def token_ids(value: Any, field: str) -> list[int]:
@@ -228,21 +232,21 @@ def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
-def _shared(body: Body) -> dict[str, Any]:
-    """Fields that both endpoints have."""
+def _shared(body: Body) -> Ask:
+    """A request with the fields that both endpoints have."""
     options = body.values.get("stream_options") or {}
     if not isinstance(options, dict):
         raise BadRequest("stream_options must be an object", "stream_options")
-    return {
-        "count": body.whole("n", 1, MOST_CHOICES) or 1,
-        "seed": body.whole("seed", *SEEDS),
-        "stop": body.stops(),
-        "sampling": body.sampling(),
-        "stream": body.flag("stream"),
-        "usage": bool(options.get("include_usage")),
-        "token_ids": body.flag("return_token_ids"),
-        "ids_as_text": body.flag("return_tokens_as_token_ids"),
-    }
+    return Ask(
+        count=body.whole("n", 1, MOST_CHOICES) or 1,
+        seed=body.whole("seed", *SEEDS),
+        stop=body.stops(),
+        sampling=body.sampling(),
+        stream=body.flag("stream"),
+        usage=bool(options.get("include_usage")),
+        token_ids=body.flag("return_token_ids"),
+        ids_as_text=body.flag("return_tokens_as_token_ids"),
+    )
 
 
 def _allow_text_format(body: Body) -> None:
@@ -280,7 +284,7 @@ def _tool(value: Any) -> dict[str, Any]:
 
 
 def _choice(value: Any) -> str:
-    """ "auto", "none", "required", or the name of a function."""
+    """Choice of a function: "auto", "none", "required", or a name."""
     if value is None:
         return "auto"
     if isinstance(value, str) and value in ("auto", "none", "required"):

@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from funrl.environments.chat import TemplateChat
 from funrl.environments.tool_calls import OPEN
+from funrl.serve.asks import Ask
 from funrl.serve.session import Sampler, Session, Speech
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
+KEPT = 4096  # exchanges that a server of a model remembers
 
 
 class Endpoint(NamedTuple):
@@ -71,7 +74,7 @@ class HTTPServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen until `stop`. Signals stay with the program."""
+        """Listen until `end`. Signals stay with the program."""
         self._task = asyncio.create_task(self._serve())
         async with asyncio.timeout(START_S):
             while not self._server.started and not self._task.done():
@@ -79,11 +82,9 @@ class HTTPServer:
         if self._task.done():
             await self._task
 
-    async def stop(self) -> None:
-        """End all connections."""
+    def end(self) -> None:
+        """Let `wait` return after the connections have ended, or a few seconds."""
         self._server.should_exit = True
-        if self._task is not None:
-            await self._task
 
     async def wait(self) -> None:
         """Wait until it has stopped."""
@@ -160,12 +161,12 @@ async def serve_policy(
       ImportError: the packages of the extra `serve` are missing.
     """
     check_installed()
-    noted: list[Mapping[str, Any]] = []
+    noted: list[Ask] = []
 
-    def policy_for(sampling: Mapping[str, Any]) -> Sampler:
-        if sampling and not noted:
-            noted.append(sampling)
-            note(f"the run's sampling parameters replace those of a client, {dict(sampling)}")
+    def policy_for(ask: Ask) -> Sampler:
+        if ask.sampling and not noted:
+            noted.append(ask)
+            note(f"the run's sampling parameters replace those of a client, {dict(ask.sampling)}")
         return policy
 
     session = Session(policy_for, speech_of(chat))
@@ -191,6 +192,41 @@ async def _server_of_loop(chat: TemplateChat) -> _Shared:
     while not shared.server._server.started:  # another episode starts it
         await asyncio.sleep(0.005)
     return shared
+
+
+async def serve_until_stopped(
+    policy_for: Callable[[Ask], Sampler],
+    chat: TemplateChat,
+    *,
+    model: str,
+    address: tuple[str, int],
+    key: str,
+    ready: Callable[[str, str], None],
+) -> None:
+    """Serve a model under one key until SIGINT or SIGTERM.
+
+    Args:
+      policy_for: a request -> the policy that samples its replies.
+      chat: renders messages and reads replies.
+      model: its name.
+      address: host and port.
+      key: that clients give; "": a new one.
+      ready: is told the URL and the key.
+    """
+    from funrl.serve.app import Sessions, make_app
+
+    sessions = Sessions()
+    speech = speech_of(chat)
+    session = Session(policy_for, speech, kept=KEPT)
+    key = sessions.open(session, key)
+    server = HTTPServer(make_app(sessions, model, speech.decode), *address)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.end)
+    await server.start()
+    ready(server.url, key)
+    await server.wait()
+    await session.close()
 
 
 def _hermes_opening(name: str | None) -> str:

@@ -11,8 +11,8 @@ from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOL
 from funrl.serve.session import Decode, Exchange
 
 READ = (
-    "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream", "temperature",
-    "top_p",
+    "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream",
+    "temperature", "top_p",
 )  # fmt: skip
 HARMLESS = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation",

@@ -95,7 +95,7 @@ class Session:
 
     def __init__(
         self,
-        policy_for: Callable[[Mapping[str, Any]], Sampler],
+        policy_for: Callable[[Ask], Sampler],
         speech: Speech,
         *,
         agent: str = "policy",
@@ -104,7 +104,7 @@ class Session:
         """Make it.
 
         Args:
-          policy_for: fields of `Sampling` that a client chooses -> the policy that samples so.
+          policy_for: a request -> the policy that samples its replies.
           speech: how it reads and writes text.
           agent: whose trajectories these are.
           kept: exchanges that are remembered; None: all, as an episode needs them.
@@ -153,11 +153,11 @@ class Session:
 
     def count(self, ask: Ask) -> int:
         """Tokens of a request's prompt."""
-        return len(self._begin(self._policy_for({}), ask).token_ids())
+        return len(self._begin(self._policy_for(ask), ask).token_ids())
 
     async def _answer(self, ask: Ask, hear: Hear | None) -> list[Exchange]:
         try:
-            policy = self._policy_for(ask.sampling)
+            policy = self._policy_for(ask)
             trajectory = self._begin(policy, ask)
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory

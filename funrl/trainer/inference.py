@@ -6,6 +6,7 @@ run's held-out prompts is the one that the run made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,16 +123,21 @@ def run_inference(
 
     Returns: the metrics of the evaluation.
     """
-    parts = build(job, mesh, show.note)._replace(pool=pool)
-    placed = parts.roles[job.main_role].placed
-    params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
-    sync(parts, State({job.main_role: RoleState(params, ())}))
-    del params
+    parts = build_with_weights(job, stored, mesh, show.note)._replace(pool=pool)
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)
     evaluation = generation.evaluation._replace(table_prompts=None, seed=(EVAL_SEED + seed) % seeds.LIMIT)
     with awake(generation.engine.engine):
         return evaluate_heldout(generation._replace(evaluation=evaluation), clock, show, 0)
+
+
+def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+    """The parts of a job whose engine holds a stored model's weights. Collective."""
+    parts = build(job, mesh, note)
+    placed = parts.roles[job.main_role].placed
+    params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
+    sync(parts, State({job.main_role: RoleState(params, ())}))
+    return parts
 
 
 def read_stored_model(stored: StoredModel, code: str) -> Model:

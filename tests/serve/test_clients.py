@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote, in front of the endpoint: the clients of the registry, and exact tokens behind them."""
+"""The clients of the registry in front of the endpoint, and exact tokens behind it."""
 
 import json
 

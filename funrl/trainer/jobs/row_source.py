@@ -234,11 +234,16 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
         waiting=flags.max_waiting,
         fixed=job.settings.engines.queue == "fixed",
     )
-    arguments = job.settings.formatting.template_arguments
-    chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
+    chat = chat_of(job)
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
     agents = getattr(environment, "agents", (POLICY,))
     return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
+
+
+def chat_of(job: RLJob) -> TemplateChat:
+    """The chat of a job's tokenizer and template arguments."""
+    arguments = job.settings.formatting.template_arguments
+    return TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:

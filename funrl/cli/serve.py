@@ -1,0 +1,111 @@
+"""A model behind an HTTP endpoint: `funrl serve MODEL`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from funrl.cli.evaluate import launched, settings_of_stored
+from funrl.cli.inference_flags import SERVE, USAGES, inference_flags
+from funrl.cli.line import read_words
+from funrl.mesh.mesh import Mesh
+from funrl.rewards.pool import Pool
+from funrl.rollout.engine import awake
+from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
+from funrl.rollout.requests import request_seed
+from funrl.rollout.resident import ResidentEngine, run_beside
+from funrl.serve.asks import Ask
+from funrl.serve.endpoint import check_installed, listen, serve_until_stopped
+from funrl.serve.session import choices_of
+from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
+from funrl.trainer.inference import build_with_weights, prepare_inference
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.jobs.row_source import chat_of
+from funrl.trainer.settings.declaration import SettingsError
+
+CHECKED = [{"prompt": "?"}]  # a prompt by which tokenizer and model are checked before ranks are started
+MOST_TURNS = 1 << 20
+
+
+class Served(NamedTuple):
+    """Task of the ranks.
+
+    Attributes:
+      name: of the model, for clients.
+      address: host and port.
+      key: "": a new one.
+      bound: tokens of a reply; None: as many as the model has positions for.
+    """
+
+    job: RLJob
+    stored: StoredModel
+    name: str
+    address: tuple[str, int]
+    key: str
+    bound: int | None
+
+
+def serve_command(argv: Sequence[str]) -> int:
+    """Serve a model until it is interrupted; return the exit status."""
+    usage = USAGES["serve"]
+    words, line = read_words(inference_flags("serve"), argv, f"{usage}; funrl serve --help lists the flags", most=1)
+    own = {flag.name for flag in SERVE}
+    chosen = {flag: line.values[flag] for flag in sorted(line.given) if flag not in own}
+    check_installed()
+    listen(line.values["host"], line.values["port"]).close()
+    step = chosen.pop("step", None)
+    seed = chosen.pop("seed", 0)
+    stored = find_stored_model(words[0], step)
+    given = Given(rewards=(), eval_records=CHECKED)
+    job = prepare_inference(settings_of_stored("generate", stored, chosen, given, seed), stored, given)
+    replicas = [axis for axis in ("data", "sequence", "expert") if job.sizes.get(axis, 1) > 1]
+    if replicas:
+        raise SettingsError(f"--mesh has several replicas ({', '.join(replicas)}); a server has one: --mesh=tpN")
+    served = Served(
+        job,
+        stored,
+        name=Path(words[0]).name or words[0],
+        address=(line.values["host"], line.values["port"]),
+        key=line.values["api_key"] or os.environ.get("FUNRL_API_KEY", ""),
+        bound=chosen.get("max_new_tokens"),
+    )
+    launched(functools.partial(_serve, served), job)
+    return 0
+
+
+def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
+    """Serve on the first rank; the others compute with it. Collective."""
+    job = served.job
+    parts = build_with_weights(job, served.stored, mesh, functools.partial(print, file=sys.stderr))
+    assert parts.generator is not None
+    engine = parts.generator.engine
+    positions = job.model.config.max_positions
+    sampling = dataclasses.replace(job.eval_sampling, samples=1, max_new_tokens=served.bound or positions)
+    chat = chat_of(job)
+    limits = EpisodeLimits(turns=MOST_TURNS, length=positions)
+
+    def ready(url: str, key: str) -> None:
+        print(f"{served.name} is served at {url}/v1\nkey: {key}", flush=True)
+
+    async def main(resident: ResidentEngine) -> None:
+        numbers = itertools.count()
+
+        def policy_for(ask: Ask) -> Policy:
+            # With a seed of its own, an equal request has equal replies; else each is another one.
+            number = 0 if ask.seed is not None else 1 + next(numbers)
+            setup = PolicySetup(choices_of(ask.sampling, sampling), chat)
+            return Policy(resident.complete, setup, request_seed(job.settings.run.seed, number), limits)
+
+        await serve_until_stopped(
+            policy_for, chat, model=served.name, address=served.address, key=served.key, ready=ready
+        )
+
+    with awake(engine):
+        run_beside(engine, parts.generator.mesh, main)
