@@ -79,13 +79,9 @@ SUMMARY = {
     "name in the local cache, or the directory of a run. Sampling flags hold where a request has none of its own.",
 }
 SERVE = (
-    Flag(
-        "host", "127.0.0.1", str, False, text="address to listen at", group="run"
-    ),
+    Flag("host", "127.0.0.1", str, False, text="address to listen at", group="run"),
     Flag("port", 8000, int, False, text="port to listen at; 0: a free one", group="run", bounds=(at_least(0),)),
-    Flag(
-        "api_key", None, str, True, text="key that clients give", group="run", chosen="$FUNRL_API_KEY, or new"
-    ),
+    Flag("api_key", None, str, True, text="key that clients give", group="run", chosen="$FUNRL_API_KEY, or new"),
 )
 SERVED = ("chat_template", "template_arguments", "max_new_tokens")
 

@@ -131,6 +131,11 @@ class Policy:
         self._sampled: list[Trajectory] = []
         self._begin = time.monotonic()
 
+    @property
+    def chat(self) -> Chat | None:
+        """What renders messages and reads replies; None: everything is token ids."""
+        return self._setup.chat
+
     def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
         """Begin a trajectory.
 

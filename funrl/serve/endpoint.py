@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from funrl.environments.chat import TemplateChat
 from funrl.environments.tool_calls import OPEN
+from funrl.rollout.policy import Policy
 from funrl.serve.asks import Ask
 from funrl.serve.session import Sampler, Session, Speech
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
+MODEL = "policy"  # name of the model of an episode
 KEPT = 4096  # exchanges that a server of a model remembers
 
 
@@ -55,7 +57,7 @@ class HTTPServer:
         self.listening = listen(host, port)
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            log_level="error",
             access_log=False,
             lifespan="off",
             timeout_keep_alive=75,
@@ -140,27 +142,23 @@ def speech_of(chat: TemplateChat) -> Speech:
 
 
 @contextlib.asynccontextmanager
-async def serve_policy(
-    policy: Sampler,
-    chat: TemplateChat,
-    *,
-    model: str = "policy",
-    note: Callable[[str], None] = log.warning,
-) -> AsyncIterator[Endpoint]:
+async def serve_policy(policy: Policy, note: Callable[[str], None] = log.warning) -> AsyncIterator[Endpoint]:
     """Serve the policy of one episode on loopback, under a key of its own, as long as the context lasts.
 
     All episodes of an event loop share a server. Sampling parameters are those of the run, whatever a client asks for.
 
     Args:
-      policy: of the episode.
-      chat: renders messages and reads replies.
-      model: a name for it.
+      policy: of the episode, with a chat.
       note: is told, once an episode, that sampling parameters of a client are not those of the run.
 
     Raises:
       ImportError: the packages of the extra `serve` are missing.
+      ValueError: the policy has no chat of a tokenizer.
     """
     check_installed()
+    chat = policy.chat
+    if not isinstance(chat, TemplateChat):
+        raise ValueError("an endpoint needs a policy with a chat template, which renders what clients send")
     noted: list[Ask] = []
 
     def policy_for(ask: Ask) -> Sampler:
@@ -173,7 +171,7 @@ async def serve_policy(
     shared = await _server_of_loop(chat)
     key = shared.sessions.open(session)
     try:
-        yield Endpoint(f"{shared.server.url}/v1", key, model, session)
+        yield Endpoint(f"{shared.server.url}/v1", key, MODEL, session)
     finally:
         shared.sessions.close(key)
         await session.close()
@@ -186,7 +184,7 @@ async def _server_of_loop(chat: TemplateChat) -> _Shared:
         from funrl.serve.app import Sessions, make_app
 
         sessions = Sessions()
-        server = HTTPServer(make_app(sessions, "policy", speech_of(chat).decode))
+        server = HTTPServer(make_app(sessions, MODEL, speech_of(chat).decode))
         shared = _SERVERS[loop] = _Shared(server, sessions)
         await server.start()
     while not shared.server._server.started:  # another episode starts it

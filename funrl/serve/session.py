@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from funrl.environments.chat import continued_text
-from funrl.rollout.episodes import Message, Reply, Trajectory
+from funrl.rollout.episodes import Message, Reply, Status, Trajectory
 from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
 from funrl.serve.asks import Ask, BadRequest
@@ -91,7 +91,12 @@ class Exchange(NamedTuple):
 
 
 class Session:
-    """The trajectories of one key."""
+    """The trajectories of one key.
+
+    Attributes:
+      forks: histories whose replies were changed, so that they began a trajectory of their own.
+      limit: of the episode that a request would have passed; None: none.
+    """
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class Session:
           kept: exchanges that are remembered; None: all, as an episode needs them.
         """
         self.forks = 0
+        self.limit: Status | None = None
         self._policy_for = policy_for
         self._speech = speech
         self._agent = agent
@@ -164,6 +170,7 @@ class Session:
             replies = (self._reply(policy, start, ask, number, hear) for number in range(ask.count))
             ends = await asyncio.gather(*replies)
         except LimitReached as limit:
+            self.limit = limit.status
             raise BadRequest(str(limit), code="context_length_exceeded") from limit
         except ValueError as error:
             if isinstance(error, BadRequest):

@@ -6,7 +6,7 @@ import importlib.util
 import json
 
 import pytest
-from small_chats import CHAT, SETUP, ScriptedEngine
+from small_chats import SETUP, ScriptedEngine
 
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import EpisodeLimits, Policy
@@ -33,7 +33,7 @@ def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, **how):
 
     async def main(resident):
         policy = Policy(resident.complete, setup, seed, limits)
-        async with serve_policy(policy, CHAT, **how) as endpoint:
+        async with serve_policy(policy, **how) as endpoint:
             return await program(endpoint)
 
     return run_beside(engine, SINGLE, main)
