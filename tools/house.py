@@ -38,6 +38,7 @@ ORDER = (
     "rewards",
     "data",
     "environments",
+    "serve",
     "tasks",
     "trainer",
     "testing",

@@ -132,6 +132,7 @@ def _serve_flags() -> list[Flag]:
     names = ("step", *SERVED, *DEVICES, *(name for name in SAMPLED if name != "samples"), "seed")
     bound = {"max_new_tokens": "bound on the tokens of a reply"}
     own = [whole[name]._replace(text=bound.get(name, whole[name].text)) for name in names]
+    own = [flag._replace(default=1.0) if flag.name == "temperature" else flag for flag in own]  # as clients expect
     return [*SERVE, *own]
 
 

@@ -21,7 +21,7 @@ from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.serve.asks import Ask
-from funrl.serve.endpoint import check_installed, listen, serve_until_stopped
+from funrl.serve.endpoint import check_installed, listening_socket, serve_until_stopped
 from funrl.serve.session import choices_of
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.inference import build_with_weights, prepare_inference
@@ -59,13 +59,16 @@ def serve_command(argv: Sequence[str]) -> int:
     own = {flag.name for flag in SERVE}
     chosen = {flag: line.values[flag] for flag in sorted(line.given) if flag not in own}
     check_installed()
-    listen(line.values["host"], line.values["port"]).close()
+    listening_socket(line.values["host"], line.values["port"]).close()
     step = chosen.pop("step", None)
     seed = chosen.pop("seed", 0)
     stored = find_stored_model(words[0], step)
     given = Given(rewards=(), eval_records=CHECKED)
-    job = prepare_inference(settings_of_stored("generate", stored, chosen, given, seed), stored, given)
-    replicas = [axis for axis in ("data", "sequence", "expert") if job.sizes.get(axis, 1) > 1]
+    # Without a bound, the positions that a prompt leaves are one. The engine has the mesh that is named.
+    implied = {"max_new_tokens": 1, "temperature": 1.0, "generate_mesh": chosen.get("mesh")}
+    settings = settings_of_stored("generate", stored, implied | chosen, given, seed)
+    job = prepare_inference(settings, stored, given)
+    replicas = [axis for axis in ("data", "sequence", "expert") if job.generate_sizes.get(axis, 1) > 1]
     if replicas:
         raise SettingsError(f"--mesh has several replicas ({', '.join(replicas)}); a server has one: --mesh=tpN")
     served = Served(

@@ -133,7 +133,7 @@ class Policy:
 
     @property
     def chat(self) -> Chat | None:
-        """What renders messages and reads replies; None: everything is token ids."""
+        """The chat of its setup; None: everything is token ids."""
         return self._setup.chat
 
     def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from funrl.serve import chat_completions, generate, messages, responses
 from funrl.serve.asks import Ask, BadRequest, Body
-from funrl.serve.session import Decode, Exchange, Session, replies_again, request_digest
+from funrl.serve.session import DecodeIds, Exchange, Session, replies_again, request_digest
 from funrl.serve.streams import TextStream
 
 LARGEST_BODY = 64 << 20  # bytes
@@ -44,8 +44,8 @@ class Dialect(NamedTuple):
     """
 
     read: Callable[[Body], Ask]
-    answer: Callable[[Ask, Sequence[Exchange], dict[str, Any], Decode], dict[str, Any]]
-    events: Callable[[Ask, dict[str, Any], Decode], Events] | None
+    answer: Callable[[Ask, Sequence[Exchange], dict[str, Any], DecodeIds], dict[str, Any]]
+    events: Callable[[Ask, dict[str, Any], DecodeIds], Events] | None
     prefix: str
 
 
@@ -56,9 +56,9 @@ DIALECTS = {
     "/v1/completions": Dialect(
         chat_completions.read_text, chat_completions.text_answer, chat_completions.TextEvents, "cmpl-"
     ),
-    "/v1/responses": Dialect(responses.read_responses, responses.answer, responses.ResponseEvents, ""),
-    "/v1/messages": Dialect(messages.read_messages, messages.answer, messages.MessageEvents, "msg_"),
-    "/inference/v1/generate": Dialect(generate.read_generate, generate.answer, None, "gen-"),
+    "/v1/responses": Dialect(responses.read_responses, responses.response_answer, responses.ResponseEvents, ""),
+    "/v1/messages": Dialect(messages.read_messages, messages.message_answer, messages.MessageEvents, "msg_"),
+    "/inference/v1/generate": Dialect(generate.read_generate, generate.generate_answer, None, "gen-"),
 }
 
 
@@ -90,7 +90,7 @@ class Sessions:
         return session
 
 
-def make_app(sessions: Sessions, model: str, decode: Decode) -> Starlette:
+def make_app(sessions: Sessions, model: str, decode: DecodeIds) -> Starlette:
     """An application that serves sessions.
 
     Args:
@@ -110,7 +110,7 @@ def make_app(sessions: Sessions, model: str, decode: Decode) -> Starlette:
 
 
 class _Server:
-    def __init__(self, sessions: Sessions, model: str, decode: Decode):
+    def __init__(self, sessions: Sessions, model: str, decode: DecodeIds):
         self._sessions = sessions
         self._model = model
         self._decode = decode
@@ -180,7 +180,7 @@ class _End(NamedTuple):
 
 
 async def _pieces(
-    session: Session, ask: Ask, digest: bytes, *, again: bool, decode: Decode
+    session: Session, ask: Ask, digest: bytes, *, again: bool, decode: DecodeIds
 ) -> AsyncIterator[_Piece | list[_End]]:
     """Pieces of the replies while they are sampled, if the client wants a stream; then all replies."""
     streams: dict[int, TextStream] = {}

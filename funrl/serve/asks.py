@@ -1,4 +1,4 @@
-"""What a client asks for, whatever dialect it speaks, and the checks of a body's fields."""
+"""Requests of clients, whatever dialect they speak, and the checks of a body's fields."""
 
 from __future__ import annotations
 

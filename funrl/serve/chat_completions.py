@@ -21,17 +21,38 @@ from funrl.serve.asks import (
     function_tool,
     plain_content,
 )
-from funrl.serve.session import Decode, Exchange
+from funrl.serve.session import DecodeIds, Exchange
 
-SAMPLING = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
+SAMPLING_FIELDS = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
 # They change nothing that this server does.
-HARMLESS = (
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority",
-    "request_id", "session_id", "cache_salt", "verbosity", "reasoning_effort", "skip_special_tokens",
+IGNORED_FIELDS = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "priority",
+    "request_id",
+    "session_id",
+    "cache_salt",
+    "verbosity",
+    "reasoning_effort",
+    "skip_special_tokens",
     "prompt_cache_retention",
-)  # fmt: skip
-READ = ("n", "seed", "stop", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", *SAMPLING)
-UNSERVED = {
+)
+_READ = (
+    "n",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    *SAMPLING_FIELDS,
+)
+_UNSERVED = {
     "response_format": "replies are free text; say in the messages what form is wanted",
     "logit_bias": "leave it out",
     "presence_penalty": "use repetition_penalty",
@@ -45,7 +66,7 @@ UNSERVED = {
     "web_search_options": "give a tool instead",
 }
 CHAT = (
-    *READ,
+    *_READ,
     "messages",
     "tools",
     "tool_choice",
@@ -54,13 +75,13 @@ CHAT = (
     "max_completion_tokens",
     "logprobs",
 )
-CHAT_UNSERVED = UNSERVED | {
+CHAT_UNSERVED = _UNSERVED | {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": "only text is served",
 }
-TEXT = (*READ, "prompt", "max_tokens", "logprobs")
-TEXT_UNSERVED = UNSERVED | {
+TEXT = (*_READ, "prompt", "max_tokens", "logprobs")
+TEXT_UNSERVED = _UNSERVED | {
     "echo": "a reply does not repeat its prompt",
     "suffix": "leave it out",
     "best_of": "use n",
@@ -78,7 +99,7 @@ def read_chat(body: Body) -> Ask:
     if modalities not in ([], ["text"]):
         raise BadRequest(f"modalities={modalities} is not served; only text is", "modalities")
     _allow_text_format(body)
-    body.refuse_others((*CHAT, *HARMLESS, "modalities"), CHAT_UNSERVED)
+    body.refuse_others((*CHAT, *IGNORED_FIELDS, "modalities"), CHAT_UNSERVED)
     messages = [_message(message) for message in body.array("messages", LONGEST_HISTORY)]
     if not messages:
         raise BadRequest("messages are needed, at least one", "messages")
@@ -99,7 +120,7 @@ def read_chat(body: Body) -> Ask:
 
 def read_text(body: Body) -> Ask:
     """The request of a body of `/v1/completions`, whose prompt is a text or token ids."""
-    body.refuse_others((*TEXT, *HARMLESS), TEXT_UNSERVED)
+    body.refuse_others((*TEXT, *IGNORED_FIELDS), TEXT_UNSERVED)
     prompt = body.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -107,13 +128,13 @@ def read_text(body: Body) -> Ask:
     return dataclasses.replace(
         _shared(body),
         text=text,
-        tokens=() if text else token_ids(prompt, "prompt"),
+        tokens=() if text else checked_ids(prompt, "prompt"),
         max_tokens=body.whole("max_tokens", 1, MOST_TOKENS) or 16,
         logprobs=body.whole("logprobs", 0, 1) is not None,
     )
 
 
-def token_ids(value: Any, field: str) -> list[int]:
+def checked_ids(value: Any, field: str) -> list[int]:
     """Token ids, at least one."""
     if not isinstance(value, list) or not value:
         raise BadRequest(f"{field} must be a text or a list of token ids, for one prompt", field)
@@ -122,7 +143,7 @@ def token_ids(value: Any, field: str) -> list[int]:
     return value
 
 
-def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/v1/chat/completions`.
 
     Args:
@@ -143,7 +164,7 @@ def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
     return whole | _prompt_ids(ask, exchanges)
 
 
-def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/v1/completions`; see `chat_answer`."""
     choices = []
     for index, exchange in enumerate(exchanges):
@@ -161,7 +182,7 @@ def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
 class ChatEvents:
     """The events of a stream of `/v1/chat/completions`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
         self._ask = ask
         self._head = {**head, "object": "chat.completion.chunk"}
         self._decode = decode
@@ -176,7 +197,7 @@ class ChatEvents:
         return [self._event(index, {"content": text})]
 
     def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
-        """What is left of each reply.
+        """The rest of each reply.
 
         Args:
           rests: of the contents.
@@ -205,7 +226,7 @@ class ChatEvents:
 class TextEvents(ChatEvents):
     """The events of a stream of `/v1/completions`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
         super().__init__(ask, head, decode)
         self._head["object"] = "text_completion"
 
@@ -318,7 +339,7 @@ def _prompt_ids(ask: Ask, exchanges: Sequence[Exchange]) -> dict[str, Any]:
     return {"prompt_token_ids": exchanges[0].prompt} if ask.token_ids else {}
 
 
-def _logprobs(ask: Ask, exchange: Exchange, decode: Decode) -> list[dict[str, Any]]:
+def _logprobs(ask: Ask, exchange: Exchange, decode: DecodeIds) -> list[dict[str, Any]]:
     """Log-probabilities in nats, under the distribution that was sampled from."""
     entries = []
     for token, logp in zip(exchange.tokens, exchange.logp.tolist(), strict=True):

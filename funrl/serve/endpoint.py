@@ -23,17 +23,17 @@ from funrl.rollout.policy import Policy
 from funrl.serve.asks import Ask
 from funrl.serve.session import Sampler, Session, Speech
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
-MODEL = "policy"  # name of the model of an episode
-KEPT = 4096  # exchanges that a server of a model remembers
+EPISODE_MODEL = "policy"  # name of the model of an episode
+KEPT_EXCHANGES = 4096  # exchanges that a server of a model remembers
 
 
 class Endpoint(NamedTuple):
-    """Where a program finds the policy of an episode.
+    """Place of the policy of an episode.
 
     Attributes:
       base_url: of the OpenAI dialects; others are beside it, as clients of these expect.
@@ -51,10 +51,10 @@ class Endpoint(NamedTuple):
 class HTTPServer:
     """A running server of sessions on the current event loop."""
 
-    def __init__(self, app: Any, host: str = LOOPBACK, port: int = 0):
+    def __init__(self, app: Any, host: str = _LOOPBACK, port: int = 0):
         import uvicorn
 
-        self.listening = listen(host, port)
+        self.listening = listening_socket(host, port)
         config = uvicorn.Config(
             app,
             log_level="error",
@@ -71,7 +71,7 @@ class HTTPServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address at which it listens."""
         host, port = self.listening.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -108,7 +108,7 @@ class _Shared(NamedTuple):
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError that names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -130,7 +130,7 @@ def check_installed() -> None:
 
 
 def speech_of(chat: TemplateChat) -> Speech:
-    """How a server reads and writes text by a tokenizer and its chat template."""
+    """Reading and writing of text by a tokenizer and its chat template."""
     tokenizer = chat.tokenizer
     hermes = getattr(tokenizer, "response_template", None) is None
     return Speech(
@@ -142,7 +142,7 @@ def speech_of(chat: TemplateChat) -> Speech:
 
 
 @contextlib.asynccontextmanager
-async def serve_policy(policy: Policy, note: Callable[[str], None] = log.warning) -> AsyncIterator[Endpoint]:
+async def serve_policy(policy: Policy, note: Callable[[str], None] = _log.warning) -> AsyncIterator[Endpoint]:
     """Serve the policy of one episode on loopback, under a key of its own, as long as the context lasts.
 
     All episodes of an event loop share a server. Sampling parameters are those of the run, whatever a client asks for.
@@ -171,7 +171,7 @@ async def serve_policy(policy: Policy, note: Callable[[str], None] = log.warning
     shared = await _server_of_loop(chat)
     key = shared.sessions.open(session)
     try:
-        yield Endpoint(f"{shared.server.url}/v1", key, MODEL, session)
+        yield Endpoint(f"{shared.server.url}/v1", key, EPISODE_MODEL, session)
     finally:
         shared.sessions.close(key)
         await session.close()
@@ -184,7 +184,7 @@ async def _server_of_loop(chat: TemplateChat) -> _Shared:
         from funrl.serve.app import Sessions, make_app
 
         sessions = Sessions()
-        server = HTTPServer(make_app(sessions, MODEL, speech_of(chat).decode))
+        server = HTTPServer(make_app(sessions, EPISODE_MODEL, speech_of(chat).decode))
         shared = _SERVERS[loop] = _Shared(server, sessions)
         await server.start()
     while not shared.server._server.started:  # another episode starts it
@@ -215,7 +215,7 @@ async def serve_until_stopped(
 
     sessions = Sessions()
     speech = speech_of(chat)
-    session = Session(policy_for, speech, kept=KEPT)
+    session = Session(policy_for, speech, kept=KEPT_EXCHANGES)
     key = sessions.open(session, key)
     server = HTTPServer(make_app(sessions, model, speech.decode), *address)
     loop = asyncio.get_running_loop()

@@ -9,11 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from funrl.serve.asks import MOST_CHOICES, Ask, BadRequest, Body
-from funrl.serve.chat_completions import FINISH, HARMLESS, MOST_TOKENS, SAMPLING, SEEDS, token_ids
-from funrl.serve.session import Decode, Exchange
+from funrl.serve.chat_completions import FINISH, IGNORED_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, SEEDS, checked_ids
+from funrl.serve.session import DecodeIds, Exchange
 
-READ = ("token_ids", "sampling_params", "stream")
-SAMPLED = ("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", "skip_special_tokens", "detokenize", *SAMPLING)
+_READ = ("token_ids", "sampling_params", "stream")
+_SAMPLED = (
+    "n",
+    "seed",
+    "stop",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "skip_special_tokens",
+    "detokenize",
+    *SAMPLING_FIELDS,
+)
 UNSERVED_PARAMETERS = {
     "prompt_logprobs": "only sampled tokens have log-probabilities",
     "stop_token_ids": "a reply ends at the stop tokens of the model",
@@ -27,15 +37,19 @@ UNSERVED_PARAMETERS = {
 
 def read_generate(body: Body) -> Ask:
     """The request of a body of `/inference/v1/generate`."""
-    body.refuse_others((*READ, *HARMLESS), {"features": "only text is served", "kv_transfer_params": "leave it out"})
+    body.refuse_others(
+        (*_READ, *IGNORED_FIELDS), {"features": "only text is served", "kv_transfer_params": "leave it out"}
+    )
     if body.flag("stream"):
         raise BadRequest("a stream of token ids is not served; use stream=false", "stream")
     parameters = Body(body.values.get("sampling_params") or {})
-    parameters.refuse_others((*SAMPLED, "output_kind", "include_stop_str_in_output", "extra_args"), UNSERVED_PARAMETERS)
+    parameters.refuse_others(
+        (*_SAMPLED, "output_kind", "include_stop_str_in_output", "extra_args"), UNSERVED_PARAMETERS
+    )
     if parameters.whole("min_tokens", 0, MOST_TOKENS):
         raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
     return Ask(
-        tokens=token_ids(body.values.get("token_ids"), "token_ids"),
+        tokens=checked_ids(body.values.get("token_ids"), "token_ids"),
         count=parameters.whole("n", 1, MOST_CHOICES) or 1,
         seed=parameters.whole("seed", *SEEDS),
         stop=parameters.stops(),
@@ -47,7 +61,7 @@ def read_generate(body: Body) -> Ask:
     )
 
 
-def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+def generate_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/inference/v1/generate`."""
     choices = []
     for index, exchange in enumerate(exchanges):

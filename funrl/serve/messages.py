@@ -8,21 +8,29 @@ from typing import Any
 
 from funrl.serve.asks import Ask, BadRequest, Body, call_message, checked_choice, function_tool, plain_content
 from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOLS
-from funrl.serve.session import Decode, Exchange
+from funrl.serve.session import DecodeIds, Exchange
 
-READ = (
-    "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
+_READ = (
+    "messages",
+    "system",
+    "max_tokens",
+    "stop_sequences",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "tools",
     "tool_choice",
-)  # fmt: skip
-HARMLESS = ("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config")
-UNSERVED = {"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"}
+)
+_IGNORED = ("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config")
+_UNSERVED = {"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"}
 
 
 def read_messages(body: Body) -> Ask:
     """The request of a body of `/v1/messages`."""
     if body.values.get("thinking") == {"type": "disabled"}:
         del body.values["thinking"]
-    body.refuse_others((*READ, *HARMLESS), UNSERVED)
+    body.refuse_others((*_READ, *_IGNORED), _UNSERVED)
     messages = [] if not body.values.get("system") else [_system(body.values["system"])]
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)
@@ -42,12 +50,7 @@ def read_messages(body: Body) -> Ask:
     )
 
 
-def read_counted(body: Body) -> Ask:
-    """The request of a body of `/v1/messages/count_tokens`."""
-    return read_messages(body)
-
-
-def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/v1/messages`."""
     (exchange,) = exchanges
     blocks: list[dict[str, Any]] = []
@@ -63,7 +66,7 @@ def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode
 class MessageEvents:
     """The events of a stream of `/v1/messages`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
         self._head = head
         self._open = False
 
@@ -82,8 +85,9 @@ class MessageEvents:
         return [*events, _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})]
 
     def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
-        """What is left of the message."""
-        (exchange,), (rest,) = exchanges, rests
+        """The rest of the message."""
+        (exchange,) = exchanges
+        (rest,) = rests
         events = self.text(0, rest) if rest or not (self._open or exchange.calls) else []
         number = 0
         if self._open:

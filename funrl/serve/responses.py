@@ -8,17 +8,35 @@ from typing import Any
 
 from funrl.serve.asks import Ask, BadRequest, Body, call_message, checked_choice, function_tool, plain_content
 from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOLS
-from funrl.serve.session import Decode, Exchange
+from funrl.serve.session import DecodeIds, Exchange
 
-READ = (
-    "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream",
-    "temperature", "top_p",
-)  # fmt: skip
-HARMLESS = (
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation",
-    "include", "reasoning", "prompt_cache_retention", "stream_options", "text",
-)  # fmt: skip
-UNSERVED = {
+_READ = (
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_output_tokens",
+    "stream",
+    "temperature",
+    "top_p",
+)
+_IGNORED = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "truncation",
+    "include",
+    "reasoning",
+    "prompt_cache_retention",
+    "stream_options",
+    "text",
+)
+_UNSERVED = {
     "previous_response_id": "send the whole history as input",
     "conversation": "send the whole history as input",
     "background": "leave it out",
@@ -26,7 +44,7 @@ UNSERVED = {
     "top_logprobs": "leave it out",
     "max_tool_calls": "leave it out",
 }
-PARTS = ("input_text", "output_text", "text", "refusal")
+_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read_responses(body: Body) -> Ask:
@@ -34,7 +52,7 @@ def read_responses(body: Body) -> Ask:
     form = body.values.get("text")
     if isinstance(form, dict) and (form.get("format") or {}).get("type", "text") != "text":
         raise BadRequest("text.format is not served: replies are free text", "text")
-    body.refuse_others((*READ, *HARMLESS), UNSERVED)
+    body.refuse_others((*_READ, *_IGNORED), _UNSERVED)
     messages = [{"role": "system", "content": body.text("instructions")}] if body.values.get("instructions") else []
     given = body.values.get("input")
     if isinstance(given, str):
@@ -56,7 +74,7 @@ def read_responses(body: Body) -> Ask:
     )
 
 
-def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: Decode) -> dict[str, Any]:
+def response_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/v1/responses`."""
     (exchange,) = exchanges
     incomplete = {"reason": "max_output_tokens"} if exchange.finish == "length" else None
@@ -77,7 +95,7 @@ def answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode
 class ResponseEvents:
     """The events of a stream of `/v1/responses`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: Decode):
+    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
         self._ask = ask
         self._head = head
         self._decode = decode
@@ -103,10 +121,11 @@ class ResponseEvents:
         return [*events, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])]
 
     def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
-        """What is left of the response."""
-        (exchange,), (rest,) = exchanges, rests
+        """The rest of the response."""
+        (exchange,) = exchanges
+        (rest,) = rests
         events = self.text(0, rest) if rest or not (self._open or exchange.calls) else []
-        whole = answer(self._ask, exchanges, self._head, self._decode)
+        whole = response_answer(self._ask, exchanges, self._head, self._decode)
         items = whole["output"]
         if self._open:
             part = {"type": "output_text", "text": self._text, "annotations": []}
@@ -181,7 +200,7 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
         raise BadRequest("the input must be a text or a list of items", "input")
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        output = plain_content(item.get("output"), "input", PARTS)
+        output = plain_content(item.get("output"), "input", _PARTS)
         messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id", ""))})
     elif kind == "function_call":
         call = str(item.get("call_id", "")), str(item.get("name", "")), item.get("arguments")
@@ -194,7 +213,7 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
         role = item.get("role")
         if role not in ("system", "developer", "user", "assistant"):
             raise BadRequest(f"a message has the role {role!r}; system, user and assistant are known", "input")
-        content = plain_content(item.get("content"), "input", PARTS)
+        content = plain_content(item.get("content"), "input", _PARTS)
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind != "reasoning":
         raise BadRequest(f"an item of type {kind!r} is not served; messages and functions are", "input")

@@ -24,13 +24,13 @@ from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
 from funrl.serve.asks import Ask, BadRequest
 
-Decode = Callable[[list[int]], str]
+DecodeIds = Callable[[list[int]], str]
 # (index of the reply, its token ids so far)
 Hear = Callable[[int, list[int]], None]
 
 
 class Sampler(Protocol):
-    """What a session needs of a policy; see `funrl.rollout.policy.Policy`."""
+    """The part of a policy that a session needs; see `funrl.rollout.policy.Policy`."""
 
     def start(self, content: Any, tools: Any = (), agent: str = "policy") -> Trajectory: ...
     def extend(self, trajectory: Trajectory, content: Any) -> Trajectory: ...
@@ -40,7 +40,7 @@ class Sampler(Protocol):
 
 
 class Speech(NamedTuple):
-    """How a session reads and writes text.
+    """Reading and writing of text.
 
     Attributes:
       chat: renders messages and reads replies.
@@ -51,7 +51,7 @@ class Speech(NamedTuple):
     """
 
     chat: Chat
-    decode: Decode
+    decode: DecodeIds
     encode: Callable[[str], list[int]]
     call_opening: Callable[[str | None], str] | None = None
 
@@ -76,7 +76,6 @@ class Exchange(NamedTuple):
       tokens: of the reply.
       logp: [N] nats, under the distribution that was sampled from.
       version: of the weights that sampled the last token.
-      forced: the first tokens of a demanded call, which are the last ones of `prompt`.
     """
 
     content: str
@@ -87,7 +86,6 @@ class Exchange(NamedTuple):
     tokens: list[int]
     logp: Tensor
     version: int
-    forced: Sequence[int] = ()
 
 
 class Session:
@@ -203,8 +201,8 @@ class Session:
         """The trajectory of a prompt of token ids: the longest one that it begins with, and the rest."""
         ids = np.asarray(tokens, dtype="<i8")
         digest = hashlib.blake2b(digest_size=16)
-        longest, hashed = 0, 0
-        found: Trajectory | None = None
+        longest = hashed = 0
+        begun: Trajectory | None = None
         for length in sorted(self._lengths):
             if length >= len(ids):
                 break
@@ -212,11 +210,11 @@ class Session:
             hashed = length
             known = self._by_tokens.get(digest.copy().digest())
             if known is not None:
-                found = known
+                begun = known
                 longest = length
-        if found is None:
+        if begun is None:
             return policy.start(tokens, (), self._agent)
-        return policy.extend(found, tokens[longest:])
+        return policy.extend(begun, tokens[longest:])
 
     def _forced(self, ask: Ask) -> list[int]:
         """The first tokens of a call that the client demands."""
@@ -235,8 +233,8 @@ class Session:
         self, policy: Sampler, start: Trajectory, ask: Ask, number: int, hear: Hear | None
     ) -> tuple[Reply, Trajectory]:
         seed = None if ask.seed is None else ask.seed + number
-        told = None if hear is None else lambda ids: hear(number, ids)
-        with tokens_heard(told):
+        listener = None if hear is None else lambda ids: hear(number, ids)
+        with tokens_heard(listener):
             return await policy.sample(start, ask.max_tokens, ask.stop, seed)
 
     def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
@@ -259,8 +257,16 @@ class Session:
             if not reading.problems:
                 content = str(reading.message.get("content") or "")
         finish = "length" if node.finish == "length" else "calls" if calls else "stop"
-        logp = node.sampling_logp
-        return Exchange(content, calls, finish, stop, prompt, tokens, logp, int(node.versions[-1]), forced)
+        return Exchange(
+            content,
+            calls,
+            finish,
+            stop,
+            prompt=prompt,
+            tokens=tokens,
+            logp=node.sampling_logp,
+            version=int(node.versions[-1]),
+        )
 
     def _remember(self, ask: Ask, exchange: Exchange, end: Trajectory) -> None:
         ids = np.asarray([*exchange.prompt, *exchange.tokens], dtype="<i8")
@@ -287,9 +293,9 @@ def _histories(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) 
     histories = []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        said = [message.get("role"), str(message.get("content") or "").strip()]
-        said += [[call["name"], call["arguments"]] for call in calls]
-        digest.update(json.dumps(said, sort_keys=True).encode() + b"\n")
+        facts = [message.get("role"), str(message.get("content") or "").strip()]
+        facts += [[call["name"], call["arguments"]] for call in calls]
+        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
         histories.append(digest.digest())
     return histories
 

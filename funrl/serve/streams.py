@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from funrl.environments.tool_calls import OPEN
-from funrl.serve.session import Decode
+from funrl.serve.session import DecodeIds
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers show of a character whose bytes have not all arrived
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers show of a character whose bytes have not all arrived
 
 
 class TextStream:
@@ -17,7 +17,7 @@ class TextStream:
       text: given out so far.
     """
 
-    def __init__(self, decode: Decode, before: Sequence[int], hidden: Sequence[str], *, calls: bool):
+    def __init__(self, decode: DecodeIds, before: Sequence[int], hidden: Sequence[str], *, calls: bool):
         """Make it.
 
         Args:
@@ -40,7 +40,7 @@ class TextStream:
         self._ids += tokens
         known = self._decode(self._ids[self._begin : self._end])
         text = self._decode(self._ids[self._begin :])
-        if len(text) > len(known) and not text.endswith(UNFINISHED):
+        if len(text) > len(known) and not text.endswith(_UNFINISHED):
             self._whole += text[len(known) :]
             self._begin = self._end
             self._end = len(self._ids)
@@ -62,9 +62,9 @@ class TextStream:
         text = self._whole
         safe = len(text)
         for hidden in self._hidden:
-            found = text.find(hidden)
-            if found >= 0:
-                safe = min(safe, found)
+            place = text.find(hidden)
+            if place >= 0:
+                safe = min(safe, place)
             tails = range(min(len(hidden) - 1, len(text)), 0, -1)
             safe = min(safe, next((len(text) - n for n in tails if text.endswith(hidden[:n])), safe))
         if self._calls:  # a content with calls has no white space around it

@@ -129,7 +129,7 @@ def test_many_programs_at_once_are_neither_mixed_nor_lost():
 
 @pytest.mark.slow
 def test_very_many_programs_at_once_are_neither_mixed_nor_lost():
-    check_many(400)
+    check_many(150)
 
 
 def check_many(count):

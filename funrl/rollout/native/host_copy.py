@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,3 +32,19 @@ class HostCopy:
 def device_copy(x: np.ndarray, device: torch.device) -> Tensor:
     """An array on a device, in the order of the device's work."""
     return copy_to_device(torch.from_numpy(x), device)
+
+
+class PendingTokens(NamedTuple):
+    """Tokens of one iteration, on their way to the host.
+
+    Attributes:
+      slots: [R] slot of each token.
+      serials: [R] serials of these slots at the time of sampling.
+      positions: [R] position of each token in its sequence.
+      copy: tokens, sampling and raw log-probabilities; may have more rows than there are slots.
+    """
+
+    slots: np.ndarray
+    serials: np.ndarray
+    positions: np.ndarray
+    copy: HostCopy

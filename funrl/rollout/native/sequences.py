@@ -7,14 +7,13 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from funrl.rollout.native.backends import Backend
-from funrl.rollout.native.host_copy import HostCopy, device_copy
+from funrl.rollout.native.host_copy import HostCopy, PendingTokens, device_copy
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.slot_noise import NOISE_STEPS, SlotNoise
@@ -23,22 +22,6 @@ from funrl.rollout.sampling_parameters import Sampling
 
 STOPS = 4  # columns for stop tokens at first
 NO_HOLDER = -1  # serial of a free slot
-
-
-class _SampledTokens(NamedTuple):
-    """Tokens of one iteration, on their way to the host.
-
-    Attributes:
-      slots: [R] slot of each token.
-      serials: [R] serials of these slots at the time of sampling.
-      positions: [R] position of each token in its sequence.
-      copy: tokens, sampling and raw log-probabilities; may have more rows than there are slots.
-    """
-
-    slots: np.ndarray
-    serials: np.ndarray
-    positions: np.ndarray
-    copy: HostCopy
 
 
 class RunningSequences:
@@ -75,7 +58,7 @@ class RunningSequences:
         self._free: list[int] = []
         self._ended: list[Completion] = []
         self._released: list[RunningSequence] = []
-        self._pending: list[_SampledTokens] = []
+        self._pending: list[PendingTokens] = []
         self._sampling_groups: dict[Sampling, int] = {}
         self._prompts, self._limits, self._group = (self.lengths.copy() for _ in range(3))
         self._stops = np.full((0, STOPS), -1, dtype=np.int64)
@@ -273,7 +256,7 @@ class RunningSequences:
 
     def append(self, slots: np.ndarray, copy: HostCopy) -> None:
         """Append one token per slot; the device buffer already holds it."""
-        self._pending.append(_SampledTokens(slots, self.serials[slots], self.lengths[slots], copy=copy))
+        self._pending.append(PendingTokens(slots, self.serials[slots], self.lengths[slots], copy=copy))
         self.lengths[slots] += 1
 
     def _append(self, slots_R: np.ndarray, sampled: tuple[Tensor, Tensor, Tensor]) -> None:
