@@ -49,7 +49,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
         raise ModelError("the model has adapters already")
     if model.abilities.code:
         raise ModelError(f"{model.abilities.code} is transformers' own code, which takes no adapters")
-    layer = _with_low_rank(model.layer, lora.alpha / lora.rank)
+    layer = _with_low_rank(model.layer, scale_of(lora))
     shapes = _with_factors(model.shapes, lora.targets, functools.partial(_factor_shapes, lora.rank))
     return dataclasses.replace(
         model,
@@ -145,9 +145,35 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     """
     assert model.adapters is not None
     weights = dict(trees.named(params))
-    scale = model.adapters.lora.alpha / model.adapters.lora.rank
+    scale = scale_of(model.adapters.lora)
     names = merged_weights(model)
     return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
+
+
+def factors_of_layers(model: Model, params: trees.Tree) -> tuple[list[dict[str, tuple[Tensor, Tensor]]], float]:
+    """Factors of each layer as matrices, A [rank, in] and B [out, rank] by the name of the weight, and their scale.
+
+    Args:
+      model: with adapters.
+      params: a tree with its factors, such as the part that learns.
+    """
+    assert model.adapters is not None
+    layers = []
+    for parts in params["layers"]:
+        weights = {name: x for part in parts.values() if isinstance(part, dict) for name, x in part.items()}
+        layers.append(
+            {
+                name.removesuffix(FIRST): (x.flatten(1), weights[name.removesuffix(FIRST) + SECOND].flatten(0, -2))
+                for name, x in weights.items()
+                if name.endswith(FIRST)
+            }
+        )
+    return layers, scale_of(model.adapters.lora)
+
+
+def scale_of(lora: Lora) -> float:
+    """The factor of B A x."""
+    return lora.alpha / lora.rank
 
 
 def _with_low_rank(layer: Layer, scale: float) -> Layer:
