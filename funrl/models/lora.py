@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,30 +150,70 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
 
 
-def factors_of_layers(model: Model, params: trees.Tree) -> tuple[list[dict[str, tuple[Tensor, Tensor]]], float]:
-    """Factors of each layer as matrices, A [rank, in] and B [out, rank] by the name of the weight, and their scale.
+def factors_of_layers(params: trees.Tree) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Factors of each layer as matrices, A [rank, in] and B [out, rank] by the name of the weight in its layer.
 
     Args:
-      model: with adapters.
-      params: a tree with its factors, such as the part that learns.
+      params: a tree with them, such as the part that learns.
     """
-    assert model.adapters is not None
     layers = []
     for parts in params["layers"]:
         weights = {name: x for part in parts.values() if isinstance(part, dict) for name, x in part.items()}
-        layers.append(
-            {
-                name.removesuffix(FIRST): (x.flatten(1), weights[name.removesuffix(FIRST) + SECOND].flatten(0, -2))
-                for name, x in weights.items()
-                if name.endswith(FIRST)
-            }
-        )
-    return layers, scale_of(model.adapters.lora)
+        firsts = {name.removesuffix(FIRST): x for name, x in weights.items() if name.endswith(FIRST)}
+        layers.append({name: (a.flatten(1), weights[name + SECOND].flatten(0, -2)) for name, a in firsts.items()})
+    return layers
+
+
+def factor_of(layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]], name: str) -> Tensor:
+    """The factor of a name in the tree of weights, such as layers/0/attn/q_lora_a, among those of all layers."""
+    _, layer, _, leaf = name.split("/")
+    a, b = layers[int(layer)][leaf.removesuffix(FIRST).removesuffix(SECOND)]
+    return a if leaf.endswith(FIRST) else b
+
+
+class Adapter(NamedTuple):
+    """An adapter apart from the model that it stands on.
+
+    Attributes:
+      factors: this rank's, a tree like the part of the weights that learns.
+      scale: of their product.
+    """
+
+    factors: trees.Tree
+    scale: float
+
+
+def with_adapters(params: trees.Tree, adapters: Sequence[tuple[Adapter, Tensor | None]]) -> trees.Tree:
+    """Weights of a model without adapters, with the factors of some beside them, each for its own tokens.
+
+    Args:
+      params: the model's weights.
+      adapters: with the tokens that meet each of them, as `LowRank.tokens` has them.
+    """
+    layers = list(params["layers"])
+    for (factors, scale), tokens in adapters:
+        layers = [_with_factors_of(*pair, scale, tokens) for pair in zip(layers, factors["layers"], strict=True)]
+    return {**params, "layers": tuple(layers)}
 
 
 def scale_of(lora: Lora) -> float:
     """The factor of B A x."""
     return lora.alpha / lora.rank
+
+
+def _with_factors_of(
+    layer: Mapping[str, Any], own: Mapping[str, Any], scale: float, tokens: Tensor | None
+) -> dict[str, Any]:
+    """A layer's weights, those that have factors in `own` with these."""
+    parts = dict(layer)
+    for part, factors in own.items():
+        weights = dict(parts[part])
+        for name, a in factors.items():
+            if name.endswith(FIRST):
+                weight = name.removesuffix(FIRST)
+                weights[weight] = LowRank(weights[weight], a, factors[weight + SECOND], scale, tokens)
+        parts[part] = weights
+    return parts
 
 
 def _with_low_rank(layer: Layer, scale: float) -> Layer:

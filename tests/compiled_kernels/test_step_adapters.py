@@ -12,7 +12,7 @@ from funrl.compiled_kernels.exact.adapters import TokenAdapters
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.models.decoder.compiled_step import step_sizes
 from funrl.models.decoder.decoder import decoder_model
-from funrl.models.lora import factors_of_layers, with_lora
+from funrl.models.lora import factors_of_layers, scale_of, with_lora
 from funrl.models.model import Inputs, Lora
 
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
@@ -28,7 +28,10 @@ def adapted(name, number):
     generator = torch.Generator().manual_seed(number)
     own = model.init(generator, torch.float64)
     base = dict(trees.named(weights(config_of(name))))
-    draw = lambda name, x: base[name].double() if name in base else x + 0.3 * torch.randn(x.shape, generator=generator)
+
+    def draw(name, x):
+        return base[name].double() if name in base else x + 0.3 * torch.randn(x.shape, generator=generator)
+
     return model, trees.map_named(draw, own)
 
 
@@ -62,9 +65,8 @@ def test_tokens_have_the_trainer_s_bits_whatever_adapters_a_call_mixes(name, dty
     decoder = packed_decoder(step_sizes(config_of(name)), base, dtype, threads=2)
     packed = []
     for number in range(len(LORAS)):
-        model, params = adapted(name, number)
-        layers, scale = factors_of_layers(model, trees.map(lambda x: x.to(dtype), params))
-        packed.append(decoder.adapter(layers, scale))
+        params = trees.map(lambda x: x.to(dtype), adapted(name, number)[1])
+        packed.append(decoder.adapter(factors_of_layers(params), scale_of(LORAS[number])))
     lengths, numbers = [9, 30, 1, 17, 70, 5], [0, 2, -1, 1, 0, -1]
     mixed = Mixed(decoder, lengths, packed, numbers)
     calls = [[(s, 0, (n + 1) // 2) for s, n in enumerate(lengths)]]
@@ -81,8 +83,8 @@ def test_the_factors_are_read_back_as_they_were_given():
         base = weights(config_of(name))
         decoder = packed_decoder(step_sizes(config_of(name)), base, torch.float32)
         for number in range(len(LORAS)):
-            layers, scale = factors_of_layers(*adapted(name, number))
-            found = [*decoder.adapter(layers, scale).factors()]
+            layers = factors_of_layers(adapted(name, number)[1])
+            found = [*decoder.adapter(layers, 1.0).factors()]
             for layer, back in zip(layers, found, strict=True):
                 assert layer.keys() == back.keys()
                 for which in layer:
