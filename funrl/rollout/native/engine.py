@@ -8,6 +8,7 @@ keys and values are recomputed later.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -118,7 +119,7 @@ class NativeEngine:
         self.paused = False
         self.model = model
         self.adapters: dict[str, LoadedAdapter] = {}
-        self._adapters_loaded = 0
+        self._numbers = itertools.count()  # of adapters; none is used twice
         self._backend = backend
         self._cache_bytes = options.cache_bytes
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
@@ -184,8 +185,7 @@ class NativeEngine:
         spec = self.adapter_weights(lora)
         self._drop_cache()
         known = self.adapters.get(name)
-        number = self._adapters_loaded if known is None else known.number
-        self._adapters_loaded += known is None
+        number = next(self._numbers) if known is None else known.number
         self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
         self.adapters[name] = LoadedAdapter(number, lora, spec, version)
         self._sequences.of_version(version, number)
@@ -206,7 +206,7 @@ class NativeEngine:
 
     def held_adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """This rank's shards of an adapter's factors, as `held_weights` gives those of the base."""
-        return self._backend.held_adapter(self.adapters[name].number)
+        return self.adapters[name].shaped(self._backend.held_adapter(self.adapters[name].number))
 
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
         """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,6 +31,12 @@ class LoadedAdapter(NamedTuple):
     lora: Lora
     weights: WeightSpec
     version: int
+
+    def shaped(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Factors whose dims are merged, as they were loaded."""
+        placed = dict(trees.named(self.weights.layouts))
+        rank = self.weights.mesh.rank
+        yield from ((name, x.reshape(placed[name].local_shape(rank))) for name, x in named)
 
 
 def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
@@ -65,4 +71,4 @@ def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -
     shapes = trained_part(adapted, adapted.shapes)
     placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=mesh.sizes))
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(shapes)}
-    return WeightSpec(names, placed, mesh, dtype=weights.dtype)
+    return WeightSpec(names, placed, mesh, dtype=weights.dtype, adapters=True)
