@@ -6,6 +6,7 @@
 // was split. Numbers of a T (float, bfloat16 or double) are rounded where torch's own pass rounds them; sums are float32,
 // of double float64.
 
+#include "adapters.hpp"
 #include "lanes.hpp"
 #include "operators.hpp"
 #include "paged_attention.hpp"
@@ -41,6 +42,9 @@ struct Step {
   void *keys, *values;  // [layers, pages, ...]
   int64_t pages, threads;
   void* logits;  // [M, V] of Real<T>
+  const Adapter* adapters;
+  const int64_t* adapter;  // [N] number of each token's, -1: none; null: no token has one
+  int64_t adapter_count;
 };
 
 // Query rows that share a sequence: tokens first .. first + count - 1 of the step.
@@ -50,9 +54,11 @@ struct QueryTile {
 };
 
 template <class T> struct Workspace {
-  std::vector<Real<T>> hidden, qkv;  // [N, D], [BLOCK_ROWS, heads and key-value heads]
+  using R = Real<T>;
+  std::vector<R> hidden, qkv;  // [N, D], [BLOCK_ROWS, heads and key-value heads]
   // [BLOCK_ROWS, D], [BLOCK_ROWS, F], [N, heads], [N, heads], and rows as the products with `output` and `down` take them
-  std::vector<T> narrow, inner, query, mixed, terms;
+  std::vector<T> narrow, inner, query, mixed, terms, low_rank;
+  std::vector<R> added;  // of adapters, [BLOCK_ROWS, columns of a product]
   std::vector<QueryTile> tiles;
 };
 
@@ -61,7 +67,7 @@ template <class T> class Pass {
   Pass(const Model& model, const Step& step, Workspace<T>& space)
       : m(model), s(step), space(space), D(padded(m.embed)), head(padded(m.head)), Q(m.heads * head),
         KV(m.kv_heads * head), F(padded(m.mlp)), output_terms(terms_of<T>(m.heads * m.head, m.output_parts)),
-        down_terms(terms_of<T>(m.mlp, m.down_parts)) {
+        down_terms(terms_of<T>(m.mlp, m.down_parts)), adapted(s.adapters, s.adapter, s.adapter_count) {
     grow(space.hidden, s.tokens * D);
     grow(space.qkv, BLOCK_ROWS * (Q + 2 * KV));
     grow(space.narrow, BLOCK_ROWS * D);
@@ -69,6 +75,7 @@ template <class T> class Pass {
     grow(space.query, s.tokens * Q);
     grow(space.mixed, s.tokens * Q);
     grow(space.terms, BLOCK_ROWS * std::max(output_terms.total(), down_terms.total()));
+    adapted.reserve(std::max({Q + 2 * KV, 2 * F, D}), space.low_rank, space.added);
     cut_tiles();
   }
 
@@ -77,10 +84,9 @@ template <class T> class Pass {
     rows(0, s.tokens, team, thread, [&](int64_t t) { embed(t); });
     team.barrier();
     for (int64_t l = 0; l < m.layers; l++) {
-      const Layer& layer = m.layer[l];
       each_block(s.tokens, [&](int64_t first, int count) { write_qkv(l, first, count, team, thread); });
       attention(l, team);
-      each_block(s.tokens, [&](int64_t first, int count) { mlp(layer, first, count, team, thread); });
+      each_block(s.tokens, [&](int64_t first, int count) { mlp(l, first, count, team, thread); });
     }
     each_block(s.drawn, [&](int64_t first, int count) { logits(first, count, team, thread); });
   }
@@ -92,6 +98,7 @@ template <class T> class Pass {
   using R = Real<T>;
   const int64_t D, head, Q, KV, F;
   const Terms output_terms, down_terms;
+  AddedProducts<T> adapted;
 
   const R* vector(const void* x) const { return (const R*)x; }
   template <class V> static void grow(V& vector, int64_t size) {
@@ -132,10 +139,13 @@ template <class T> class Pass {
       normalise<T>(hidden(t), vector(layer.attn_norm), space.narrow.data() + (t - first) * D, m.embed, m.norm_eps);
     });
     team.barrier();
+    const R* added = adapted.of(l, first, count, {space.narrow.data(), D, {1, D}}, &Factors::qkv_first,
+                                {{&Factors::q, 0, Q}, {&Factors::k, Q, KV}, {&Factors::v, Q + KV, KV}}, width, team, thread);
     multiply(space.narrow.data(), D, count, {1, D}, (const T*)layer.qkv, panels_of(width), thread, team.size,
              [&](int row, int64_t panel, const R* y) {
                for (int64_t n = panel * PANEL; n < width && n < (panel + 1) * PANEL; n += LANES, y += LANES) {
-                 const Vector<T> sum = layer.qkv_bias ? load(y) + load(vector(layer.qkv_bias) + n) : load(y);
+                 Vector<T> sum = layer.qkv_bias ? load(y) + load(vector(layer.qkv_bias) + n) : load(y);
+                 if (added) sum = rounded<T>(sum) + load(added + row * width + n);
                  store(space.qkv.data() + row * width + n, rounded<T>(sum));
                }
              });
@@ -208,13 +218,15 @@ template <class T> class Pass {
   }
 
   // The rest of a layer: the attention's output, then the mlp, each added to the hidden states.
-  void mlp(const Layer& layer, int64_t first, int count, Team& team, int thread) {
+  void mlp(int64_t l, int64_t first, int count, Team& team, int thread) {
+    const Layer& layer = m.layer[l];
     T* narrow = space.narrow.data();
-    auto add = [&](const R* bias) {
+    auto add = [&](const R* bias, const R* added) {
       return [=, this](int row, int64_t panel, const R* y) {
         R* x = hidden(first + row);
         for (int64_t n = panel * PANEL; n < D && n < (panel + 1) * PANEL; n += LANES, y += LANES) {
           Vector<T> sum = rounded<T>(load(y));
+          if (added) sum = rounded<T>(sum + load(added + row * D + n));
           if (bias) sum = rounded<T>(sum + load(bias + n));
           store(x + n, rounded<T>(load(x + n) + sum));
         }
@@ -229,14 +241,16 @@ template <class T> class Pass {
       team.barrier();
       mixed = space.terms.data();
     }
+    const R* added = adapted.of(l, first, count, {mixed, output_terms.total(), output_terms}, &Factors::output_first,
+                                {{&Factors::output, 0, D}}, D, team, thread);
     multiply(mixed, output_terms.total(), count, output_terms, (const T*)layer.output, panels_of(D), thread, team.size,
-             add(vector(layer.output_bias)));
+             add(vector(layer.output_bias), added));
     team.barrier();
     rows(first, count, team, thread, [&](int64_t t) {
       normalise<T>(hidden(t), vector(layer.mlp_norm), narrow + (t - first) * D, m.embed, m.norm_eps);
     });
     team.barrier();
-    inner(layer, count, team, thread);
+    inner(l, first, count, team, thread);
     team.barrier();
     const T* inside = space.inner.data();
     if (down_terms.total() != F) {
@@ -246,18 +260,27 @@ template <class T> class Pass {
       team.barrier();
       inside = space.terms.data();
     }
+    added = adapted.of(l, first, count, {inside, down_terms.total(), down_terms}, &Factors::down_first,
+                       {{&Factors::down, 0, D}}, D, team, thread);
     multiply(inside, down_terms.total(), count, down_terms, (const T*)layer.down, panels_of(D), thread, team.size,
-             add(nullptr));
+             add(nullptr, added));
     team.barrier();
   }
 
   // silu(gate) * up: a panel has the gates of PANEL / 2 outputs and then their ups.
-  void inner(const Layer& layer, int count, Team& team, int thread) {
-    multiply(space.narrow.data(), D, count, {1, D}, (const T*)layer.gate_up, panels_of(2 * F), thread, team.size,
+  void inner(int64_t l, int64_t first, int count, Team& team, int thread) {
+    const R* added = adapted.of(l, first, count, {space.narrow.data(), D, {1, D}}, &Factors::gate_up_first,
+                                {{&Factors::gate, 0, F}, {&Factors::up, F, F}}, 2 * F, team, thread);
+    multiply(space.narrow.data(), D, count, {1, D}, (const T*)m.layer[l].gate_up, panels_of(2 * F), thread, team.size,
              [&](int row, int64_t panel, const R* y) {
                for (int64_t n = 0; n < PANEL / 2 && panel * PANEL / 2 + n < F; n += LANES) {
-                 const Vector<T> gate = rounded<T>(load(y + n)), up = rounded<T>(load(y + PANEL / 2 + n));
-                 store(space.inner.data() + row * F + panel * PANEL / 2 + n, rounded<T>(rounded<T>(silu(gate)) * up));
+                 const int64_t column = panel * PANEL / 2 + n;
+                 Vector<T> gate = rounded<T>(load(y + n)), up = rounded<T>(load(y + PANEL / 2 + n));
+                 if (added) {
+                   const R* more = added + row * 2 * F + column;
+                   gate = rounded<T>(gate + load(more)), up = rounded<T>(up + load(more + F));
+                 }
+                 store(space.inner.data() + row * F + column, rounded<T>(rounded<T>(silu(gate)) * up));
                }
              });
   }
@@ -276,7 +299,8 @@ template <class T> class Pass {
   }
 };
 
-// 0, or the number of what a step has that does not exist: 1 token, 2 sequence, 3 page, 4 drawn token, 5 rotation.
+// 0, or the number of what a step has that does not exist: 1 token, 2 sequence, 3 page, 4 drawn token, 5 adapter, 6
+// rotation.
 int problem_of(const Model& m, const Step& s, int64_t sequences) {
   for (int64_t t = 0; t < s.tokens; t++) {
     if (s.token[t] < 0 || s.token[t] >= m.vocab) return 1;
@@ -285,7 +309,8 @@ int problem_of(const Model& m, const Step& s, int64_t sequences) {
     const int32_t* table = s.tables + s.sequence[t] * s.width;
     for (int64_t page = 0; page <= s.position[t] / PAGE; page++)
       if (table[page] < 0 || table[page] >= s.pages) return 3;
-    if (s.position[t] >= m.positions) return 5;
+    if (s.adapter && (s.adapter[t] < -1 || s.adapter[t] >= s.adapter_count)) return 5;
+    if (s.position[t] >= m.positions) return 6;
   }
   for (int64_t i = 0; i < s.drawn; i++)
     if (s.draw[i] < 0 || s.draw[i] >= s.tokens) return 4;

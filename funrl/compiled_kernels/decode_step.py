@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
+from funrl.compiled_kernels.exact.structures import Step, StepAdapter, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
@@ -39,6 +41,7 @@ _PROBLEMS = (
     "a token's sequence is not a row of the tables",
     "a position, or one before it, has no page of the cache in its sequence's table",
     "a token whose logits are wanted is not in the call",
+    "a token's adapter is not one of the call's",
 )
 _NO_ROTATION = len(_PROBLEMS)  # a position is after the table of rotations
 
@@ -74,34 +77,6 @@ class PagedKeyValues(NamedTuple):
 
     keys: Tensor
     values: Tensor
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ["qkv", "output", "gate_up", "down"]),
-        *((name, ctypes.c_void_p) for name in ["attn_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "output_bias"]),
-        ("window", ctypes.c_int64),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ["layers", "embed", "heads", "kv_heads", "head", "mlp", "vocab"]),
-        *((name, ctypes.c_int64) for name in ["output_parts", "down_parts"]),
-        ("norm_eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ["embedding", "unembed", "norm", "rope"]),
-        ("positions", ctypes.c_int64),
-        ("layer", ctypes.c_void_p),
-    ]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ["tokens", "width", "drawn"]),
-        *((name, ctypes.c_void_p) for name in ["token", "position", "sequence", "tables", "draw", "keys", "values"]),
-        *((name, ctypes.c_int64) for name in ["pages", "threads"]),
-        ("logits", ctypes.c_void_p),
-    ]
 
 
 def kernel_problem(sizes: StepSizes | str, dtype: torch.dtype) -> str | None:
@@ -167,11 +142,11 @@ class PackedDecoder:
         self._used = 0  # numbers of `_panels` that are filled
         self._vectors = []  # tensors that the kernel points to
         self._optional = {*params["layers"][0]["attn"], *params} & {"q_norm", "q_bias", "o_bias", "unembed"}
-        self._layers = (_Layer * self.sizes.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
+        self._layers = (StepLayer * self.sizes.layers)(*(self._layer(i, w) for i, w in enumerate(params["layers"])))
         sizes = self.sizes
         embedding = params["embed"].detach().to(self.dtype, copy=True).contiguous()
         unembed = params["unembed"] if "unembed" in params else params["embed"]
-        self._model = _Model(
+        self._model = StepModel(
             layers=sizes.layers,
             embed=sizes.embed,
             heads=sizes.heads,
@@ -236,6 +211,12 @@ class PackedDecoder:
             yield "unembed", unembed
         yield "norm", vector(sizes.embed)
 
+    def adapter(self, layers: Sequence[Factors], scale: float) -> PackedAdapter:
+        """Copy the factors of an adapter into the kernel's layout; they stay there when `load` replaces the weights."""
+        sizes = self.sizes
+        parts = {"o": parts_of(sizes.heads * sizes.head), "down": parts_of(sizes.mlp)}
+        return PackedAdapter(layers, scale, self.dtype, HeadSizes(sizes.head, round_up(sizes.head, LANES)), parts)
+
     def init_cache(self, pages: int) -> PagedKeyValues:
         """An empty cache; its memory is taken as pages are written."""
         shape = (self.sizes.layers, pages, _page_numbers(self.sizes))
@@ -251,6 +232,7 @@ class PackedDecoder:
         tables_SP: Tensor,
         draw_M: Tensor,
         logits_MV: Tensor | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Write keys and values of some tokens and give the logits of some of these.
 
@@ -266,6 +248,7 @@ class PackedDecoder:
           draw_M: int64 indices into N of the tokens whose logits are wanted; there may be none.
           logits_MV: where they are to be written, contiguous float32 or wider: new memory for many costs as much as
             their products.
+          adapters: of the tokens; None: they have none.
 
         Returns: [M, V] float32, of float64 its own.
 
@@ -289,7 +272,7 @@ class PackedDecoder:
             or not logits_MV.is_contiguous()
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
-        step = _Step(
+        step = Step(
             tokens=N,
             width=tables_SP.shape[1],
             drawn=M,
@@ -304,6 +287,14 @@ class PackedDecoder:
             threads=self.threads,
             logits=logits_MV.data_ptr(),
         )
+        if adapters is not None:
+            number_N = adapters.number_N.contiguous()
+            if number_N.dtype != torch.int64 or number_N.shape[0] != N:
+                raise ValueError(f"{N} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")
+            structures = (StepAdapter * len(adapters.adapters))(*(x.structure() for x in adapters.adapters))
+            step.adapters = ctypes.addressof(structures)
+            step.adapter = number_N.data_ptr()
+            step.adapter_count = len(structures)
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
         problem = self._library.funrl_forward(*call)
         if problem == _NO_ROTATION:
@@ -358,7 +349,7 @@ class PackedDecoder:
             raise ValueError(f"the source of a draw is not one of the {M} rows of logits")
         return token_R, sampling_logp_R, raw_logp_R
 
-    def _layer(self, index: int, params: Any) -> _Layer:
+    def _layer(self, index: int, params: Any) -> StepLayer:
         sizes = self.sizes
         attn = params["attn"]
         mlp = params["mlp"]
@@ -377,7 +368,7 @@ class PackedDecoder:
         bias = None
         if "q_bias" in attn:
             bias = torch.cat([_pad(attn[f"{name}_bias"], 1, head).flatten() for name in "qkv"])
-        return _Layer(
+        return StepLayer(
             *packed,
             *map(self._vector, (params["attn_norm"], params["mlp_norm"], attn.get("q_norm"), attn.get("k_norm"))),
             self._vector(bias),

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.mesh import Mesh
+from funrl.models.lora import Adapter, scale_of
+from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.backends import PassWork, TorchBackend
 from funrl.rollout.native.engine import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
@@ -69,8 +72,8 @@ def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     """Waves of completions of one rank of the engine, all of full length: (number of waves, rows of each)."""
     job = work.job
     generator = work.whole
-    assert isinstance(generator.engine, NativeEngine)
-    model = generator.engine.model
+    assert isinstance(generator.whole, NativeEngine)
+    model = generator.whole.model
     rows = own_prompts(job, generator.mesh) * sampling.samples
     page = _page_tokens(work.hardware)
     pages = -(-(work.prompt_tokens + sampling.max_new_tokens) // page)
@@ -98,7 +101,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     job, generator, _, prompt_tokens, _, hardware = work
     model = job.model
     mesh = generator.mesh
-    wanted = generator.engine.weights.layouts
+    wanted = generator.whole.weights.layouts
     page = _page_tokens(hardware)
     length = prompt_tokens + sampling.max_new_tokens
     each = -(-length // page)
@@ -106,9 +109,11 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
-    shapes = [layout.local_shape(0) for layout in trees.leaves(wanted)]
+    adapted = () if generator.base is None else generator.engine.weights.layouts
+    shapes = [layout.local_shape(0) for layout in trees.leaves((wanted, adapted))]
     tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache.shape))
     params = make_weights(tracer, wanted, job.dtype)
+    factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(model, mesh, job.dtype, None, page)
     table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
     most = pass_tokens(_device(hardware))
@@ -119,7 +124,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     def pass_work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
-        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws)
+        adapters = np.zeros(rows, dtype=np.int64) if generator.base is not None else None
+        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters)
 
     def draw(logits: Tensor) -> None:
         noise_R = torch.zeros(len(logits), dtype=torch.float64)
@@ -128,13 +134,15 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     with tracer, torch.no_grad():
         with tracer.phase("prefill"):
             backend.load(params)
+            if isinstance(generator.engine, AdapterEngine):
+                backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
             backend.resize(count * each)
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
             draw(backend.forward(pass_work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
     passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
     whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], sampling.max_new_tokens))
-    return plus(whole, {"weights": -float(trees.nbytes(params))})
+    return plus(whole, {"weights": -float(trees.nbytes((params, factors)))})
 
 
 def _device(hardware: Hardware) -> str:

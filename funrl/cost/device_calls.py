@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -13,7 +14,9 @@ from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCalls, DeviceCounter, calls_along
 from funrl.cost.tracing.estimate import TracedClock, of_all_layers, pretended, rows_of_a_pass
 from funrl.mesh.mesh import Mesh
+from funrl.models.model import Lora
 from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.captured import CapturedFunctions, Compute
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request
@@ -28,6 +31,7 @@ DECODE = "generate: a decoding iteration"
 AS_GRAPH = "generate: the same as a CUDA graph"
 WARM = 3  # iterations after which nothing is new: a prefill, the first decoding and one more
 PROMPT = 2  # tokens of a prompt that is decoded
+ADAPTER = "policy"
 
 
 def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
@@ -49,8 +53,8 @@ def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
     parts = build(job, mesh, lambda _: None)
     once = dataclasses.replace(job, settings=with_flags(job.settings, epochs=1, minibatches=1))
     calls = training_calls(once, parts, tokens)
-    if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.engine, NativeEngine):
-        calls |= decoding_calls(job, parts.generator.engine)
+    if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.whole, NativeEngine):
+        calls |= decoding_calls(job, parts.generator.whole, job.lora)
     return calls
 
 
@@ -118,30 +122,29 @@ class _ReplayedFunctions(CapturedFunctions):
             return compute()
 
 
-def decoding_calls(job: RLJob, built: NativeEngine) -> dict[str, DeviceCalls]:
+def decoding_calls(job: RLJob, built: NativeEngine, lora: Lora | None = None) -> dict[str, DeviceCalls]:
     """Calls of an iteration in which no sequence begins, ends or takes a new page; as a graph if it can be one.
 
     Args:
       job: of the run.
       built: its engine, on `DEVICE`, which decodes there as on a CPU.
+      lora: the adapter of all sequences; None: they have none.
     """
     mesh = built.weights.mesh
     rows = min(job.settings.engines.decode_rows, own_prompts(job, mesh) * job.sampling.samples)
     speculate = job.settings.engines.speculate
     options = NativeOptions(rows, cache_bytes=1 << 62, packed=False, speculate=speculate, static=True)
     engine = native_engine(built.model, mesh, job.dtype, options)
-    named = trees.named(engine.weights.layouts)
-    rank = mesh.rank
-    dtypes = {name: weight_dtype(name, job.dtype) for name, _ in named}
-    engine.load(
-        (name, torch.empty(layout.local_shape(rank), dtype=dtypes[name], device=DEVICE)) for name, layout in named
-    )
+    engine.load(_empty_weights(engine.weights))
+    if lora is not None:
+        engine.load_adapter(ADAPTER, lora, _empty_weights(engine.adapter_weights(lora)))
     counter = DeviceCounter()
     if engine._static is not None:
         engine._static._graphs = _ReplayedFunctions(mesh, counter)
     sampling = dataclasses.replace(job.sampling, max_new_tokens=4 * WARM, stop=(), stop_strings=(), samples=1)
     with counter:
-        engine.submit([Request(i, [1] * PROMPT, sampling, i) for i in range(rows)])
+        adapter = None if lora is None else ADAPTER
+        engine.submit([Request(i, [1] * PROMPT, sampling, i, adapter=adapter) for i in range(rows)])
         for _ in range(WARM):
             engine.step()
         counter.phases.clear()
@@ -152,3 +155,9 @@ def decoding_calls(job: RLJob, built: NativeEngine) -> dict[str, DeviceCalls]:
     if graph is not None:
         calls[AS_GRAPH] = calls[DECODE]._replace(launches=calls[DECODE].launches - graph.launches + 1)
     return calls
+
+
+def _empty_weights(spec: WeightSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights without numbers, as an engine takes them."""
+    for name, layout in trees.named(spec.layouts):
+        yield name, torch.empty(layout.local_shape(spec.mesh.rank), dtype=weight_dtype(name, spec.dtype), device=DEVICE)

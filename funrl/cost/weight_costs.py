@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -16,7 +17,6 @@ from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
-from funrl.models.lora import merged_weights
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer import offload
 from funrl.trainer.jobs.build import Generator, Parts
@@ -39,7 +39,8 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
 def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
     """Bytes of the engine's own weights, and bytes that it shares with the trainer."""
     own = shared = 0.0
-    for _, nbytes, is_shared in _leaves(job, parts, generator):
+    leaves = ((nbytes, is_shared) for _, nbytes, is_shared in _leaves(job, parts, generator))
+    for nbytes, is_shared in itertools.chain(leaves, _base_leaves(job, generator)):
         own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)
     return own, shared
 
@@ -47,10 +48,11 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
 def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
     """Cost of a sync: the engine's old copy is freed first, and a few buckets are sent at once.
 
-    Weights with merged adapters are temporary: each is freed once it is sent.
+    Weights with merged adapters are temporary: each is freed once it is sent. To an engine that adds adapters to a base
+    they alone are sent; the first sync of a run, which sends the base, is not counted.
     """
     engine, _ = engine_bytes(job, parts, generator)
-    names = merged_weights(parts.roles[parts.main_role].placed.model)
+    names = offload.made_weights(parts)
     stored = dict(trees.named(parts.begin.stored))
     merged = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
     most = max(received_bytes(generator.to_engine), default=0)
@@ -75,15 +77,25 @@ def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, f
 
 
 def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
-    """Boxes of each weight of the policy before and after a sync, its bytes in the engine, and whether it is shared.
+    """Boxes of each weight in a sync's plan before and after it, its bytes in the engine, and whether it is shared.
 
     A shared weight is the trainer's own tensor.
     """
     plan = generator.to_engine
-    merged = merged_weights(parts.roles[parts.main_role].placed.model)
+    merged = offload.made_weights(parts)
+    own = job.initial_dtype if generator.base is None else job.master
     for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
         nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
-        yield (has.old, has.new), nbytes, has.old == has.new and dtype == job.initial_dtype and name not in merged
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype == own and name not in merged
+
+
+def _base_leaves(job: Job, generator: Generator) -> Iterator[tuple[int, bool]]:
+    """Bytes in the engine of each weight of a base that adapters are added to, and whether it is shared."""
+    if generator.base is None:
+        return
+    plan = generator.base.to_engine
+    for has, dtype in zip(held(plan, 0), plan.dtypes, strict=True):
+        yield 0 if has.new is None else volume(has.new) * dtype.itemsize, has.old == has.new and dtype == job.dtype
 
 
 def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:

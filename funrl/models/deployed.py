@@ -1,4 +1,4 @@
-"""Weights as they are outside of training: in an engine and in files, adapters are merged."""
+"""Weights as they are outside of training: adapters are merged for files, and apart for an engine that adds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import export_weights
 from funrl.mesh.rules import Layout
-from funrl.models.lora import factored
+from funrl.models.lora import factored, trained_part
 from funrl.models.low_rank import merged
 from funrl.models.model import Model
 from funrl.models.placed import Placed
@@ -22,6 +22,7 @@ class Deployed(NamedTuple):
 
     Attributes:
       model: without adapters.
+      shapes: a tree like the weights.
       mesh: the devices.
       stored: the layout of each weight by its name.
       weight: name -> this rank's part; merged weights are made when they are asked for, and not kept.
@@ -29,6 +30,7 @@ class Deployed(NamedTuple):
     """
 
     model: Model
+    shapes: trees.Tree
     mesh: Mesh
     stored: Mapping[str, Layout]
     weight: Callable[[str], Tensor]
@@ -36,7 +38,7 @@ class Deployed(NamedTuple):
 
     def tree(self) -> trees.Tree:
         """All of this rank's parts, in a tree whose tensors are nobody else's where they are made."""
-        return trees.from_named(self.model.shapes, ((name, self.weight(name)) for name in self.stored))
+        return trees.from_named(self.shapes, ((name, self.weight(name)) for name in self.stored))
 
     def exported(self, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
         """Whole weights under other names, one after the other, as `export_weights` gives them.
@@ -56,19 +58,24 @@ class Deployed(NamedTuple):
         return list(parts.values())
 
 
-def deployed(placed: Placed, params: trees.Tree) -> Deployed:
-    """The weights of a model as an engine and files have them.
+def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> Deployed:
+    """The weights of a model as files and an engine have them.
 
     Merging needs no message: a rank's part of a weight is the product of its parts of the two factors.
 
     Args:
       params: this rank's shards of all weights, in the layouts `placed.stored`.
+      merge: adapters are merged; else the result has what learns alone, for an engine that has the rest.
     """
     model = placed.model
     plain = dict(trees.named(params))
     mesh = placed.mesh
     if model.adapters is None:
-        return Deployed(model, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
+        return Deployed(model, model.shapes, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
+    if not merge:
+        own = trained_part(model, model.shapes)
+        stored = dict(trees.named(trained_part(model, placed.stored)))
+        return Deployed(model.adapters.plain, own, mesh, stored, weight=plain.__getitem__)
     factors = factored(model, params)
     without = model.adapters.plain
     names = {name for name, _ in trees.named(without.shapes)}
@@ -77,4 +84,4 @@ def deployed(placed: Placed, params: trees.Tree) -> Deployed:
     def weight(name: str) -> Tensor:
         return merged(factors[name]) if name in factors else plain[name].detach()
 
-    return Deployed(without, mesh, stored, weight=weight, merged=frozenset(factors))
+    return Deployed(without, without.shapes, mesh, stored, weight=weight, merged=frozenset(factors))

@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
         raise ModelError("the model has adapters already")
     if model.abilities.code:
         raise ModelError(f"{model.abilities.code} is transformers' own code, which takes no adapters")
-    layer = _with_low_rank(model.layer, lora.alpha / lora.rank)
+    layer = _with_low_rank(model.layer, scale_of(lora))
     shapes = _with_factors(model.shapes, lora.targets, functools.partial(_factor_shapes, lora.rank))
     return dataclasses.replace(
         model,
@@ -145,9 +145,75 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
     """
     assert model.adapters is not None
     weights = dict(trees.named(params))
-    scale = model.adapters.lora.alpha / model.adapters.lora.rank
+    scale = scale_of(model.adapters.lora)
     names = merged_weights(model)
     return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
+
+
+def factors_of_layers(params: trees.Tree) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Factors of each layer as matrices, A [rank, in] and B [out, rank] by the name of the weight in its layer.
+
+    Args:
+      params: a tree with them, such as the part that learns.
+    """
+    layers = []
+    for parts in params["layers"]:
+        weights = {name: x for part in parts.values() if isinstance(part, dict) for name, x in part.items()}
+        firsts = {name.removesuffix(FIRST): x for name, x in weights.items() if name.endswith(FIRST)}
+        layers.append({name: (a.flatten(1), weights[name + SECOND].flatten(0, -2)) for name, a in firsts.items()})
+    return layers
+
+
+def factor_of(layers: Sequence[Mapping[str, tuple[Tensor, Tensor]]], name: str) -> Tensor:
+    """The factor of a name in the tree of weights, such as layers/0/attn/q_lora_a, among those of all layers."""
+    _, layer, _, leaf = name.split("/")
+    a, b = layers[int(layer)][leaf.removesuffix(FIRST).removesuffix(SECOND)]
+    return a if leaf.endswith(FIRST) else b
+
+
+class Adapter(NamedTuple):
+    """An adapter apart from the model that it stands on.
+
+    Attributes:
+      factors: this rank's, a tree like the part of the weights that learns.
+      scale: of their product.
+    """
+
+    factors: trees.Tree
+    scale: float
+
+
+def with_adapters(params: trees.Tree, adapters: Sequence[tuple[Adapter, Tensor | None]]) -> trees.Tree:
+    """Weights of a model without adapters, with the factors of some beside them, each for its own tokens.
+
+    Args:
+      params: the model's weights.
+      adapters: with the tokens that meet each of them, as `LowRank.tokens` has them.
+    """
+    layers = list(params["layers"])
+    for (factors, scale), tokens in adapters:
+        layers = [_with_factors_of(*pair, scale, tokens) for pair in zip(layers, factors["layers"], strict=True)]
+    return {**params, "layers": tuple(layers)}
+
+
+def scale_of(lora: Lora) -> float:
+    """The factor of B A x."""
+    return lora.alpha / lora.rank
+
+
+def _with_factors_of(
+    layer: Mapping[str, Any], own: Mapping[str, Any], scale: float, tokens: Tensor | None
+) -> dict[str, Any]:
+    """A layer's weights, those that have factors in `own` with these."""
+    parts = dict(layer)
+    for part, factors in own.items():
+        weights = dict(parts[part])
+        for name, a in factors.items():
+            if name.endswith(FIRST):
+                weight = name.removesuffix(FIRST)
+                weights[weight] = LowRank(weights[weight], a, factors[weight + SECOND], scale, tokens)
+        parts[part] = weights
+    return parts
 
 
 def _with_low_rank(layer: Layer, scale: float) -> Layer:

@@ -1,12 +1,14 @@
-"""Products with a weight that has a product of two thin factors added to it, which is never made whole."""
+"""Weights that have products of two thin factors added to them, which are never made whole."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.low_rank import low_rank_linear
 from funrl.compiled_kernels.linear import linear
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -16,16 +18,18 @@ class LowRank(NamedTuple):
     """The weight W + scale b a, of which W has no gradient; a rank's part.
 
     Attributes:
-      weight: W, [*out, *in].
+      weight: W, [*out, *in]; of several adapters, each for some tokens, W with those before this one.
       a: [rank, *in].
       b: [*out, rank].
       scale: a number.
+      tokens: [N, 1] bool, the tokens of [1, N, in] that meet the factors; the others meet W alone. None: all.
     """
 
-    weight: Tensor
+    weight: Weight
     a: Tensor
     b: Tensor
     scale: float
+    tokens: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -34,6 +38,11 @@ class LowRank(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.weight.device
+
+    @property
+    def plain(self) -> Tensor:
+        """W without any factors."""
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.plain
 
 
 Weight = Tensor | LowRank
@@ -44,8 +53,17 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.flatten()
     if isinstance(weight, Tensor):
         return linear(x, weight.reshape(-1, x.shape[-1]), bias)
-    inner = weight.scale * linear(x, weight.a.flatten(1))
-    return linear(x, weight.weight.reshape(-1, x.shape[-1]), bias) + linear(inner, weight.b.flatten(0, -2))
+    a = weight.a.flatten(1)
+    b = weight.b.flatten(0, -2)
+    if isinstance(weight.weight, Tensor) and weight.tokens is None:
+        return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), a, b, weight.scale, bias)
+    return add_factors(multiply(x, weight.weight, bias), linear(x, a), weight)
+
+
+def add_factors(out: Tensor, inner: Tensor, weight: LowRank) -> Tensor:
+    """Products with the weight of a `LowRank`, for its tokens with those of its factors added; `inner` is a x."""
+    added = out + linear(weight.scale * inner, weight.b.flatten(0, -2))
+    return added if weight.tokens is None else torch.where(weight.tokens, added, out)
 
 
 def used_by_parts(weight: Weight, mesh: Mesh) -> Weight:
@@ -59,11 +77,23 @@ def select_rows(weight: Weight, rows: Tensor) -> Weight:
     """Some rows of the first out dim."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, rows)
-    return weight._replace(weight=weight.weight.index_select(0, rows), b=weight.b.index_select(0, rows))
+    return weight._replace(weight=select_rows(weight.weight, rows), b=weight.b.index_select(0, rows))
 
 
 def merged(weight: LowRank) -> Tensor:
-    """W + scale b a, added in the widest dtype of the three, in that of W."""
-    wide = torch.promote_types(weight.weight.dtype, weight.b.dtype)
+    """W + scale b a of all tokens, added in the widest dtype of the three, in that of W."""
+    plain = weight.plain
+    wide = torch.promote_types(plain.dtype, weight.b.dtype)
     added = torch.tensordot(weight.b.to(wide), weight.a.to(wide), 1)
-    return weight.weight.to(wide).add(added, alpha=weight.scale).to(weight.weight.dtype)
+    return plain.to(wide).add(added, alpha=weight.scale).to(plain.dtype)
+
+
+def computed_merged(weight: Weight, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute(w)`, [N, ...], of N tokens with the merged weight that each of them has."""
+    if isinstance(weight, Tensor):
+        return compute(weight)
+    own = compute(merged(weight))
+    if weight.tokens is None:
+        return own
+    others = computed_merged(weight.weight, compute)
+    return torch.where(weight.tokens.view(-1, *(1,) * (own.ndim - 1)), own, others)

@@ -82,7 +82,7 @@ def certify(
 
     Args:
       placed, params: the model that was synced, and this rank's shards of its weights. With adapters, the engine holds
-        the merged weights.
+        the merged weights, or where its weights are `adapters` these, and the base is not compared.
       engine: on the devices of `placed.mesh`.
       version: version that the engine should have.
       digests, probes: which of the two to compare.
@@ -94,7 +94,8 @@ def certify(
     Raises:
       SyncError: they differ; raised on every rank. The message names the weight.
     """
-    whole = digests and compare_weights(deployed(placed, params), engine, version)
+    source = deployed(placed, params, merge=not engine.weights.adapters)
+    whole = digests and compare_weights(source, engine, version)
     if not probes:
         return {"sync/verified": float(whole)}
     gap = probe_gap(placed, params, engine)

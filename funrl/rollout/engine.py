@@ -27,6 +27,7 @@ class WeightSpec:
       dtype: of the weights, except `weight_dtypes.WIDE`; an engine converts other dtypes.
       streamed: whether `Engine.load` copies whole weights one by one and keeps none, so that the caller should create
         them a bucket at a time.
+      adapters: whether they are the factors of an adapter alone; the engine has its base.
     """
 
     names: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -34,6 +35,7 @@ class WeightSpec:
     mesh: Mesh
     dtype: torch.dtype
     streamed: bool = False
+    adapters: bool = False
 
     def named(self, params: trees.Tree) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the model's weights, laid out as `layouts`, as `Engine.load` takes them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class Request(NamedTuple):
       computed: first tokens of the prompt whose keys and values an earlier request has computed: those of its prompt
         and completion but the last token. A native engine finds all of them again, also those in no whole page, and
         counts what it has to compute again.
+      adapter: name of the adapter that completes it, as `NativeEngine.load_adapter` was given it; None: the base does.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Request(NamedTuple):
     begun: Completion | None = None
     most: int | None = None
     computed: int = 0
+    adapter: str | None = None
 
 
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
@@ -50,7 +52,7 @@ class Completion(NamedTuple):
       tokens: [T] int64; a stop token that was sampled is part of it.
       sampling_logp: [T] nats, under the distribution that was sampled from (tempered, truncated); raw for greedy.
       raw_logp: [T] nats, under the model's own distribution (temperature 1, not truncated).
-      versions: [T] int64, version of the weights that sampled each token.
+      versions: [T] int64, version of the weights that sampled each token; of the adapter, where the request names one.
       finish: "stop", by a stop token; "string", by a stop string; "length", by `max_new_tokens`; "paused", by
         `Request.most`; "cancelled".
       routes: [P + T - 1, choices] int16, experts of the tokens of prompt and completion except the last, which was
@@ -138,14 +140,17 @@ class RequestGroups(Sequence[list[Request]]):
         return [Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most) for n, seed in rows]
 
 
-def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Container[int] = ()) -> None:
+def check_requests(
+    config: ModelConfig, requests: Iterable[Request], taken: Container[int] = (), adapters: Collection[str] = ()
+) -> None:
     """Raise ValueError where a request cannot be completed by a model of these sizes.
 
     Args:
       taken: numbers of unfinished requests.
+      adapters: names of those that the engine has.
     """
     seen: set[int] = set()
-    for number, prompt, sampling, seed, begun, most, _ in requests:
+    for number, prompt, sampling, seed, begun, most, _, adapter in requests:
         if number in seen or number in taken:
             raise ValueError(f"request {number} is in use already; give each request a number of its own")
         seen.add(number)
@@ -166,6 +171,12 @@ def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Cont
         wrong = [t for t in sampling.stop if not 0 <= t < config.vocab]
         if wrong:
             raise ValueError(f"stop has token {wrong[0]}; the vocabulary has {config.vocab}")
+        if adapter is not None and adapter not in adapters:
+            known = f"it has {', '.join(map(repr, sorted(adapters)))}" if adapters else "it has none"
+            raise ValueError(
+                f"request {number} names the adapter {adapter!r}, which this engine lacks: {known}; load_adapter gives "
+                "a native engine one"
+            )
         if most is not None and most < 1:
             raise ValueError(f"request {number} has most={most}, it must be at least 1")
         if begun is not None and len(written) >= sampling.max_new_tokens:

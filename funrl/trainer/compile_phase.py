@@ -120,20 +120,24 @@ def compile_generation(job: Job, parts: Parts) -> None:
     """Compile prefill and decoding of the engines: of the policy, and of a judge."""
     judge = parts.judge
     if parts.generator is not None and _compiles(job, job.model):
-        _complete_some(job, parts.generator.engine)
+        _complete_some(job, parts.generator.engine, parts.generator.whole)
     if judge is not None and _compiles(job, judge.job.model):
-        _complete_some(job, judge.engine)
+        _complete_some(job, judge.engine, judge.engine)
 
 
 def _compiles(job: Job, model: Any) -> bool:
     return is_compiled(model, job.settings.models.compile, job.device)
 
 
-def _complete_some(job: Job, engine: Engine) -> None:
-    """Complete several prompts together, and one alone, whose sizes are cases of their own."""
-    if not isinstance(engine, NativeEngine):
+def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
+    """Complete several prompts together, and one alone, whose sizes are cases of their own.
+
+    Args:
+      whole: the engine that has the model, of which `engine` may be an adapter.
+    """
+    if not isinstance(whole, NativeEngine):
         return
-    config = engine.model.config
+    config = whole.model.config
     length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
     rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
     sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))

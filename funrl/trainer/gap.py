@@ -69,8 +69,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return "--compile=on fuses the trainer's operations"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"
-    if policy.model.adapters is not None:
-        return "the engine computes with merged adapters"
     if isinstance(sums, str):
         return sums
     if is_ring(settings.devices.sequence_parallel, policy.model.abilities.heads // sizes["tensor"], sizes):

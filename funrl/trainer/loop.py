@@ -42,6 +42,7 @@ from funrl.trainer.jobs.build import (
     resumed_proof,
     settle_proof,
     sync,
+    verify_base,
 )
 from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
@@ -68,14 +69,8 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (
-    RewardError,
-    CurriculumError,
-    FilterError,
-    NotFiniteError,
-    SyncError,
-    GapError,
-)  # a run ends with what it learned
+# A run ends with what it learned.
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)
 
 
 class Outcome(NamedTuple):
@@ -424,7 +419,7 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
     """Begin the proof, after a sync, that the engine holds the policy's weights; `settle_proof` ends it.
 
     Where a probe is due, which generates, the proof is complete at once; so it is where the weights may move meanwhile:
-    those of an engine that keeps copies, and the factors of merged adapters.
+    those of an engine that keeps copies, and the factors of merged adapters. A base of adapters is compared once.
 
     Args:
       first: this is the first sync of the run.
@@ -442,8 +437,10 @@ def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, flo
         return {}
     role = trainer.parts.roles[trainer.parts.main_role]
     params = role.whole(state.roles[trainer.parts.main_role].params, trainer.frozen)
-    source = deployed(role.placed, params)
+    source = deployed(role.placed, params, merge=not generator.engine.weights.adapters)
     with trainer.clock.phase("verify"):
+        if first and settings.engines.verify_sync:
+            verify_base(trainer.parts, trainer.frozen)
         if probes or source.merged or generator.engine.weights.streamed:
             return certify(role.placed, params, generator.engine, state.version, settings.engines.verify_sync, probes)
         generator.proof.begin(sync_digests(source, generator.engine, state.version))

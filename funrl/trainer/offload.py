@@ -19,7 +19,7 @@ from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
 from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.build import Generator, Parts
 from funrl.trainer.steps.roles import Role, RoleState, bases
 from funrl.trainer.steps.state import State
 
@@ -67,10 +67,10 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
     device = parts.mesh.device
     generator = parts.generator
     keeps = generator is not None and not generator.engine.weights.streamed
-    to_engine = generator.to_engine if generator is not None and keeps else None
+    to_engine = plan_of_whole(generator) if generator is not None and keeps else None
     stages = frozen_stages(parts.roles)
     main = parts.roles[parts.main_role]
-    merged = merged_weights(main.placed.model)
+    merged = made_weights(parts)
     source = main.base or parts.main_role  # whose weights may be the engine's too
     buffers: defaultdict[tuple[str, str], HostBuffers] = defaultdict(dict)  # by part and role
 
@@ -100,6 +100,18 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
         return run._replace(frozen=frozen), state._replace(roles=roles)
 
     return move
+
+
+def plan_of_whole(generator: Generator) -> Plan:
+    """The plan of a whole model to the engine."""
+    return generator.to_engine if generator.base is None else generator.base.to_engine
+
+
+def made_weights(parts: Parts) -> frozenset[str]:
+    """Names of the weights that are made for the engine: those that adapters are merged in."""
+    if parts.generator is None or parts.generator.base is not None:
+        return frozenset()
+    return merged_weights(parts.roles[parts.main_role].placed.model)
 
 
 def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:

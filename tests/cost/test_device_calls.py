@@ -141,22 +141,27 @@ def test_a_step_calls_the_same_operators_and_copies_the_same_bytes_as_one_that_c
     assert (rest.to_device, rest.to_host) == (0, 3 * 8), "loss, norm and number of tokens"
 
 
-def test_a_decoding_iteration_calls_the_same_operators_as_one_that_computes(monkeypatch):
-    job = small("grpo")
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}])
+def test_a_decoding_iteration_calls_the_same_operators_as_one_that_computes(monkeypatch, lora):
+    job = small("grpo", **lora)
     engine = native_engine(job.model, single(), job.dtype, NativeOptions(16, packed=False, static=True))
     engine.load(engine.weights.named(weights_of(engine.weights.layouts, job.dtype)))
+    if lora:
+        spec = engine.adapter_weights(job.lora)
+        engine.load_adapter("policy", job.lora, spec.named(weights_of(spec.layouts, job.dtype)))
     copied = []
     copy = static_decode.HostCopy
     monkeypatch.setattr(static_decode, "HostCopy", lambda xs: (copied.append(sum(x.nbytes for x in xs)), copy(xs))[1])
     sampling = dataclasses.replace(job.sampling, max_new_tokens=12, stop=(), samples=1)
-    engine.submit([Request(i, [1, 1], sampling, i) for i in range(16)])
+    engine.submit([Request(i, [1, 1], sampling, i, adapter="policy" if lora else None) for i in range(16)])
     for _ in range(3):
         engine.step()
     copied.clear()
     with Operators() as seen:
         engine.step()
     monkeypatch.undo()
-    calls = decoding_calls(job, native_engine(job.model, PRETENDED, job.dtype, NativeOptions(16, packed=False)))
+    built = native_engine(job.model, PRETENDED, job.dtype, NativeOptions(16, packed=False))
+    calls = decoding_calls(job, built, job.lora)
     assert calls[DECODE].launches == seen.calls.total() > 100
     assert (calls[DECODE].to_device, calls[DECODE].to_host) == (0, copied[0]) and copied == [16 * (8 + 4 + 4)]
     assert calls[AS_GRAPH] == (1, 0, copied[0])

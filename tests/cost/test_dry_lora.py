@@ -52,18 +52,31 @@ def test_gradients_of_the_base_are_neither_computed_nor_sent(tmp_path):
     assert phase.total < full.total
 
 
-def test_what_the_engine_has_is_made_for_it(tmp_path):
-    """Where nothing moves the engine of a whole policy holds the trainer's own weights."""
+def test_the_engine_holds_the_trainer_s_base_and_adapters(tmp_path):
+    """Where nothing moves the engine holds the trainer's own weights."""
     flags = {"model": write_config(tmp_path), "offload": "params,optimizer"}
     whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, H100) for more in ({}, LORA))
     base = 4 * trees.count(adapted.job.model.shapes)
-    weights = trees.leaves(adapted.job.model.shapes["layers"])
-    targets = 4 * sum(x.numel() for x in weights if x.ndim > 1)
+    learning = 4 * own(adapted.job, "policy")
     assert whole.phases["reshard"].peak["weights"] == 2 * base  # the policy, which the engine shares, and the reference
-    assert adapted.phases["reshard"].peak["weights"] == base + 4 * own(adapted.job, "policy") + targets
-    assert adapted.phases["generate"].peak["weights"] == pytest.approx(base)  # what only the trainer has is away
-    stays = dry_run.estimate(plain("grpo", model=flags["model"], **LORA), 8, H100).phases["generate"]
-    assert stays.peak["weights"] == base + 4 * own(adapted.job, "policy") + targets  # merged weights are not shared
+    assert adapted.phases["reshard"].peak["weights"] == base + learning
+    assert adapted.phases["generate"].peak["weights"] == pytest.approx(base + learning)
+
+
+def test_a_sync_sends_adapters_alone_and_generation_multiplies_by_them(tmp_path):
+    flags = {"model": write_config(tmp_path), "mesh": "dp2", "fsdp": True}
+    whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, CPU) for more in ({}, LORA))
+
+    def sent(estimate):
+        return sum(traffic.nbytes for traffic in estimate.phases["reshard"].traffic.values())
+
+    ratio = own(adapted.job, "policy") / trees.count(adapted.job.model.shapes)
+    assert 0 < sent(adapted) <= 1.1 * ratio * sent(whole)
+    matrices = sum(x.numel() for x in trees.leaves(adapted.job.model.shapes["layers"]) if x.ndim > 1)
+    generated = [estimate.phases["generate"].flops for estimate in (whole, adapted)]
+    # Each token meets each number of a matrix once; attention and logits are the same.
+    more = generated[0] * own(adapted.job, "policy") / (matrices + adapted.job.model.shapes["embed"].numel())
+    assert 0.9 * more < generated[1] - generated[0] < 1.2 * more
 
 
 def test_the_report_says_what_learns(tmp_path):

@@ -110,7 +110,7 @@ def test_a_row_that_ends_is_frozen_and_writes_to_the_spare_page():
     backend.spare_pages = 1
     backend.resize(2)
     state = empty_state(torch.tensor([5, 6, 0]), 1, 1)
-    state.numbers_CS[:, :2] = torch.tensor([[1, 1], [1, 1], [3, 9], [1, 2], [0, 0], [0, 0], [-1, -1]])
+    state.numbers_CS[:, :2] = torch.tensor([[1, 1], [1, 1], [3, 9], [1, 2], [0, 0], [0, 0], [-1, -1], [-1, -1]])
     state.table_SP[:2, 0] = torch.tensor([0, 1])
     assert len(state.numbers_CS) == STOP + 1
     rows_B, seen = torch.tensor([0, 1, 2, 2]), []

@@ -17,7 +17,7 @@ SIZES = {"vocab": 40, "embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"lora_rank": 2}])
 def test_the_gap_is_0(dtype, settings):
     job = small_job(PPO, dtype=dtype, on_gap="stop", max_new_tokens=12, token_budget=64, **settings)
     trainer, state = begin(job, single())
@@ -64,8 +64,8 @@ def test_tokens_of_other_weights_are_counted_apart():
 
 @pytest.mark.parametrize("settings, words", [
     ({"compile": "on"}, "--compile=on"),
-    ({"lora_rank": 2}, "merged adapters"),
     ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
+    ({"engine": "hf", "dtype": "float32", "lora_rank": 2}, "--engine=hf"),
 ])  # fmt: skip
 def test_the_reason_why_there_is_no_promise(settings, words):
     trainer, _ = begin(small_job(GRPO, **settings), single())

@@ -20,8 +20,8 @@ from funrl.models.lora import is_trained
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import train_loop
+from funrl.trainer.jobs.build import sync, verify_base
+from funrl.trainer.loop import train_loop, verify
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.storage.shard_server import CheckpointError
 
@@ -47,16 +47,39 @@ def test_the_base_is_the_reference_and_only_adapters_are_in_the_state():
     assert all(x.any() for name, x in trees.named(state.roles["critic"].params))
 
 
-def test_the_engine_holds_merged_weights_and_a_certificate_that_they_are():
+def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
     run, state = begin(small_job(GRPO, **LORA), single())
+    assert verify(run, state, True)["sync/verified"] == 1.0
+    generator, before = run.parts.generator, trees.clone(run.frozen["base"])
+    sent = []
+    load = generator.whole.load
+    generator.whole.load = lambda *args: sent.append("base") or load(*args)
+    state, _ = one_step(run, state)
+    assert not sent and generator.whole.version == 0 and generator.engine.version == state.version == 2
+    role, engine = run.parts.roles["policy"], generator.engine
+    params = role.whole(state.roles["policy"].params, run.frozen)
+    metrics = certify(role.placed, params, engine, state.version, probes=True)
+    assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] == 0
+    assert all(map(is_trained, engine.weights.names)) and len(engine.weights.names) == 28
+    assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen["base"])))
+
+    other = trees.map(torch.clone, state.roles["policy"].params)
+    other["layers"][1]["mlp"]["up_lora_b"][3, 1] += 1e-9
+    engine.load(engine.weights.named(other), state.version)
+    with pytest.raises(SyncError, match=r"layers/1/mlp/up_lora_b differs on rank 0; 1 of 28 weights"):
+        certify(role.placed, params, engine, state.version)
+    before["layers"][0]["attn"]["k"][0, 0, 0] += 1e-9
+    with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 1 of 21 weights"):
+        verify_base(run.parts, {"base": before})
+
+
+def test_an_engine_that_takes_no_adapters_holds_merged_weights():
+    run, state = begin(small_job(GRPO, engine="hf", dtype="float32", **LORA), single())
     state, _ = one_step(run, state)
     role, engine = run.parts.roles["policy"], run.parts.generator.engine
     params = role.whole(state.roles["policy"].params, run.frozen)
-    metrics = certify(role.placed, params, engine, state.version, probes=True)
-    assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] < 1e-12
-    engine.load(engine.weights.named(run.frozen["base"]), state.version)
-    with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 14 of 21 weights"):
-        certify(role.placed, params, engine, state.version)
+    assert certify(role.placed, params, engine, state.version)["sync/verified"] == 1.0
+    assert run.parts.generator.base is None and not any(map(is_trained, engine.weights.names))
     base = trees.clone(run.frozen["base"])
     sync(run.parts, state, frozen=run.frozen)  # it takes what is merged, and leaves the base as it is
     assert all(map(torch.equal, trees.leaves(base), trees.leaves(run.frozen["base"])))
@@ -113,12 +136,13 @@ def test_adapters_learn_from_texts():
     assert outcome.last["eval/loss"] < outcome.first["eval/loss"] - 0.03
 
 
-def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares():
-    run, _ = begin(small_job(WITH_REFERENCE, **LORA), single())
-    plan, model = run.parts.generator.to_engine, run.parts.roles["policy"].placed.model
-    stays = dict(zip(plan.names, offload.shared(run.frozen["base"], plan, offload.merged_weights(model)), strict=True))
-    assert {name for name, stay in stays.items() if not stay} == offload.merged_weights(model)
-    assert stays["embed"] and len(offload.merged_weights(model)) == 14
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(engine):
+    run, _ = begin(small_job(WITH_REFERENCE, engine=engine, dtype="float32", **LORA), single())
+    plan, made = offload.plan_of_whole(run.parts.generator), offload.made_weights(run.parts)
+    stays = dict(zip(plan.names, offload.shared(run.frozen["base"], plan, made), strict=True))
+    assert {name for name, stay in stays.items() if not stay} == made
+    assert stays["embed"] and len(made) == (0 if engine == "native" else 14)
     assert offload.frozen_stages(run.parts.roles) == {}  # the reference has no weights of its own
 
 

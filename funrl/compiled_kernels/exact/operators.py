@@ -1,7 +1,7 @@
 """Operators of torch for the C++ functions of the decoding step.
 
 Each has the bits of the step for every number of tokens. Their decompositions into operators of torch's core are the
-functions that call them: `linear`, `rms_norm`, `rotate` and `gated`, which also have their gradients.
+functions that call them: `linear`, `low_rank_linear`, `rms_norm`, `rotate` and `gated`, which have their gradients too.
 """
 
 from __future__ import annotations
@@ -50,6 +50,29 @@ def _product_meta(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wi
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wide: bool) -> Tensor:
     """x weight^T + bias of x [M, K] and weight [N, K]; see `packed_linear`."""
     return packed_linear(x, packed_weight(weight, parts), None, bias, wide)
+
+
+@_operator(
+    "exact_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale, int parts)"
+    " -> (Tensor, Tensor)",
+    lambda x, weight, bias, a, b, scale, parts: (
+        x.new_empty(x.shape[0], weight.shape[0]),
+        x.new_empty(x.shape[0], a.shape[0]),
+    ),
+)
+def exact_low_rank(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, parts: int
+) -> tuple[Tensor, Tensor]:
+    """x weight^T + bias + u b^T with u = scale x a^T, [M, R], which comes with it; rounded after each product.
+
+    Args:
+      x, weight, bias, parts: as in `exact_linear`, with [M, K] and [N, K].
+      a: [R, K].
+      b: [N, R].
+    """
+    out = exact_linear(x, weight, bias, parts, False)
+    inner = exact_linear(x, a, None, parts, False).mul_(scale)
+    return out.add_(exact_linear(inner, b, None, 1, False)), inner
 
 
 @_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)

@@ -31,7 +31,7 @@ from funrl.models.decoder.layers import Context, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.errors import ModelError
-from funrl.models.low_rank import LowRank, merged, multiply
+from funrl.models.low_rank import computed_merged, multiply
 from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
 
@@ -165,10 +165,12 @@ class LatentAttention:
         latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
-            up = params["kv_b"]
-            up_HMR = merged(up) if isinstance(up, LowRank) else up
-            new = (q_BTHN[0], latent_BTR[0], up_HMR, context.kv_cache[0])
-            return latent_paged_attention(*new, context.paging, latent.value, scale).unsqueeze(0)
+            cached = (context.kv_cache[0], context.paging, latent.value, scale)
+
+            def attend(up_HMR: Tensor) -> Tensor:
+                return latent_paged_attention(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
+
+            return computed_merged(params["kv_b"], attend).unsqueeze(0)
         k_BTHN, v_BTHN = _keys_values(latent, params, latent_BTR)
         # Kernels want heads of one size; 0s change no product.
         q, k, v = (F.pad(x, (0, latent.width - x.shape[-1])) for x in (q_BTHN, k_BTHN, v_BTHN))

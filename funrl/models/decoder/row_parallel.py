@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.low_rank import low_rank_linear
 from funrl.compiled_kernels.linear import linear, linear_in_parts
 from funrl.compiled_kernels.packed import FIXED_PARTS, parts_of
 from funrl.mesh.mesh import Mesh
-from funrl.models.low_rank import LowRank, Weight
+from funrl.models.low_rank import LowRank, Weight, add_factors
 from funrl.models.split_residual import leave
 
 log = logging.getLogger(__name__)
@@ -26,14 +27,24 @@ def multiply_and_sum(x: Tensor, weight: Weight, mesh: Mesh, split: bool) -> Tens
 
     Args:
       x: [..., columns of this rank].
-      weight: this rank's columns; of `LowRank` those of W and of the first factor, and the whole second factor.
+      weight: this rank's columns; of `LowRank` those of W and of the first factors, and the whole second factors.
       split: as in `leave`.
     """
-    if not isinstance(weight, LowRank):
+    if isinstance(weight, Tensor):
         return _sums(x, [weight.reshape(-1, x.shape[-1])], mesh, split)[0]
-    factors = [weight.weight.reshape(-1, x.shape[-1]), weight.a.flatten(1)]
-    out, inner = _sums(x, factors, mesh, split)
-    return out + linear(weight.scale * inner, weight.b.flatten(0, -2))
+    if mesh.size("tensor") == 1 and isinstance(weight.weight, Tensor) and weight.tokens is None:
+        factors = (weight.a.flatten(1), weight.b.flatten(0, -2), weight.scale)
+        return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), *factors, parts=parts_of(x.shape[-1]))
+    adapters: list[LowRank] = []
+    inside: Weight = weight
+    while not isinstance(inside, Tensor):
+        adapters.insert(0, inside)
+        inside = inside.weight
+    firsts = [adapter.a.flatten(1) for adapter in adapters]
+    out, *inners = _sums(x, [inside.reshape(-1, x.shape[-1]), *firsts], mesh, split)
+    for adapter, inner in zip(adapters, inners, strict=True):
+        out = add_factors(out, inner, adapter)
+    return out
 
 
 def _sums(x: Tensor, weights: list[Tensor], mesh: Mesh, split: bool) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library
@@ -23,7 +24,9 @@ from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
+from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model
+from funrl.rollout.native.decode_state import RowAdapters
 from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
@@ -42,6 +45,7 @@ class PassWork(NamedTuple):
       ends: length of each sequence, including its new tokens.
       table_SP: int32 pages of each sequence in order, on the CPU.
       sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
+      adapters: number of each sequence's adapter, -1: it has none; None: no sequence has one.
     """
 
     tokens_N: Tensor
@@ -49,6 +53,7 @@ class PassWork(NamedTuple):
     ends: Sequence[int] | np.ndarray
     table_SP: Tensor
     sampled_positions: Sequence[int] | np.ndarray
+    adapters: np.ndarray | None = None
 
 
 class Backend(Protocol):
@@ -74,6 +79,14 @@ class Backend(Protocol):
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that it computes with, by name, in the model's own form."""
+        ...
+
+    def load_adapter(self, number: int, adapter: Adapter | None) -> None:
+        """Replace the adapter that `PassWork` calls by a number; None: remove it. The base has been loaded."""
+        ...
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        """The factors that it computes with, by name; dims may be merged."""
         ...
 
     def resize(self, pages: int) -> None:
@@ -133,6 +146,8 @@ class TorchBackend:
         self._cache = None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
+        self._adapters: dict[int, Adapter] = {}
+        self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self.spare_pages = 0
 
     def load(self, params: trees.Tree) -> None:
@@ -146,9 +161,21 @@ class TorchBackend:
 
     def drop(self) -> None:
         self._params = self._unembed_VD = None
+        self._adapted.clear()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from trees.named(self._params)
+
+    def load_adapter(self, number: int, adapter: Adapter | None) -> None:
+        self._adapted.pop(number, None)
+        if adapter is None:
+            del self._adapters[number]
+        else:
+            forget(*trees.leaves(adapter.factors))
+            self._adapters[number] = adapter
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        yield from trees.named(self._adapters[number].factors)
 
     def resize(self, pages: int) -> None:
         self._cache = None
@@ -177,15 +204,32 @@ class TorchBackend:
         device = work.tokens_N.device
         paging = paging_of(work.counts, work.ends, work.table_SP, page_tokens=self.page_tokens, device=device)
         sampled_M = device_copy(np.asarray(work.sampled_positions, dtype=np.int64), device)
-        return self.hidden(work.tokens_N, paging)[sampled_M]
+        adapters = None
+        if work.adapters is not None:
+            number_N = device_copy(np.repeat(work.adapters, work.counts), device)
+            adapters = RowAdapters(tuple(np.unique(work.adapters).tolist()), number_N)
+        return self.hidden(work.tokens_N, paging, adapters)[sampled_M]
 
-    def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor:
+    def hidden(self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None) -> Tensor:
         """Hidden states [N, D] of new tokens, whose keys and values are written."""
         inputs = Inputs(tokens_N.unsqueeze(0), paging=paging)
-        hidden_1ND, self._cache, aux = self.model.apply(self._params, inputs, self.mesh, self._cache, self._layer)
+        params = self._params if adapters is None else self._weights_with(adapters)
+        hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
             self._routes.flatten(0, 1)[paging.places_N] = aux["ids_TK"].movedim(0, 1).flatten(1).to(ROUTE)
         return hidden_1ND[0]
+
+    def _weights_with(self, adapters: RowAdapters) -> trees.Tree:
+        """The weights with adapters beside them, each for its tokens."""
+        first, *others = adapters.used
+        if others:
+            tokens = {number: (adapters.number_N == number).unsqueeze(-1) for number in adapters.used if number >= 0}
+            return with_adapters(self._params, [(self._adapters[number], mask) for number, mask in tokens.items()])
+        if first < 0:
+            return self._params
+        if first not in self._adapted:
+            self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
+        return self._adapted[first]
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
@@ -238,6 +282,8 @@ class PackedBackend:
         self._decoder: decode_step.PackedDecoder | None = None
         self._cache: decode_step.PagedKeyValues | None = None
         self._logits = torch.empty(0, self.vocab, dtype=real_of(dtype))  # of the last pass; overwritten by the next
+        self._adapters: dict[int, PackedAdapter] = {}
+        self._factor_names: dict[int, list[str]] = {}
 
     def load(self, params: trees.Tree) -> None:
         if self._decoder is None:
@@ -251,6 +297,18 @@ class PackedBackend:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None
         yield from self._decoder.weights()
+
+    def load_adapter(self, number: int, adapter: Adapter | None) -> None:
+        assert self._decoder is not None
+        if adapter is None:
+            del self._adapters[number]
+        else:
+            self._adapters[number] = self._decoder.adapter(factors_of_layers(adapter.factors), adapter.scale)
+            self._factor_names[number] = [name for name, _ in trees.named(adapter.factors)]
+
+    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        layers = list(self._adapters[number].factors())
+        yield from ((name, factor_of(layers, name)) for name in self._factor_names[number])
 
     def resize(self, pages: int) -> None:
         self._cache = None
@@ -277,8 +335,14 @@ class PackedBackend:
         if len(self._logits) < len(sampled_M):
             self._logits = self._logits.new_empty(len(sampled_M), self.vocab)
         logits_MV = self._logits[: len(sampled_M)]
+        adapters = None
+        if work.adapters is not None:
+            used, index_S = np.unique(work.adapters, return_inverse=True)
+            used, index_S = (used[1:], index_S - 1) if used[0] < 0 else (used, index_S)
+            numbers_N = torch.from_numpy(index_S[sequence_N])
+            adapters = TokenAdapters([self._adapters[number] for number in used.tolist()], numbers_N)
         given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
-        return self._decoder.forward(self._cache, *given, logits_MV)
+        return self._decoder.forward(self._cache, *given, logits_MV, adapters)
 
     def sample(
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None

@@ -16,7 +16,19 @@ from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
 # Rows of `DecodeState.numbers_CS`. Stop tokens follow, padded with -1.
-LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, STOP = range(7)
+LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, STOP = range(8)
+
+
+class RowAdapters(NamedTuple):
+    """Adapters of the tokens of a pass.
+
+    Attributes:
+      used: their numbers, ascending; -1: some tokens have none.
+      number_N: int64, that of each token; it is not read where all have the same.
+    """
+
+    used: tuple[int, ...]
+    number_N: Tensor
 
 
 class DecodeState(NamedTuple):
@@ -25,7 +37,7 @@ class DecodeState(NamedTuple):
     Attributes:
       tokens_S: int64, the last token of each sequence, whose keys and values are not computed yet.
       numbers_CS: int64, for each sequence its length, the length of its prompt, the length at which it ends, its seed,
-        the number of its sampling group, whether it has ended, and its stop tokens.
+        the number of its sampling group, whether it has ended, the number of its adapter, and its stop tokens.
       table_SP: int32, its pages in order.
     """
 
@@ -41,11 +53,13 @@ class DecodeForm(NamedTuple):
       rows: number of rows, padded with the spare slot.
       pages: bound on the pages of a sequence that attention reads.
       sampling_groups: (number, parameters) pairs of the ways in which sequences are sampled; no repetition penalty.
+      adapters: numbers of the adapters of the sequences, ascending; -1: some have none.
     """
 
     rows: int
     pages: int
     sampling_groups: tuple[tuple[int, Sampling], ...]
+    adapters: tuple[int, ...] = (-1,)
 
 
 class Decoder(Protocol):
@@ -56,7 +70,7 @@ class Decoder(Protocol):
     @property
     def rows_at_once(self) -> int: ...
 
-    def hidden(self, tokens_N: Tensor, paging: Paging) -> Tensor: ...
+    def hidden(self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None) -> Tensor: ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor: ...
 
@@ -91,7 +105,7 @@ def decode_pass(
     Returns: token [B] int64, and its sampling and raw log-probabilities, [B] nats each, as `sample_tokens` does.
     """
     numbers_CB = state.numbers_CS.index_select(1, rows_B)
-    length_B, prompt_B, limit_B, seed_B, group_B, ended_B = numbers_CB[:STOP]
+    length_B, prompt_B, limit_B, seed_B, group_B, ended_B, adapter_B = numbers_CB[:STOP]
     token_B = state.tokens_S.index_select(0, rows_B)
     running_B = ended_B == 0
     page = decoder.page_tokens
@@ -99,7 +113,8 @@ def decode_pass(
     table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
     place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
-    hidden_BD = decoder.hidden(token_B, decode_paging(position_B, table_BP, place_B, running_B=running_B))
+    paging = decode_paging(position_B, table_BP, place_B, running_B=running_B)
+    hidden_BD = decoder.hidden(token_B, paging, RowAdapters(form.adapters, adapter_B))
     sampled_B, *logps = _sample(
         decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=form.sampling_groups
     )

@@ -8,8 +8,8 @@ keys and values are recomputed later.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,22 +19,23 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.collectives import pmax
-from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.errors import ModelError
-from funrl.models.model import Layer, Model
-from funrl.models.weight_dtypes import weight_dtype
+from funrl.models.lora import Adapter, scale_of
+from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
+from funrl.rollout.native.free_memory import FREE_SHARE, free_bytes
+from funrl.rollout.native.loading import LoadedAdapter, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
+from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
 from funrl.rollout.native.static_decode import StaticDecode, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
-FREE_SHARE = 0.5  # of the free memory, for a cache whose size is not given
 log = logging.getLogger(__name__)
 
 
@@ -90,6 +91,7 @@ class NativeEngine:
     Attributes:
       weights, version, paused: as in `Engine`.
       model: the model that it runs.
+      adapters: those that it has, by name.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class NativeEngine:
         self.version = None
         self.paused = False
         self.model = model
+        self.adapters: dict[str, LoadedAdapter] = {}
+        self._numbers = itertools.count()  # of adapters; none is used twice
         self._backend = backend
         self._cache_bytes = options.cache_bytes
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
@@ -149,18 +153,60 @@ class NativeEngine:
         self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
         self._backend.drop()
         self.version = None
-        mesh = self.weights.mesh
-        dtype = self.weights.dtype
-        params = trees.from_named(self.weights.layouts, named_weights)
-        for (name, x), layout in zip(trees.named(params), trees.leaves(self.weights.layouts), strict=True):
-            if tuple(x.shape) != layout.local_shape(mesh.rank):
-                expected = list(layout.local_shape(mesh.rank))
-                raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
-        self._backend.load(
-            trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, dtype)), params)
-        )
+        self._backend.load(shards(self.weights, named_weights))
         self.version = version
         self._sequences.of_version(version)
+
+    def adapter_weights(self, lora: Lora) -> WeightSpec:
+        """The form in which `load_adapter` takes the factors of an adapter."""
+        return spec_of_adapter(self.model, self.weights.mesh, self.weights, lora)
+
+    def load_adapter(
+        self, name: str, lora: Lora, named_weights: Iterable[tuple[str, Tensor]], version: int = 0
+    ) -> None:
+        """Give an adapter to requests that name it, or replace its factors.
+
+        It is computed beside the base, W x + scale B (A x), and a pass may mix adapters. Unfinished requests continue:
+        their tokens stay, and their keys and values are recomputed. A base that is loaded later keeps the adapters.
+
+        Args:
+          name: as in `Request.adapter`.
+          lora: rank, alpha and targets.
+          named_weights: this rank's shards of every factor exactly once, in the form `adapter_weights(lora)`.
+          version: number of these factors, which completions have beside their tokens.
+
+        Raises:
+          RuntimeError: the base has not been loaded.
+          KeyError: a name of a factor is missing, unknown, or given twice.
+          ModelError: a shape is not that of this rank's shard, or the model takes no such adapter.
+        """
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: load the base before its adapters")
+        spec = self.adapter_weights(lora)
+        self._drop_cache()
+        known = self.adapters.get(name)
+        number = next(self._numbers) if known is None else known.number
+        self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
+        self.adapters[name] = LoadedAdapter(number, lora, spec, version)
+        self._sequences.of_version(version, number)
+
+    def drop_adapter(self, name: str) -> None:
+        """Remove an adapter.
+
+        Raises:
+          KeyError: there is none of this name.
+          ValueError: an unfinished request names it.
+        """
+        adapter = self.adapters[name]
+        for sequence in self._sequences.all():
+            if sequence.adapter == adapter.number:
+                raise ValueError(f"request {sequence.request.number} is unfinished and names the adapter {name!r}")
+        del self.adapters[name]
+        self._backend.load_adapter(adapter.number, None)
+
+    def held_adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shards of an adapter's factors, as `held_weights` gives those of the base."""
+        return self.adapters[name].shaped(self._backend.held_adapter(self.adapters[name].number))
 
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
         """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""
@@ -178,7 +224,7 @@ class NativeEngine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""
-        check_requests(self.model.config, requests, self._sequences.by_number)
+        check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
         size = self._backend.page_tokens
         limit = self._most_pages()
         for request in requests:
@@ -195,7 +241,7 @@ class NativeEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; see `Engine`."""
         self.check(requests)
-        self._scheduler.take([self._sequences.begin(request, self.version) for request in requests])
+        self._scheduler.take([self._begin(request) for request in requests])
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -283,6 +329,12 @@ class NativeEngine:
             accepted=self._sequences.accepted,
             recomputed=s.recomputed,
         )
+
+    def _begin(self, request: Request) -> RunningSequence:
+        if request.adapter is None:
+            return self._sequences.begin(request, self.version)
+        adapter = self.adapters[request.adapter]
+        return self._sequences.begin(request, adapter.version, adapter.number)
 
     def _decoded_by_static_pass(self) -> bool:
         """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""
@@ -401,20 +453,3 @@ def native_engine(
     if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine
-
-
-def free_bytes(mesh: Mesh) -> int:
-    """Free memory of this rank's device; ranks on a CPU share the machine's evenly.
-
-    On a GPU it is what the device has free and what torch's allocator holds without using it, such as the cache and the
-    activations of the step before, which the device counts as taken.
-    """
-    if mesh.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
-        return torch.cuda.mem_get_info(mesh.device)[0] + unused
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return free // local_ranks(mesh.world)

@@ -1,8 +1,9 @@
 """Pages of a key-value cache: their users and the tokens that they hold.
 
 A page holds the keys and values of a fixed number of consecutive tokens. Sequences with a common prefix share pages. A
-page without users keeps its content until its memory is needed, so that a repeated prefix is found in the cache. The
-last page of an ended sequence, the tail, is rarely full: one later sequence may take it and fill it.
+page without users keeps its content until its memory is needed, so that a repeated prefix is found in the cache.
+Texts of different weights, such as those of several adapters, have roots of their own and share none. The last page of
+an ended sequence, the tail, is rarely full: one later sequence may take it and fill it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-ROOT = 0  # the content before the first page
+ROOT = 0  # the content before the first page; other roots, for other weights, are below
 
 
 class PagePool:
@@ -78,10 +79,10 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
+    def find(self, tokens: Sequence[int], root: int = ROOT) -> list[int]:
         """Find the pages of the longest known prefix of a text, in whole pages. They need `share` before use."""
         shared = []
-        before = ROOT
+        before = root
         size = self.page_tokens
         for low in range(0, len(tokens) - size + 1, size):
             page = self._known.get((before, tuple(tokens[low : low + size])))
@@ -91,37 +92,37 @@ class PagePool:
             before = self._content[page]
         return shared
 
-    def find_tail(self, tokens: Sequence[int], shared: Sequence[int]) -> list[int]:
+    def find_tail(self, tokens: Sequence[int], shared: Sequence[int], root: int = ROOT) -> list[int]:
         """Find a tail without users that holds exactly the rest of a text, behind the pages of `find`.
 
         Its page needs `share`, and then `fill`, before use. The result is empty if there is none.
         """
-        page = self._tails.get(self._tail_key(tokens, shared))
+        page = self._tails.get(self._tail_key(tokens, shared, root))
         return [] if page is None or self._users[page] else [page]
 
     def fill(self, page: int) -> None:
         """Let a page be the tail of no text, as its only user adds to it."""
         del self._tails[self._tail.pop(page)]
 
-    def remember_tail(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def remember_tail(self, tokens: Sequence[int], pages: Sequence[int], root: int = ROOT) -> None:
         """Register all pages of an ended text whose keys and values are computed, the last one as its tail."""
-        self.remember(tokens, pages)
-        shared = self.find(tokens)
+        self.remember(tokens, pages, root)
+        shared = self.find(tokens, root)
         if not 0 < len(tokens) - len(shared) * self.page_tokens < self.page_tokens:
             return
-        key = self._tail_key(tokens, shared)
+        key = self._tail_key(tokens, shared, root)
         page = pages[len(shared)]
         if page not in self._key and page not in self._tail and key not in self._tails:
             self._tails[key] = page
             self._tail[page] = key
 
-    def _tail_key(self, tokens: Sequence[int], shared: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        before = self._content[shared[-1]] if shared else ROOT
+    def _tail_key(self, tokens: Sequence[int], shared: Sequence[int], root: int) -> tuple[int, tuple[int, ...]]:
+        before = self._content[shared[-1]] if shared else root
         return before, tuple(tokens[len(shared) * self.page_tokens :])
 
-    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def remember(self, tokens: Sequence[int], pages: Sequence[int], root: int = ROOT) -> None:
         """Register the whole pages of a text whose keys and values are computed, or will be in this pass."""
-        before = ROOT
+        before = root
         size = self.page_tokens
         for i in range(min(len(tokens) // size, len(pages))):
             key = (before, tuple(tokens[i * size : (i + 1) * size]))

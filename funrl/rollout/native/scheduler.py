@@ -86,6 +86,7 @@ class Scheduler:
         self._known = np.zeros(0, dtype=np.int64)  # by slot: tokens whose keys and values are computed
         self._owned = np.zeros(0, dtype=np.int64)  # by slot: number of pages
         self._most = np.zeros(0, dtype=np.int64)  # by slot: pages that it may need in the end
+        self._adapters = np.zeros(0, dtype=np.int64)  # by slot: numbers, -1: none
         self._table = np.zeros((0, 1), dtype=np.int32)
 
     @property
@@ -129,7 +130,7 @@ class Scheduler:
         for sequence in gone:
             self._lacking = 0
             if sequence.computed:
-                self.pool.remember_tail(sequence.text[:-1].tolist(), sequence.pages)
+                self.pool.remember_tail(sequence.text[:-1].tolist(), sequence.pages, sequence.root)
             self._leave(sequence)
 
     def only_decoding(self) -> np.ndarray | None:
@@ -153,6 +154,10 @@ class Scheduler:
     def decoded(self, slots: np.ndarray) -> None:
         """Record that a pass has computed one token of each of some slots."""
         self._known[slots] += 1
+
+    def adapters_of(self, slots: np.ndarray) -> np.ndarray:
+        """Numbers of the adapters of some slots; -1: it has none."""
+        return self._adapters[slots]
 
     def pages_of(self, slots: np.ndarray) -> np.ndarray:
         """Number of pages of each of some slots."""
@@ -179,7 +184,8 @@ class Scheduler:
             if self._waiting and not self._running:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
-        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]  # so that neighbours have similar lengths
+        # Neighbours have one adapter and similar lengths.
+        decoding = decoding[np.lexsort((self._known[decoding], self._adapters[decoding]))]
         drafts = self._drafts(decoding)
         slots = np.concatenate([decoding, np.array([sequence.slot for sequence, _ in chunks], dtype=np.int64)])
         counts = np.concatenate([drafts + 1, np.array([count for _, count in chunks], dtype=np.int64)])
@@ -199,7 +205,9 @@ class Scheduler:
             sources = np.concatenate([sources, begun])
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
+        adapters = self._adapters[slots]
         work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions)
+        work = work._replace(adapters=adapters) if (adapters >= 0).any() else work
         return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -311,7 +319,7 @@ class Scheduler:
         """Add the next tokens of a text to this pass; requests admitted after it already find them in the pages."""
         chunks.append((sequence, count))
         text = self._sequences.text_of(sequence, int(self._known[sequence.slot]) + count)
-        self.pool.remember(text, sequence.pages)
+        self.pool.remember(text, sequence.pages, sequence.root)
         return count
 
     def _admit(self) -> RunningSequence | None:
@@ -322,9 +330,10 @@ class Scheduler:
             return None
         sequence = self._waiting[0]
         text = sequence.text.tolist()
-        shared = self.pool.find(text[:-1])
+        root = sequence.root
+        shared = self.pool.find(text[:-1], root)
         known = len(shared) * self._page
-        tail = self.pool.find_tail(text[: sequence.known_before], shared) if known < sequence.known_before else []
+        tail = self.pool.find_tail(text[: sequence.known_before], shared, root) if known < sequence.known_before else []
         if tail:
             known = sequence.known_before
             shared += tail
@@ -341,7 +350,7 @@ class Scheduler:
         self.recomputed += max(0, sequence.known_before - known)
         self._assign_slot(sequence, shared + self.pool.take(lacking), known)
         self.cached += known
-        while sequence.untouched and self._waiting and _siblings(sequence, self._waiting[0]):
+        while sequence.untouched and self._waiting and sequence.is_sibling(self._waiting[0]):
             sequence.siblings.append(self._waiting.popleft())
         return sequence
 
@@ -369,12 +378,12 @@ class Scheduler:
         slots = len(self._sequences.lengths)
         if slots > len(self._known):
             more = slots - len(self._known)
-            self._known, self._owned, self._most = (
-                np.pad(x, (0, more)) for x in (self._known, self._owned, self._most)
-            )
+            arrays = (self._known, self._owned, self._most, self._adapters)
+            self._known, self._owned, self._most, self._adapters = (np.pad(x, (0, more)) for x in arrays)
             self._table = np.pad(self._table, ((0, more), (0, 0)))
         self._known[sequence.slot] = known
         self._owned[sequence.slot] = 0
+        self._adapters[sequence.slot] = sequence.adapter
         sequence.pages = []
         self._most[sequence.slot] = -(-sequence.limit // self._page)
         self._table[sequence.slot] = 0
@@ -415,11 +424,6 @@ class Scheduler:
             for other in self._running:
                 if sequence in other.siblings:
                     other.siblings.remove(sequence)
-
-
-def _siblings(first: RunningSequence, other: RunningSequence) -> bool:
-    """True if two requests have the same prompt and `other` has sampled nothing yet."""
-    return other.untouched and len(first.text) == len(other.text) and bool((first.text == other.text).all())
 
 
 def _sampled_positions(

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from funrl.rollout.native.pages import ROOT
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.requests import Request
 
@@ -25,6 +26,7 @@ class RunningSequence:
       computed: whether its pages cover every token except the last, which was never fed back.
       known_before: tokens whose keys and values were computed before it waited; see `EngineCost.recomputed`.
       lookup: index of its text for drafts; None without drafts.
+      adapter: number of its adapter in the backend; -1: it has none.
     """
 
     request: Request
@@ -37,11 +39,22 @@ class RunningSequence:
     computed: bool = False
     known_before: int = 0
     lookup: PromptLookup | None = None
+    adapter: int = -1
+
+    @property
+    def root(self) -> int:
+        """Content before its first page: texts of one adapter share pages."""
+        return ROOT - 1 - self.adapter
 
     @property
     def untouched(self) -> bool:
         """True if no token of the completion has been sampled yet."""
         return len(self.text) == len(self.request.prompt)
+
+    def is_sibling(self, other: RunningSequence) -> bool:
+        """True if `other` has the same prompt and adapter, and has sampled nothing yet."""
+        alike = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
+        return alike and bool((self.text == other.text).all())
 
     @property
     def limit(self) -> int:

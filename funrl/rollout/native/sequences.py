@@ -79,8 +79,8 @@ class RunningSequences:
         """Requests that are unfinished, or whose completion has not been returned yet."""
         return len(self.by_number) + len(self._ended)
 
-    def begin(self, request: Request, version: int | None) -> RunningSequence:
-        """Register a request, which waits for a slot."""
+    def begin(self, request: Request, version: int | None, adapter: int = -1) -> RunningSequence:
+        """Register a request, which waits for a slot; its adapter has this version and this number in the backend."""
         begun = request.begun
         prompt = np.asarray(request.prompt, dtype=np.int64)
         if not self.by_number:
@@ -93,7 +93,7 @@ class RunningSequences:
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
-        sequence.known_before = request.computed
+        sequence.known_before, sequence.adapter = request.computed, adapter
         self.by_number[request.number] = sequence
         return sequence
 
@@ -101,9 +101,9 @@ class RunningSequences:
         """All unfinished sequences."""
         return list(self.by_number.values())
 
-    def of_version(self, version: int) -> None:
-        """Attribute further tokens to this version of the weights."""
-        for sequence in self.by_number.values():
+    def of_version(self, version: int, adapter: int = -1) -> None:
+        """Attribute further tokens of an adapter, or of the base alone, to this version of the weights."""
+        for sequence in (x for x in self.by_number.values() if x.adapter == adapter):
             new_tokens = len(sequence.text) - len(sequence.request.prompt)
             earlier = [pair for pair in sequence.versions if pair[0] < new_tokens]
             sequence.versions = [*earlier, (new_tokens, version)]
@@ -155,10 +155,10 @@ class RunningSequences:
         samplings = list(self._sampling_groups)
         return tuple((group, samplings[group]) for group in np.unique(self._group[slots]).tolist())
 
-    def device_columns_of(self, slots: np.ndarray) -> np.ndarray:
-        """Numbers of some slots that the device needs: columns as in `decode_state`."""
+    def device_columns_of(self, slots: np.ndarray, adapters: np.ndarray) -> np.ndarray:
+        """Numbers of some slots, with their adapters, that the device needs: columns as in `decode_state`."""
         rows = (self.lengths, self._prompts, self._limits, self._noise.seeds, self._group, np.zeros_like(self.lengths))
-        return np.concatenate([np.stack([x[slots] for x in rows]), self._stops[slots].T])
+        return np.concatenate([np.stack([x[slots] for x in rows]), adapters[None], self._stops[slots].T])
 
     @property
     def stop_columns(self) -> int:

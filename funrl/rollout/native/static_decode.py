@@ -65,7 +65,8 @@ class StaticDecode:
         """
         state = self._updated(slots)
         rows = bucket(len(slots), len(self._lengths) - 1)
-        form = DecodeForm(rows, self._read_pages(slots), groups)
+        adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
+        form = DecodeForm(rows, self._read_pages(slots), groups, adapters)
         rows_B = self._rows_of(slots, rows)
         sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
         self._lengths[slots] += 1
@@ -86,7 +87,8 @@ class StaticDecode:
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):
             index = device_copy(new, self._device)
-            state.numbers_CS.index_copy_(1, index, device_copy(sequences.device_columns_of(new), self._device))
+            columns = sequences.device_columns_of(new, scheduler.adapters_of(new))
+            state.numbers_CS.index_copy_(1, index, device_copy(columns, self._device))
             self._lengths[new] = sequences.lengths[new]
         owned = scheduler.pages_of(slots)
         moved = slots[other | (self._owned[slots] != owned)]

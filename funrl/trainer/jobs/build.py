@@ -22,16 +22,18 @@ from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
-from funrl.models.deployed import deployed
+from funrl.models.deployed import Deployed, deployed
 from funrl.models.huggingface import directories as hf
-from funrl.models.lora import decoder_of, first_trained
+from funrl.models.lora import decoder_of, first_trained, on_base, trained_part
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights, weight_dtypes
 from funrl.rewards.pool import Pool
+from funrl.rollout.certificate import compare_weights
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.native.adapter_engine import AdapterEngine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
@@ -47,22 +49,43 @@ from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
 
+BASE_VERSION = 0  # of the weights that adapters stand on
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
+
+
+class AdaptedBase(NamedTuple):
+    """The engine that has the base of the policy's adapters, and how its weights come to it, once.
+
+    Attributes:
+      engine: without adapters.
+      to_engine: the plan from the base's stored layouts to the engine's.
+    """
+
+    engine: NativeEngine
+    to_engine: Plan
 
 
 class Generator(NamedTuple):
     """The engine, and how the policy's weights come to it.
 
     Attributes:
-      engine: on `mesh`.
-      to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
+      engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
+      to_engine: the plan from the policy's stored layouts to the engine's; where the engine takes merged adapters, from
+        those of the weights that these are merged in.
       proof: that the engine holds the weights of the newest sync.
+      base: None where the engine's weights are the whole policy.
     """
 
     engine: Engine
     mesh: Mesh
     to_engine: Plan
     proof: SyncProof
+    base: AdaptedBase | None = None
+
+    @property
+    def whole(self) -> Engine:
+        """The engine that has a whole model: `engine`, or that of the base."""
+        return self.engine if self.base is None else self.base.engine
 
 
 class Parts(NamedTuple):
@@ -130,7 +153,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     generator = None
     judge = None
     if isinstance(job, RLJob):
-        generator = policy_generator(job, begin, compiled[job.model.layer], note)
+        generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         if job.judge is not None:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
@@ -205,11 +228,13 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
     return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
 
 
-def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
+def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
     """Make an engine for the policy, without weights yet. Every rank calls it.
 
     Args:
-      placed: the model that the run begins with; adapters are merged for the engine.
+      placed: the model that the run begins with.
+      policy: the same with adapters, where the policy has some: a native engine adds them to the base, and for others
+        they are merged.
     """
     mesh = view(placed.mesh, job.generate_sizes)
     settings = job.settings
@@ -236,9 +261,23 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
             record_routes=settings.routers.router_replay,
         )
         engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
+        if policy.model.adapters is not None:
+            return _adapted_generator(job, engine, placed, policy)
+    return Generator(engine, mesh, _plan_to(engine, placed.stored, job), proof=SyncProof())
+
+
+def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:
+    """A generator whose engine adds the policy's adapters to the base."""
+    assert policy.model.adapters is not None
+    engine = AdapterEngine(base, job.main_role, policy.model.adapters.lora)
+    to_engine = _plan_to(engine, trained_part(policy.model, policy.stored), job)
+    to_base = AdaptedBase(base, _plan_to(base, placed.stored, job))
+    return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
+
+
+def _plan_to(engine: Engine, stored: trees.Tree, job: Job) -> Plan:
     wanted = engine.weights.layouts
-    to_engine = plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
-    return Generator(engine, mesh, to_engine, proof=SyncProof())
+    return plan(stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -330,6 +369,8 @@ def sync(
 ) -> State:
     """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated.
 
+    An engine that adds adapters to a base gets the base once.
+
     Args:
       frozen: weights of the roles that do not learn.
     """
@@ -337,18 +378,45 @@ def sync(
         return state
     engine = parts.generator.engine
     to_engine = parts.generator.to_engine
+    base = parts.generator.base
 
     def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
         role = parts.roles[parts.main_role]
-        policy = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
+        params = role.whole(state.roles[parts.main_role].params, frozen or {})
+        policy = deployed(role.placed, params, merge=base is None)
         if engine.weights.streamed:
             yield from policy.exported(engine.weights.names)
         else:
             yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=bool(policy.merged)))
 
     with (clock or Clock()).phase("reshard"):
+        if base is not None and base.engine.version is None:
+            whole = reshard(base_weights(parts, frozen or {}).tree(), base.to_engine, parts.mesh)
+            base.engine.load(base.engine.weights.named(whole), BASE_VERSION)
         engine.load(weights(), state.version + 1)
     return state._replace(version=state.version + 1)
+
+
+def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> Deployed:
+    """The weights that the policy's adapters stand on.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+    """
+    base = parts.roles[parts.main_role].base
+    assert base is not None
+    return deployed(parts.begin, on_base(parts.begin.model, frozen[base], None))
+
+
+def verify_base(parts: Parts, frozen: Mapping[str, trees.Tree]) -> None:
+    """Compare the base that the engine adds adapters to with the trainer's, where it has one. Collective.
+
+    Raises:
+      SyncError: they differ.
+    """
+    base = None if parts.generator is None else parts.generator.base
+    if base is not None:
+        compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
 
 
 def settle_proof(parts: Parts) -> None:

@@ -119,7 +119,8 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     job = sampler.job
     parts = sampler.parts
     prompts = sampler.prompts
-    generator = policy_generator(job, parts.begin, parts.begin.model.layer, logging.getLogger(__name__).info)
+    placed = parts.roles[job.main_role].placed
+    generator = policy_generator(job, parts.begin, placed, parts.begin.model.layer, logging.getLogger(__name__).info)
     sync(parts._replace(generator=generator), State({job.main_role: policy}), frozen=sampler.frozen)
     engine = RewardedEngine(generator.engine, generator.mesh, sampler.decode, Pool(()), weights=())
     with awake(generator.engine):

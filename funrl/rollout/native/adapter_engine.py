@@ -1,0 +1,90 @@
+"""One adapter of a native engine as an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from funrl.models.model import Lora
+from funrl.rollout.engine import EngineCost, WeightSpec
+from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.requests import Completion, Request
+
+
+class AdapterEngine:
+    """An `Engine` whose weights are the factors of one adapter, over a native engine that has the base.
+
+    Requests that name no adapter are completed with it, and its version is theirs.
+
+    Attributes:
+      base: the engine that computes.
+      name: of the adapter, as requests could name it.
+      lora: rank, alpha and targets of the adapter.
+      weights, version, paused: as in `Engine`.
+    """
+
+    def __init__(self, base: NativeEngine, name: str, lora: Lora):
+        self.base = base
+        self.name = name
+        self.lora = lora
+        self.weights: WeightSpec = base.adapter_weights(lora)
+
+    @property
+    def version(self) -> int | None:
+        return self.base.adapters[self.name].version if self.name in self.base.adapters else None
+
+    @property
+    def paused(self) -> bool:
+        return self.base.paused
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Replace the factors; see `NativeEngine.load_adapter`."""
+        self.base.load_adapter(self.name, self.lora, named_weights, version)
+
+    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shards of the factors; see `Engine`."""
+        return self.base.held_adapter(self.name)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError if the engine could never complete one of the requests."""
+        self.base.check(requests if self.version is None else self._adapted(requests))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `Engine`."""
+        self.base.submit(self._adapted(requests))
+
+    def step(self) -> list[Completion]:
+        """Run one pass; see `Engine`."""
+        return self.base.step()
+
+    def unfinished(self) -> int:
+        """Number of requests that are unfinished, those of other adapters included; see `Engine`."""
+        return self.base.unfinished()
+
+    def room(self) -> int:
+        """Number of further requests that would begin at once; see `Engine`."""
+        return self.base.room()
+
+    def reserve(self, tokens: int) -> None:
+        """Let the cache have room for ended requests too; see `Engine`."""
+        self.base.reserve(tokens)
+
+    def cancel(self, numbers: Iterable[int]) -> list[Completion]:
+        """Cancel requests; see `Engine`."""
+        return self.base.cancel(numbers)
+
+    def pause(self) -> None:
+        """Make `step` do nothing, and free the memory of keys and values."""
+        self.base.pause()
+
+    def resume(self) -> None:
+        """Let `step` work again."""
+        self.base.resume()
+
+    def cost(self) -> EngineCost:
+        """Memory of the cache, and counts of its work."""
+        return self.base.cost()
+
+    def _adapted(self, requests: Sequence[Request]) -> list[Request]:
+        return [request if request.adapter else request._replace(adapter=self.name) for request in requests]

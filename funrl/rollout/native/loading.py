@@ -1,0 +1,74 @@
+"""Weights and adapters as the native engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import GENERATE, layouts
+from funrl.models.errors import ModelError
+from funrl.models.lora import trained_part, with_lora
+from funrl.models.model import Lora, Model
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.engine import WeightSpec
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter that an engine has.
+
+    Attributes:
+      number: in the backend.
+      lora: its rank, scale and targets.
+      weights: the form in which its factors are taken.
+      version: of its factors.
+    """
+
+    number: int
+    lora: Lora
+    weights: WeightSpec
+    version: int
+
+    def shaped(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Factors whose dims are merged, as they were loaded."""
+        placed = dict(trees.named(self.weights.layouts))
+        rank = self.weights.mesh.rank
+        yield from ((name, x.reshape(placed[name].local_shape(rank))) for name, x in named)
+
+
+def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
+    """This rank's shards in the engine's dtype and on its device; what has these already is not copied.
+
+    Raises:
+      KeyError: a name is missing, unknown, or given twice.
+      ModelError: a shape is not that of this rank's shard.
+    """
+    mesh = spec.mesh
+    params = trees.from_named(spec.layouts, named_weights)
+    for (name, x), layout in zip(trees.named(params), trees.leaves(spec.layouts), strict=True):
+        if tuple(x.shape) != layout.local_shape(mesh.rank):
+            expected = list(layout.local_shape(mesh.rank))
+            raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
+    return trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, spec.dtype)), params)
+
+
+def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -> WeightSpec:
+    """The form in which an engine takes the factors of an adapter.
+
+    Args:
+      model: without adapters.
+      mesh, weights: of the engine.
+
+    Raises:
+      ModelError: the model takes no adapters, or has none of the targets.
+    """
+    adapted = with_lora(model, lora)
+    if unknown := set(lora.targets).difference(name.rsplit("/", 1)[-1] for name, _ in trees.named(model.shapes)):
+        raise ModelError(f"an adapter of {sorted(unknown)[0]!r}, which the model has not")
+    shapes = trained_part(adapted, adapted.shapes)
+    placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=mesh.sizes))
+    names = {name: (name, tuple(x.shape)) for name, x in trees.named(shapes)}
+    return WeightSpec(names, placed, mesh, dtype=weights.dtype, adapters=True)

@@ -1,0 +1,56 @@
+"""Runs with adapters on meshes: engine and trainer have the same bits, and what a sync sends."""
+
+import functools
+
+import pytest
+from selection import quick
+from small_runs import GRPO, begin, one_step, small_job, whole_weights
+
+from funrl import trees
+from funrl.compiled_kernels.kernel_library import library_problem
+from funrl.mesh.launch import launch
+from funrl.trainer.gap import GAP_METRIC
+from funrl.trainer.jobs.build import settle_proof
+from funrl.trainer.loop import verify
+
+pytestmark = [pytest.mark.gloo, pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))]
+SIZES = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head": 8, "mlp": 64}
+MESHES = {
+    "dp1": {},
+    "dp2": {"mesh": "dp2"},
+    "tp2": {"mesh": "tp2"},
+    "tp2, split": {"mesh": "tp2", "split_residual": "on"},
+    "tp2 to dp2": {"mesh": "tp2", "generate_mesh": "dp2"},
+    "dp2,tp2": {"mesh": "dp2,tp2"},
+    "dp2,tp2 fsdp to tp4": {"mesh": "dp2,tp2", "fsdp": True, "generate_mesh": "tp4"},
+    "dp4 fsdp": {"mesh": "dp4", "fsdp": True, "remat": "full"},
+    "dp2,sp2": {"mesh": "dp2,sp2", "fsdp": True},
+}
+
+
+LORA = {"lora_rank": 3, "lora_alpha": 6.0, "lr": 0.05}
+
+
+def proven_steps(job, count, mesh):
+    """Gaps of some steps, the proof of each sync, and the adapters' norms at the end."""
+    run, state = begin(job, mesh)
+    proofs, gaps = [verify(run, state, True)], []
+    for _ in range(count):
+        state, metrics = one_step(run, state)
+        gaps.append(metrics[GAP_METRIC])
+        proofs.append(verify(run, state))
+        settle_proof(run.parts)
+    weights = whole_weights(run, state)["policy"]
+    return gaps, proofs, {name: x.norm().item() for name, x in trees.named(weights)}
+
+
+@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16", "float64"], ["float32"]))
+@pytest.mark.parametrize("mesh", quick(MESHES, ["dp1", "tp2 to dp2"]))
+def test_the_gap_is_0(mesh, dtype):
+    job = small_job(
+        functools.partial(GRPO, kl_coef=0.05), SIZES, dtype=dtype, on_gap="stop", max_new_tokens=12, token_budget=96,
+        steps=2, minibatches=2, verify_sync=True, **LORA, **MESHES[mesh],
+    )  # fmt: skip
+    gaps, proofs, norms = launch(functools.partial(proven_steps, job, 2), job.sizes, "cpu")
+    assert gaps == [0.0] * 2 and len(proofs) == 3
+    assert all(norm > 0 for norm in norms.values()) and any(name.endswith("_lora_b") for name in norms)
