@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funrl.compiled_kernels.kernel_library import library
-from funrl.compiled_kernels.packed import PackedLinear, pack_linear
+from funrl.compiled_kernels.packed import PackedLinear, pack_groups, pack_linear
 
 
 class _Memory(NamedTuple):
@@ -31,21 +31,27 @@ class _Memory(NamedTuple):
 _KNOWN: dict[int, _Memory] = {}
 
 
-def packed_weight(w_NK: Tensor, parts: int = 1) -> PackedLinear:
-    """A weight in panels, packed when it is first seen, and again after it has been changed in place."""
-    if not w_NK.is_contiguous() or w_NK.is_inference():
-        return pack_linear(w_NK, parts)
-    storage = w_NK.untyped_storage()
+def packed_weight(weight: Tensor, parts: int = 1) -> PackedLinear:
+    """A weight in panels, packed when it is first seen, and again after it has been changed in place.
+
+    Args:
+      weight: [N, K], or [E, N, K] of as many groups.
+      parts: as in `pack_linear`.
+    """
+    pack_weight = pack_linear if weight.ndim == 2 else pack_groups
+    if not weight.is_contiguous() or weight.is_inference():
+        return pack_weight(weight, parts)
+    storage = weight.untyped_storage()
     key = storage._cdata
     known = _KNOWN.get(key)
-    place = (w_NK.data_ptr(), w_NK.shape, w_NK.dtype, parts)
-    version = w_NK._version
-    digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(w_NK.data_ptr(), w_NK.nbytes)
+    place = (weight.data_ptr(), weight.shape, weight.dtype, parts)
+    version = weight._version
+    digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(weight.data_ptr(), weight.nbytes)
     if known is not None:
         pack = known.packs.get(place)
         if pack is not None and pack[0] == version and (digest is None or pack[1] == digest):
             return pack[2]
-    packed = pack_linear(w_NK, parts)
+    packed = pack_weight(weight, parts)
     if known is None:
         _drop_dead()
         known = _KNOWN[key] = _Memory(StorageWeakRef(storage), {})

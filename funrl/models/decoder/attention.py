@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.paged_attention import paged_attention
 from funrl.compiled_kernels.rotary import rotate
 from funrl.mesh.collectives import pbroadcast, psum
@@ -132,7 +133,7 @@ class Attention:
         if not self.gated:
             return self._attend_by(q_BTHN, params, h_BTD, mesh, context)
         q_BTHN, gate_BTHN = q_BTHN.chunk(2, -1)
-        return self._attend_by(q_BTHN, params, h_BTD, mesh, context) * gate_BTHN.sigmoid()
+        return self._attend_by(q_BTHN, params, h_BTD, mesh, context) * sigmoid(gate_BTHN)
 
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
