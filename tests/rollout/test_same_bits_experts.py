@@ -7,8 +7,8 @@ import functools
 import random
 
 import pytest
-import torch
 import test_same_bits as same_bits
+import torch
 from selection import quick
 
 from funrl import trees
@@ -16,7 +16,7 @@ from funrl.compiled_kernels import grouped_linear
 from funrl.compiled_kernels.exact import gate, router
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import SINGLE, parse
+from funrl.mesh.mesh import parse
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder import experts as experts_module
 from funrl.models.decoder import routing
@@ -29,7 +29,9 @@ SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "hea
 FAMILIES = {
     "mixtral": {"experts": Experts(8, 2, 48)},
     "qwen3 moe": {"qk_norm": True, "experts": Experts(16, 5, 40, dense=(0,))},
-    "qwen2 moe": {"attention_bias": True, "experts": Experts(8, 3, 24, normalized=False, shared=40, shared_weighted=True)},
+    "qwen2 moe": {
+        "attention_bias": True, "experts": Experts(8, 3, 24, normalized=False, shared=40, shared_weighted=True)
+    },
     "deepseek v2": {
         "experts": Experts(8, 3, 16, normalized=False, groups=4, chosen_groups=2, best_of_group=1, scale=1.5, shared=32)
     },
@@ -64,6 +66,10 @@ class Texts(same_bits.Texts):
         self.model, self.params = model_of(family)
         self.dtype = dtype
         self.temperature = self.pick.choice([1.0, 1.0, 0.7, 1.3])
+
+    def packed(self, some, multiple):
+        """Rows that up to eight ranks can share."""
+        return super().packed(some, -(-multiple // 8) * 8)
 
 
 @pytest.fixture(autouse=True)

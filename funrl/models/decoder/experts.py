@@ -5,7 +5,7 @@ Every token goes to its k experts, which may be on other ranks of `expert`. Ther
 | way | sends to the experts | brings home | taken where |
 |---|---|---|---|
 | gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
-| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more, or on a CPU |
+| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same, backwards | more, or on a CPU |
 
 The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so three
 times in a layer's forward pass.
