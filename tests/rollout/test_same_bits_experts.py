@@ -40,6 +40,8 @@ FAMILIES = {
             16, 4, 24, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=24, wide=True
         )
     },
+    "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"},
+    "olmo2, one key head": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "kv_heads": 1},
     "odd sizes": {"embed": 90, "head": 10, "experts": Experts(5, 2, 11, shared=13)},
 }  # fmt: skip
 
@@ -141,7 +143,7 @@ def count_on(mesh, cases):
     return counts
 
 
-CASES = [("qwen3 moe", torch.float32), ("qwen2 moe", torch.bfloat16), ("deepseek v3", torch.float32)]
+CASES = [("qwen3 moe", torch.float32), ("qwen2 moe", torch.bfloat16), ("olmo2", torch.float32)]
 MORE = [(family, dtype) for family in FAMILIES if family != "odd sizes" for dtype in DTYPES]
 
 

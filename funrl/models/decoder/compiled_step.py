@@ -60,9 +60,8 @@ def exact_sums(config: Config) -> tuple[int, ...] | str:
         return "it has mixers other than attention"
     if attention.latent is not None:
         return "latent attention decodes by other products than it trains by"
-    if attention.qk_norm == "projection":
-        return "norms over all heads of a token are sums whose order depends on the tensor ranks"
-    return (attention.heads * attention.head, *_mlp_sums(config), config.vocab)
+    normed = (attention.kv_heads * attention.head,) if attention.qk_norm == "projection" else ()
+    return (attention.heads * attention.head, *normed, *_mlp_sums(config), config.vocab)
 
 
 def _mlp_sums(config: Config) -> tuple[int, ...]:
