@@ -245,7 +245,8 @@ template <class T> struct Sequences {
   }
 };
 
-// Attention of one sequence and key-value head. Pages are made of its keys and values, then read as in a step.
+// Attention of one sequence and key-value head, or of one of some shares of its query rows. Pages are made of its keys and
+// values, then read as in a step.
 template <class T> struct SequenceScratch {
   AttentionScratch<T> attention;
   std::vector<T> keys, values, query, mixed;
@@ -253,7 +254,8 @@ template <class T> struct SequenceScratch {
   std::vector<Real<T>> key, value;
 };
 template <class T>
-void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, Logits<T> logits, SequenceScratch<T>& scratch) {
+void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, int64_t share, int64_t shares, Logits<T> logits,
+                     SequenceScratch<T>& scratch) {
   const int64_t size = all.size, head = (size + LANES - 1) / LANES * LANES, group = all.heads / all.kv_heads;
   const int64_t end = all.end(s), queries = all.queries(s), seen = all.first_seen(end - queries) / PAGE * PAGE;
   const int64_t pages = (end - seen + PAGE - 1) / PAGE;
@@ -269,9 +271,9 @@ void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, Logits<T> l
   }
   const T* none = scratch.keys.data();
   const Pages<T> memory{none, scratch.values.data(), PAGE * head, scratch.table.data(), (int)head, {none, none, none, none}};
-  const int64_t total = queries * group;
-  for (int64_t start = 0; start < total; start += QUERY_ROWS) {
-    const int count = total - start < QUERY_ROWS ? total - start : QUERY_ROWS;
+  const int64_t last = queries * group * (share + 1) / shares;
+  for (int64_t start = queries * group * share / shares; start < last; start += QUERY_ROWS) {
+    const int count = last - start < QUERY_ROWS ? last - start : QUERY_ROWS;
     QueryRow row[QUERY_ROWS];
     auto token = [&](int i) { return all.offsets[s] + (start + i) / group; };  // of query row i
     auto head_of = [&](int i) { return kv * group + (start + i) % group; };

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.exact.packs import packed_weight
+from funrl.compiled_kernels.exact.packs import packed_rows, packed_weight
 from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import BITS, real_of
@@ -38,6 +38,26 @@ def exact_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, parts: int, wi
     sizes = (wide, E, x.shape[0], N, K // parts, parts, torch.get_num_threads())
     library().funrl_grouped_linear(BITS[x.dtype], *pointers, *sizes)
     return out
+
+
+def _heads_meta(x: Tensor, weight: Tensor, low: int, high: int, transposed: bool) -> Tensor:
+    return x.new_empty(*x.shape[:2], weight.shape[2] if transposed else high - low)
+
+
+@kernel_operator(
+    "exact_head_products(Tensor x, Tensor weight, int low, int high, bool transposed) -> Tensor", _heads_meta
+)
+def exact_head_products(x: Tensor, weight: Tensor, low: int, high: int, transposed: bool) -> Tensor:
+    """Heads x [M, H, K] times rows `low` to `high` of their own matrix in weight [H, N, K], or the transpose of these."""
+    M, H, K = x.shape
+    packed = packed_rows(weight, low, high, transposed)
+    rows = x.transpose(0, 1).contiguous()
+    ends = torch.arange(M, M * H + 1, M, dtype=torch.int32) if M else torch.zeros(H, dtype=torch.int32)
+    out = x.new_empty(H, M, packed.outputs)
+    pointers = (y.data_ptr() for y in (rows, packed.panels, ends, out))
+    sizes = (False, H, M * H, packed.outputs, K, 1, torch.get_num_threads())
+    library().funrl_grouped_linear(BITS[x.dtype], *pointers, *sizes)
+    return out.transpose(0, 1).contiguous()
 
 
 @kernel_operator("exact_softmax(Tensor x) -> Tensor", torch.empty_like)

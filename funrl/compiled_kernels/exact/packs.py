@@ -6,6 +6,7 @@ A version is torch's count of changes in place and, outside of inference mode, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class _Memory(NamedTuple):
 
     Attributes:
       memory: of the weights, which it does not keep. While it is held, no other memory has the same key.
-      packs: place, shape and parts of a weight -> its version and digest, and the weight packed.
+      packs: place, shape and form of a weight -> its version and digest, and the weight packed.
     """
 
     memory: StorageWeakRef
@@ -38,20 +39,32 @@ def packed_weight(weight: Tensor, parts: int = 1) -> PackedLinear:
       weight: [N, K], or [E, N, K] of as many groups.
       parts: as in `pack_linear`.
     """
-    pack_weight = pack_linear if weight.ndim == 2 else pack_groups
+    pack = pack_linear if weight.ndim == 2 else pack_groups
+    return _known(weight, (parts,), lambda: pack(weight, parts))
+
+
+def packed_rows(weight_ENK: Tensor, low: int, high: int, transposed: bool) -> PackedLinear:
+    """Rows `low` to `high` of each matrix of some groups, or their transposes, likewise."""
+    rows_ENK = weight_ENK[:, low:high]
+    form = (low, high, transposed)
+    return _known(weight_ENK, form, lambda: pack_groups(rows_ENK.transpose(1, 2) if transposed else rows_ENK))
+
+
+def _known(weight: Tensor, form: tuple, pack_weight: Callable[[], PackedLinear]) -> PackedLinear:
+    """The pack of a form of a weight, made where it is not there or of another version."""
     if not weight.is_contiguous() or weight.is_inference():
-        return pack_weight(weight, parts)
+        return pack_weight()
     storage = weight.untyped_storage()
     key = storage._cdata
     known = _KNOWN.get(key)
-    place = (weight.data_ptr(), weight.shape, weight.dtype, parts)
+    place = (weight.data_ptr(), weight.shape, weight.dtype, form)
     version = weight._version
     digest = None if torch.is_inference_mode_enabled() else library().funrl_digest(weight.data_ptr(), weight.nbytes)
     if known is not None:
         pack = known.packs.get(place)
         if pack is not None and pack[0] == version and (digest is None or pack[1] == digest):
             return pack[2]
-    packed = pack_weight(weight, parts)
+    packed = pack_weight()
     if known is None:
         _drop_dead()
         known = _KNOWN[key] = _Memory(StorageWeakRef(storage), {})

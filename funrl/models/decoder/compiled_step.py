@@ -58,10 +58,9 @@ def exact_sums(config: Config) -> tuple[int, ...] | str:
     attention = config.attention
     if attention.mixers:
         return "it has mixers other than attention"
-    if attention.latent is not None:
-        return "latent attention decodes by other products than it trains by"
     normed = (attention.kv_heads * attention.head,) if attention.qk_norm == "projection" else ()
-    return (attention.heads * attention.head, *normed, *_mlp_sums(config), config.vocab)
+    head = attention.head if attention.latent is None else attention.latent.value
+    return (attention.heads * head, *normed, *_mlp_sums(config), config.vocab)
 
 
 def _mlp_sums(config: Config) -> tuple[int, ...]:
