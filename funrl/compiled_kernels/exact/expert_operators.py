@@ -48,7 +48,7 @@ def _heads_meta(x: Tensor, weight: Tensor, low: int, high: int, transposed: bool
     "exact_head_products(Tensor x, Tensor weight, int low, int high, bool transposed) -> Tensor", _heads_meta
 )
 def exact_head_products(x: Tensor, weight: Tensor, low: int, high: int, transposed: bool) -> Tensor:
-    """Heads x [M, H, K] times rows `low` to `high` of their own matrix in weight [H, N, K], or the transpose of these."""
+    """Heads x [M, H, K] times rows `low` to `high` of their own matrix in weight [H, N, K], or their transpose."""
     M, H, K = x.shape
     packed = packed_rows(weight, low, high, transposed)
     rows = x.transpose(0, 1).contiguous()
