@@ -447,3 +447,5 @@ void funrl_log_probabilities(int bits, const double* above, const double* sums, 
   });
 }
 }
+
+#include "experts.hpp"

@@ -11,6 +11,10 @@ import itertools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.expert_operators import exact_grouped_linear, exact_head_products
 
 ROW_ALIGNMENT = 16  # bytes between rows that torch's own operator needs
 _OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # of torch's own operator
@@ -18,6 +22,8 @@ _OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)
 
 def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """x W_e^T for every row x of group e; differentiable by rows and weights.
+
+    On a CPU a row of the result has the same bits whatever the other rows are.
 
     Args:
       x_RK: rows, sorted by group.
@@ -31,7 +37,27 @@ def grouped_linear(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
       >>> grouped_linear(x, w, torch.tensor([1, 1, 2], dtype=torch.int32)).flatten().tolist()
       [10.0, 200.0, 0.0]
     """
+    if computes_exactly(x_RK, weight_ENK):
+        return grouped_linear_in_parts(x_RK, weight_ENK, ends_E, 1)
     return _GroupedLinear.apply(x_RK, weight_ENK, ends_E)
+
+
+def grouped_linear_in_parts(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor, parts: int, wide: bool = False) -> Tensor:
+    """`grouped_linear` where `computes_exactly`, with the sums of `linear_in_parts`."""
+    compute = _ExactGroupedLinear.apply if torch.is_grad_enabled() else exact_grouped_linear
+    return compute(x_RK, weight_ENK, ends_E, parts, wide)
+
+
+def head_products(x_MHK: Tensor, weight_HNK: Tensor, low: int, high: int, transposed: bool) -> Tensor:
+    """Heads times some rows of their own matrices, where `computes_exactly`; differentiable.
+
+    Args:
+      x_MHK: K is that of the weight, or where `transposed` `high` - `low`.
+      low, high: of the rows.
+      transposed: multiply by the rows from the right: x W instead of x W^T.
+    """
+    compute = _HeadProducts.apply if torch.is_grad_enabled() else exact_head_products
+    return compute(x_MHK, weight_HNK, low, high, transposed)
 
 
 @torch.library.custom_op("funrl::grouped_linear", mutates_args=())
@@ -81,12 +107,59 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, ends = ctx.saved_tensors
-        with torch.no_grad():
-            grad = grad.contiguous()
-            d_x = _products(grad, weight.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[0] else None
-            d_weight = _weight_gradient(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight, None
+        return *_gradients(ctx, grad), None
+
+
+class _ExactGroupedLinear(torch.autograd.Function):
+    """`exact_grouped_linear`; its gradients are of no fixed order."""
+
+    @staticmethod
+    def forward(x, weight, ends, parts, wide):
+        return exact_grouped_linear(x, weight, ends, parts, wide)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_gradients(ctx, grad), None, None, None
+
+
+def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients by rows and weights."""
+    x, weight, ends = ctx.saved_tensors
+    with torch.no_grad():
+        grad = grad.to(x.dtype).contiguous()
+        d_x = _products(grad, weight.transpose(1, 2).contiguous(), ends) if ctx.needs_input_grad[0] else None
+        d_weight = _weight_gradient(grad, x.contiguous(), ends) if ctx.needs_input_grad[1] else None
+    return d_x, d_weight
+
+
+class _HeadProducts(torch.autograd.Function):
+    """`exact_head_products`; its gradients are of no fixed order."""
+
+    @staticmethod
+    def forward(x, weight, low, high, transposed):
+        return exact_head_products(x, weight, low, high, transposed)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, *ctx.form = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        low, high, transposed = ctx.form
+        rows = weight[:, low:high]
+        x_HMK, grad_HMN = x.transpose(0, 1), grad.transpose(0, 1)
+        d_x = torch.bmm(grad_HMN, rows.transpose(1, 2) if transposed else rows).transpose(0, 1)
+        left, right = (x_HMK, grad_HMN) if transposed else (grad_HMN, x_HMK)
+        d_weight = torch.zeros_like(weight)
+        d_weight[:, low:high] = torch.bmm(left.transpose(1, 2), right)
+        return d_x, d_weight, None, None, None
 
 
 def _has_operator(x: Tensor, other: Tensor) -> bool:

@@ -5,16 +5,23 @@ latent vectors themselves, and neither keys nor values are made,
 
     q k^T = q (B c)^T = (q B) c^T        sum_s p_s v_s = sum_s p_s B' c_s = B' (sum_s p_s c_s)
 
-With many, such as those of a prompt, keys and values of a sequence are made once for all of them.
+With many, such as those of a prompt, keys and values of a sequence are made once for all of them. Where there are the
+C++ functions of the decoding step, all queries meet the latent vectors, also those of a trainer: `LatentAttention` has
+the same bits then.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.grouped_linear import head_products
+from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
 from funrl.compiled_kernels.paged_attention import Paging
 
 
@@ -79,6 +86,11 @@ def _latent_paged_attention(
     scale: float,
 ) -> Tensor:
     cache.view(-1, cache.shape[2]).index_copy_(0, places, latent)
+    if computes_exactly(q, up, cache):
+        vectors = cache.unsqueeze(2)
+        paged = PagedKeys(vectors, vectors, table, ends)
+        options = AttentionOptions(scale=scale)
+        return attend_through_latent(q, up, value, lambda x: page_attention(x, paged, offsets, options))
     out = q.new_empty(*q.shape[:2], value)
     page = cache.shape[1]
     for first, low, rows, count, pages in groups.tolist():
@@ -93,6 +105,22 @@ def _latent_paged_attention(
             result = torch.cat([_expanded(*sequence, up, value, scale) for sequence in each])
         out[part] = result.flatten(0, 1)
     return out
+
+
+def attend_through_latent(q_NHD: Tensor, up_HMR: Tensor, value: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Attention by queries that meet latent vectors, where `computes_exactly`; differentiable as `attend` is.
+
+    Args:
+      q_NHD, up_HMR, value: as in `latent_paged_attention`.
+      attend: from queries [N, H, L] to results of as many numbers, of which the first R are used.
+
+    Returns: [N, H, value].
+    """
+    _, rows, rank = up_HMR.shape
+    plain = rows - value
+    to_latent = head_products(q_NHD[..., :plain], up_HMR, 0, plain, True)
+    out = attend(torch.cat((to_latent, q_NHD[..., plain:]), -1))
+    return head_products(out[..., :rank], up_HMR, plain, rows, False)
 
 
 @_latent_paged_attention.register_fake

@@ -277,11 +277,16 @@ void gate_gradients(const T* grad, const T* gate, const T* up, T* d_gate, T* d_u
 template <class R> R scale_of(int64_t size) { return (R)1 / std::sqrt((R)size); }
 
 template <class T> void attend_sequences(const Sequences<T>& all, Logits<T> logits, int threads) {
+  // Where there are fewer sequences and heads than threads, these share their query rows, if that is worth other pages.
+  constexpr int64_t LEAST = 64;  // rows of a share
+  const int64_t whole = all.count * all.kv_heads, rows = whole ? all.tokens * all.heads / whole : 0;
+  const int64_t shares = whole >= threads ? 1 : std::min<int64_t>(2 * threads, rows / LEAST + 1);
   Pool::run(threads, [&](Team& team, int) {
     SequenceScratch<T> scratch;
-    for (int64_t task; (task = team.next.fetch_add(1)) < all.count * all.kv_heads;)
-      if (all.queries(task / all.kv_heads))
-        attend_sequence(all, task / all.kv_heads, task % all.kv_heads, logits, scratch);
+    for (int64_t task; (task = team.next.fetch_add(1)) < whole * shares;) {
+      const int64_t s = task / shares / all.kv_heads, kv = task / shares % all.kv_heads;
+      if (all.queries(s)) attend_sequence(all, s, kv, task % shares, shares, logits, scratch);
+    }
   });
 }
 

@@ -71,6 +71,18 @@ def fill_panels(w_NK: Tensor, panels: Tensor, parts: int = 1) -> None:
     library().funrl_pack(bits, w_NK.data_ptr(), N, K // parts, parts, panels.data_ptr())
 
 
+def pack_groups(w_ENK: Tensor, parts: int = 1) -> PackedLinear:
+    """Copy a matrix of each of E groups into panels, one after the other; as `pack_linear`."""
+    bits = kernel_bits("the weight", w_ENK)
+    E, N, K = w_ENK.shape
+    count = E * panel_numbers(N, K, parts, w_ENK.dtype)
+    large = count * w_ENK.element_size() >= _LARGE
+    panels = zeroed(count, w_ENK.dtype) if large else w_ENK.new_empty(count)
+    w_ENK = w_ENK.detach().contiguous()
+    library().funrl_pack_groups(bits, w_ENK.data_ptr(), E, N, K // parts, parts, panels.data_ptr())
+    return PackedLinear(panels, N, K, parts)
+
+
 def unpack_panels(panels: Tensor, outputs: int, inputs: int, parts: int = 1) -> Tensor:
     """The weight [N, K] that was packed, a copy."""
     pair = _pair(panels.dtype)

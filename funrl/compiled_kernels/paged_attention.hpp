@@ -225,6 +225,19 @@ void write_token(T* key_page, T* value_page, int slot, int head, const Real<T>* 
   }
 }
 
+// The same from numbers that are stored as they will be; the rest of the pages' heads is 0 already.
+template <class T> void copy_token(T* key_page, T* value_page, int slot, int head, int64_t size, const T* key, const T* value) {
+  if constexpr (Product<T>::terms == 1) {
+    for (int64_t n = 0; n < size; n++) key_page[n * PAGE + slot] = key[n];
+    memcpy(value_page + slot * head, value, size * sizeof(T));
+  } else {
+    for (int64_t n = 0; n + 1 < size; n += 2) memcpy(key_page + (n / 2 * PAGE + slot) * 2, key + n, 2 * sizeof(T));
+    if (size % 2) key_page[(size / 2 * PAGE + slot) * 2] = key[size - 1];
+    T* to = value_page + slot / 2 * head * 2 + slot % 2;
+    for (int64_t n = 0; n < size; n++) to[2 * n] = value[n];
+  }
+}
+
 // Sequences whose queries are their last tokens, and where the keys and values of each token stand.
 template <class T> struct Sequences {
   const T *q, *k, *v;  // [tokens, heads, size]; keys and values: [.., kv_heads, size]
@@ -245,33 +258,33 @@ template <class T> struct Sequences {
   }
 };
 
-// Attention of one sequence and key-value head. Pages are made of its keys and values, then read as in a step.
+// Attention of one sequence and key-value head, or of one of some shares of its query rows. Pages are made of its keys and
+// values, then read as in a step.
 template <class T> struct SequenceScratch {
   AttentionScratch<T> attention;
   std::vector<T> keys, values, query, mixed;
   std::vector<int32_t> table;
-  std::vector<Real<T>> key, value;
 };
 template <class T>
-void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, Logits<T> logits, SequenceScratch<T>& scratch) {
+void attend_sequence(const Sequences<T>& all, int64_t s, int64_t kv, int64_t share, int64_t shares, Logits<T> logits,
+                     SequenceScratch<T>& scratch) {
   const int64_t size = all.size, head = (size + LANES - 1) / LANES * LANES, group = all.heads / all.kv_heads;
   const int64_t end = all.end(s), queries = all.queries(s), seen = all.first_seen(end - queries) / PAGE * PAGE;
   const int64_t pages = (end - seen + PAGE - 1) / PAGE;
   scratch.keys.assign(pages * PAGE * head, T{}), scratch.values.assign(pages * PAGE * head, T{});
   scratch.query.resize(QUERY_ROWS * head), scratch.mixed.resize(QUERY_ROWS * head);
-  scratch.key.assign(head, 0), scratch.value.assign(head, 0), scratch.table.resize(pages);
+  scratch.table.resize(pages);
   for (int64_t page = 0; page < pages; page++) scratch.table[page] = page;
   for (int64_t t = seen; t < end; t++) {
     const int64_t from = (all.row(s, t) * all.kv_heads + kv) * size, page = (t - seen) / PAGE * PAGE * head;
-    for (int64_t n = 0; n < size; n++) scratch.key[n] = widen(all.k[from + n]), scratch.value[n] = widen(all.v[from + n]);
-    write_token(scratch.keys.data() + page, scratch.values.data() + page, (t - seen) % PAGE, head, scratch.key.data(),
-                scratch.value.data());
+    copy_token(scratch.keys.data() + page, scratch.values.data() + page, (t - seen) % PAGE, head, size, all.k + from,
+               all.v + from);
   }
   const T* none = scratch.keys.data();
   const Pages<T> memory{none, scratch.values.data(), PAGE * head, scratch.table.data(), (int)head, {none, none, none, none}};
-  const int64_t total = queries * group;
-  for (int64_t start = 0; start < total; start += QUERY_ROWS) {
-    const int count = total - start < QUERY_ROWS ? total - start : QUERY_ROWS;
+  const int64_t last = queries * group * (share + 1) / shares;
+  for (int64_t start = queries * group * share / shares; start < last; start += QUERY_ROWS) {
+    const int count = last - start < QUERY_ROWS ? last - start : QUERY_ROWS;
     QueryRow row[QUERY_ROWS];
     auto token = [&](int i) { return all.offsets[s] + (start + i) / group; };  // of query row i
     auto head_of = [&](int i) { return kv * group + (start + i) % group; };

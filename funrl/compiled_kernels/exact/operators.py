@@ -6,36 +6,15 @@ functions that call them: `linear`, `low_rank_linear`, `rms_norm`, `rotate` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.exact.dispatch import is_watched
 from funrl.compiled_kernels.exact.packs import packed_weight
+from funrl.compiled_kernels.exact.registration import kernel_operator
 from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import BITS, packed_linear, real_of
-
-_LIBRARY = torch.library.Library("funrl", "FRAGMENT")
-
-
-def _operator(schema: str, meta: Callable) -> Callable[[Callable], Callable]:
-    """Register a function as an operator, and call it directly where nothing watches operators."""
-
-    def decorate(fn: Callable) -> Callable:
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, fn, "CPU")
-        torch.library.register_fake(f"funrl::{name}", meta, lib=_LIBRARY)
-        operator = getattr(torch.ops.funrl, name).default
-
-        def call(*args: Any) -> Any:
-            return operator(*args) if is_watched() else fn(*args)
-
-        return call
-
-    return decorate
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:
@@ -46,13 +25,13 @@ def _product_meta(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wi
     return x.new_empty(x.shape[0], weight.shape[0], dtype=real_of(x.dtype) if wide else None)
 
 
-@_operator("exact_linear(Tensor x, Tensor weight, Tensor? bias, int parts, bool wide) -> Tensor", _product_meta)
+@kernel_operator("exact_linear(Tensor x, Tensor weight, Tensor? bias, int parts, bool wide) -> Tensor", _product_meta)
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wide: bool) -> Tensor:
     """x weight^T + bias of x [M, K] and weight [N, K]; see `packed_linear`."""
     return packed_linear(x, packed_weight(weight, parts), None, bias, wide)
 
 
-@_operator(
+@kernel_operator(
     "exact_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale, int parts)"
     " -> (Tensor, Tensor)",
     lambda x, weight, bias, a, b, scale, parts: (
@@ -75,7 +54,7 @@ def exact_low_rank(
     return out.add_(exact_linear(inner, b, None, 1, False)), inner
 
 
-@_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)
+@kernel_operator("exact_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", _like)
 def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`rms_norm` of rows."""
     x = x.contiguous()
@@ -88,7 +67,7 @@ def exact_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return out
 
 
-@_operator(
+@kernel_operator(
     "exact_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
     lambda grad, x, weight, eps, offset: (torch.empty_like(x), torch.empty_like(weight)),
 )
@@ -106,7 +85,7 @@ def exact_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, off
     return d_x, d_weight
 
 
-@_operator("exact_rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", _like)
+@kernel_operator("exact_rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", _like)
 def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """`rotate` of heads [..., H, N]; with sign -1 back."""
     x = x.contiguous()
@@ -122,7 +101,7 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-@_operator("exact_gate(Tensor gate, Tensor up, bool gelu) -> Tensor", _like)
+@kernel_operator("exact_gate(Tensor gate, Tensor up, bool gelu) -> Tensor", _like)
 def exact_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     """`gated`."""
     gate = gate.contiguous()
@@ -133,7 +112,7 @@ def exact_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     return out
 
 
-@_operator(
+@kernel_operator(
     "exact_gate_backward(Tensor grad, Tensor gate, Tensor up, bool gelu) -> (Tensor, Tensor)",
     lambda grad, gate, up, gelu: (torch.empty_like(gate), torch.empty_like(up)),
 )

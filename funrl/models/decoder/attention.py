@@ -10,12 +10,15 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.router import sigmoid
+from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
 from funrl.compiled_kernels.paged_attention import paged_attention
 from funrl.compiled_kernels.rotary import rotate
-from funrl.mesh.collectives import pbroadcast, psum
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
+from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.layers import Context, Norm, Rope, WeightAxes, WeightShapes
-from funrl.models.decoder.row_parallel import multiply_and_sum
+from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import LayerCost, PagedHeads
@@ -132,7 +135,7 @@ class Attention:
         if not self.gated:
             return self._attend_by(q_BTHN, params, h_BTD, mesh, context)
         q_BTHN, gate_BTHN = q_BTHN.chunk(2, -1)
-        return self._attend_by(q_BTHN, params, h_BTD, mesh, context) * gate_BTHN.sigmoid()
+        return self._attend_by(q_BTHN, params, h_BTD, mesh, context) * sigmoid(gate_BTHN)
 
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
@@ -177,14 +180,30 @@ class Attention:
         return k_BTKN if used is None else k_BTKN.index_select(2, used)
 
     def _norm_all_heads(self, x_BTHN: Tensor, weight_HN: Tensor, heads: int, mesh: Mesh) -> Tensor:
-        """A norm over all `heads` heads of a token, of which this rank may have a part."""
-        if weight_HN.shape[0] == heads:
+        """A norm over all `heads` heads of a token, of which this rank may have a part.
+
+        On a CPU its sum is one of fixed parts, as those of `multiply_and_sum`.
+        """
+        whole = weight_HN.shape[0] == heads
+        if computes_exactly(x_BTHN, weight_HN):
+            over = SINGLE if whole else mesh
+            if (parts := fixed_parts(weight_HN.numel(), over)) is not None:
+                return self._norm_in_parts(x_BTHN, weight_HN, parts, over)
+        if whole:
             return self.norm(x_BTHN.flatten(2), weight_HN.flatten()).view(x_BTHN.shape)
         wide_BTHN = x_BTHN.to(torch.promote_types(x_BTHN.dtype, torch.float32))
         total_BT11 = psum(wide_BTHN.square().sum((-2, -1), keepdim=True), mesh, "tensor")
         mean_BT11 = pbroadcast(total_BT11, mesh, "tensor") / (heads * self.head)
         weight_HN = weight_HN + self.norm.offset if self.norm.offset else weight_HN
         return (wide_BTHN * torch.rsqrt(mean_BT11 + self.norm.eps)).to(x_BTHN.dtype) * weight_HN
+
+    def _norm_in_parts(self, x_BTHN: Tensor, weight_HN: Tensor, parts: int, mesh: Mesh) -> Tensor:
+        """A norm over the heads of all tensor ranks of a mesh, whose sum has so many parts on each."""
+        x_MD = x_BTHN.flatten(2).flatten(0, 1)
+        totals_M = square_sums(x_MD, parts)
+        totals_M = pbroadcast(psum_pairwise(totals_M, mesh, "tensor"), mesh, "tensor")
+        numbers = NormNumbers(x_MD.shape[1] * mesh.size("tensor"), self.norm.eps, self.norm.offset)
+        return scale_rows(x_MD, totals_M, weight_HN.flatten(), numbers).view(x_BTHN.shape)
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
         """Numbers of the key-value heads that this rank's `heads` query heads use.

@@ -58,10 +58,16 @@ def exact_sums(config: Config) -> tuple[int, ...] | str:
     attention = config.attention
     if attention.mixers:
         return "it has mixers other than attention"
-    if attention.latent is not None:
-        return "latent attention decodes by other products than it trains by"
-    if config.mlp.experts is not None:
-        return "sums over experts have no fixed order"
-    if attention.qk_norm == "projection":
-        return "norms over all heads of a token are sums whose order depends on the tensor ranks"
-    return (attention.heads * attention.head, config.mlp.inner, config.vocab)
+    normed = (attention.kv_heads * attention.head,) if attention.qk_norm == "projection" else ()
+    head = attention.head if attention.latent is None else attention.latent.value
+    return (attention.heads * head, *normed, *_mlp_sums(config), config.vocab)
+
+
+def _mlp_sums(config: Config) -> tuple[int, ...]:
+    """Sizes of the sums of the mlps."""
+    experts = config.mlp.experts
+    if experts is None:
+        return (config.mlp.inner,)
+    every_layer = not any(i < config.layers for i in experts.dense)
+    shared = (experts.shared,) if experts.shared else ()
+    return (experts.mlp, *shared) if every_layer else (experts.mlp, *shared, config.mlp.inner)

@@ -5,13 +5,16 @@ Every token goes to its k experts, which may be on other ranks of `expert`. Ther
 | way | sends to the experts | brings home | taken where |
 |---|---|---|---|
 | gathered | every token to every rank of the group: all_gather | psum_scatter | there are at most k such ranks |
-| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same backwards | there are more |
+| ragged | each token to its experts' ranks: all_to_all of uneven parts | the same, backwards | more, or on a CPU |
 
 The ragged way waits for the device: the host has to know the sizes of what it sends and receives. It does so three
 times in a layer's forward pass.
 
 Under tensor parallelism each rank has a part of every expert's inner dim, as of a dense layer's. A shared expert is
 such a layer, to which every token of a rank goes at home.
+
+On a CPU a token has the same bits on every mesh: what each of its experts makes is whole, summed over the tensor ranks
+in fixed parts, before a token's experts are added up at home, in the order of their scores.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.grouped_linear import grouped_linear
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.gate import gated
+from funrl.compiled_kernels.exact.router import sigmoid
+from funrl.compiled_kernels.grouped_linear import grouped_linear, grouped_linear_in_parts
 from funrl.compiled_kernels.linear import linear
-from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum_scatter, ragged_all_to_all
+from funrl.mesh.collectives import all_gather, all_to_all, pbroadcast, psum_pairwise, psum_scatter, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import (
@@ -39,9 +44,10 @@ from funrl.models.decoder.routing import (
     slots_of,
     take_rows,
 )
+from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.low_rank import multiply
 from funrl.models.model import LayerCost, RouterLoad
-from funrl.models.split_residual import all_tokens, enter, leave
+from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,8 @@ def mixture(
     real_T = None if real_BT is None else real_BT.flatten()
     ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
     routes = _routes(experts, params, logits_BTE.flatten(0, 1), dtype=h_BTD.dtype, real_T=real_T, ids_TK=ids_TK)
+    if _exact_parts(h_BTD, params, mesh) is not None:
+        return _exact_sum(experts, mesh, params, h_BTD, routes, split), load_of(routes, real_T)
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
     h_BTD = enter(h_BTD, mesh, split)
@@ -145,13 +153,34 @@ def mixture(
     h_TD = h_BTD.flatten(0, 1)
     out_TD = way(experts, mesh, over, params, h_TD, weights_TK, routes.ids_TK)
     if experts.shared:
-        inner_TF = F.silu(multiply(h_TD, params["shared_gate"])) * multiply(h_TD, params["shared_up"])
+        inner_TF = gated(multiply(h_TD, params["shared_gate"]), multiply(h_TD, params["shared_up"]))
         shared_TD = multiply(inner_TF, params["shared_down"])
         if experts.shared_weighted:
             router_1D = pbroadcast(params["shared_router"], mesh, "tensor")
             shared_TD = shared_TD * linear(h_TD, router_1D).sigmoid()
         out_TD = out_TD + shared_TD
     return leave(out_TD.view(h_BTD.shape), mesh, split), load_of(routes, real_T)
+
+
+def _exact_sum(experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool) -> Tensor:
+    """The result of `mixture` with bits that do not depend on the mesh.
+
+    Each tensor rank has the whole sums of each expert, so what scales them has its whole gradient there.
+    """
+    over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
+    all_BTD = enter(h_BTD, mesh, split)
+    way = dispatch_gathered if mesh.size(over) == 1 else dispatch_ragged
+    out_TD = way(experts, mesh, over, params, all_BTD.flatten(0, 1), routes.weights_TK, routes.ids_TK)
+    out_BTD = own_tokens(out_TD.view(all_BTD.shape), mesh, split)
+    if not experts.shared:
+        return out_BTD
+    inner_BTF = gated(multiply(all_BTD, params["shared_gate"]), multiply(all_BTD, params["shared_up"]))
+    shared_BTD = multiply_and_sum(inner_BTF, params["shared_down"], mesh, split)
+    if experts.shared_weighted:
+        router_1D = params["shared_router"]
+        router_1D = pbroadcast(router_1D, mesh, "tensor") if split else router_1D
+        shared_BTD = shared_BTD * sigmoid(linear(h_BTD, router_1D))
+    return out_BTD + shared_BTD
 
 
 def dispatch_gathered(
@@ -163,7 +192,7 @@ def dispatch_gathered(
     # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
     static = torch.compiler.is_compiling() or not over or h_TD.device.type != "cpu"
     slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static=static)
-    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E)
+    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E, mesh)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 
 
@@ -181,7 +210,7 @@ def dispatch_ragged(
     x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh=mesh, axes=over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank
-    y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int())
+    y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int(), mesh)
     y_MD = permute(y_MD, order_M.argsort())
     return combine(ragged_all_to_all(y_MD, receive, send, mesh=mesh, axes=over), weights_TK, slots)
 
@@ -212,10 +241,22 @@ def _routes(
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
 
 
-def _feed_forward(params: trees.Tree, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-    """The experts on rows that are sorted by them."""
+def _feed_forward(params: trees.Tree, x_MD: Tensor, ends_E: Tensor, mesh: Mesh) -> Tensor:
+    """The experts on rows that are sorted by them: this tensor rank's part of each, or where it is exact, the whole."""
     gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
-    return grouped_linear(F.silu(gate_MF) * up_MF, params["expert_down"], ends_E)
+    inner_MF = gated(gate_MF, up_MF)
+    parts = _exact_parts(x_MD, params, mesh)
+    if parts is None:
+        return grouped_linear(inner_MF, params["expert_down"], ends_E)
+    ranks = mesh.size("tensor")
+    sums_MD = grouped_linear_in_parts(inner_MF, params["expert_down"], ends_E, parts, wide=ranks > 1)
+    return psum_pairwise(sums_MD, mesh, "tensor").to(x_MD.dtype)
+
+
+def _exact_parts(x: Tensor, params: trees.Tree, mesh: Mesh) -> int | None:
+    """Number of this rank's fixed parts of a sum over an expert's inner dim; None: sums have no fixed order."""
+    weights = [params[name] for name in ("expert_gate", "expert_up", "expert_down")]
+    return fixed_parts(weights[2].shape[2], mesh) if computes_exactly(x, *weights) else None
 
 
 def _expert_axes(experts: Experts, mesh: Mesh, held: int) -> tuple[str, ...]:

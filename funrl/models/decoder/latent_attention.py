@@ -4,7 +4,8 @@
     key of head i = (B_i c_t, k_t)        value of head i = B'_i c_t        query of head i = (q_i, rotate(q'_i))
 
 The cache holds (c_t, k_t), R + N' numbers a token for all heads, on every tensor rank. Training makes keys and values
-of each head and attends as all models do; a cache is attended to by `latent_paged_attention`.
+of each head and attends as all models do; a cache is attended to by `latent_paged_attention`. On a CPU training's
+queries meet (c_t, k_t) too, as those of decoding do, so both have the same bits.
 
 Under tensor parallelism a rank has some of the heads. What is the same on all ranks, A h and what comes before it, is
 computed outside of `enter`: its gradient is whole on each, once those of all heads are summed. Where the residual
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
-from funrl.compiled_kernels.latent_paged_attention import latent_paged_attention
+from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.latent_paged_attention import attend_through_latent, latent_paged_attention
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, rotate
 from funrl.mesh.mesh import Mesh
@@ -31,7 +33,7 @@ from funrl.models.decoder.layers import Context, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.errors import ModelError
-from funrl.models.low_rank import computed_merged, multiply
+from funrl.models.low_rank import Weight, computed_merged, multiply
 from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
 
@@ -171,6 +173,15 @@ class LatentAttention:
                 return latent_paged_attention(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
 
             return computed_merged(params["kv_b"], attend).unsqueeze(0)
+        if _meets_latent(q_BTHN, params["kv_b"], context):
+            vectors = latent_BTR.unsqueeze(2)
+
+            def attend(q_THL: Tensor) -> Tensor:
+                new = (q_THL.unsqueeze(0), vectors, vectors)
+                assert context.offsets is not None
+                return split_attention(*new, context.offsets, mesh, None, context.form, scale=scale)[0]
+
+            return attend_through_latent(q_BTHN[0], params["kv_b"], latent.value, attend).unsqueeze(0)
         k_BTHN, v_BTHN = _keys_values(latent, params, latent_BTR)
         # Kernels want heads of one size; 0s change no product.
         q, k, v = (F.pad(x, (0, latent.width - x.shape[-1])) for x in (q_BTHN, k_BTHN, v_BTHN))
@@ -182,6 +193,12 @@ class LatentAttention:
         else:
             out_BTHN = attention(q, k, v, mask_BTS=context.attention_mask_BTS, causal=context.causal, scale=scale)
         return out_BTHN[..., : latent.value]
+
+
+def _meets_latent(q_BTHN: Tensor, up: Weight, context: Context) -> bool:
+    """True if queries of packed rows meet the latent vectors themselves, in the order of sums of decoding."""
+    packed = context.offsets is not None and not context.blockwise
+    return packed and isinstance(up, Tensor) and computes_exactly(q_BTHN, up)
 
 
 def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
 from funrl.models.errors import ModelError
 from funrl.models.model import RouterLoad
 
@@ -116,11 +117,11 @@ def route(
     References: DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437
     """
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    scores_TE = wide_TE.softmax(-1) if experts.scoring == "softmax" else wide_TE.sigmoid()
+    scores_TE = softmax(wide_TE) if experts.scoring == "softmax" else sigmoid(wide_TE)
     chosen_TK = _chosen(experts, scores_TE.detach(), bias_E) if ids_TK is None else ids_TK
     top_TK = scores_TE.gather(-1, chosen_TK)
     if experts.normalized:
-        total_T1 = top_TK.sum(-1, keepdim=True)
+        total_T1 = _sum_of_columns(top_TK).unsqueeze(-1)
         top_TK = top_TK / (total_T1 if experts.scoring == "softmax" else total_T1 + 1e-20)  # each may be 0
     top_TK = top_TK if experts.scale == 1 else top_TK * experts.scale
     probs_TE = scores_TE if experts.scoring == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
@@ -138,15 +139,21 @@ def _of_best_groups(wanted_TE: Tensor, experts: Experts) -> Tensor:
     if experts.groups == experts.chosen_groups:
         return wanted_TE
     wanted_TGE = wanted_TE.unflatten(-1, (experts.groups, -1))
-    best_TC = wanted_TGE.topk(experts.best_of_group, -1).values.sum(-1).topk(experts.chosen_groups, -1).indices
+    best_TG = _sum_of_columns(wanted_TGE.topk(experts.best_of_group, -1).values)
+    best_TC = largest(best_TG, experts.chosen_groups)
     out_TG = torch.ones(wanted_TGE.shape[:2], dtype=torch.bool, device=wanted_TE.device).scatter(1, best_TC, False)
     return wanted_TGE.masked_fill(out_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _sum_of_columns(x: Tensor) -> Tensor:
+    """Sum over the last dim, one column after the other: the bits depend on no other row."""
+    return functools.reduce(torch.add, x.unbind(-1))
 
 
 @torch.library.custom_op("funrl::choose_experts", mutates_args=())
 def _choose(probs: Tensor, per_token: int) -> Tensor:
     """Choose the experts with the largest numbers. An operator, so that what saves or pretends choices finds them."""
-    return probs.topk(per_token, -1).indices
+    return largest(probs, per_token)
 
 
 @_choose.register_fake

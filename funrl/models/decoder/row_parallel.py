@@ -64,6 +64,22 @@ def _sums(x: Tensor, weights: list[Tensor], mesh: Mesh, split: bool) -> list[Ten
     return [summed] if len(products) == 1 else list(summed.split([len(w) for w in weights], -1))
 
 
+def fixed_parts(columns: int, mesh: Mesh) -> int | None:
+    """Number of fixed parts of a sum over the columns of all tensor ranks that one rank has.
+
+    None: the ranks do not divide the parts, which is said.
+
+    Args:
+      columns: of each rank.
+    """
+    ranks = mesh.size("tensor")
+    parts = parts_of(columns * ranks)
+    if parts % ranks:
+        _say_that_ranks_do_not_divide(columns * ranks, ranks)
+        return None
+    return parts // ranks
+
+
 @functools.cache
 def _say_that_ranks_do_not_divide(terms: int, ranks: int) -> None:
     log.warning(

@@ -1,0 +1,38 @@
+"""Operators of torch for a norm over numbers that ranks share: sums of squares in fixed parts, and scaled rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funrl.compiled_kernels.exact.registration import kernel_operator
+from funrl.compiled_kernels.kernel_library import library
+from funrl.compiled_kernels.packed import BITS, real_of
+
+
+@kernel_operator(
+    "exact_square_sums(Tensor x, int parts) -> Tensor",
+    lambda x, parts: x.new_empty(x.shape[0], dtype=real_of(x.dtype)),
+)
+def exact_square_sums(x: Tensor, parts: int) -> Tensor:
+    """Sum of squares of each row [M, D], in equal parts that are added by a binary tree: [M] float32 or float64."""
+    x = x.contiguous()
+    M, D = x.shape
+    out = x.new_empty(M, dtype=real_of(x.dtype))
+    library().funrl_square_sums(BITS[x.dtype], x.data_ptr(), out.data_ptr(), M, D, parts, torch.get_num_threads())
+    return out
+
+
+@kernel_operator(
+    "exact_scale_rows(Tensor x, Tensor totals, Tensor weight, int size, float eps, float offset) -> Tensor",
+    lambda x, totals, weight, size, eps, offset: torch.empty_like(x),
+)
+def exact_scale_rows(x: Tensor, totals: Tensor, weight: Tensor, size: int, eps: float, offset: float) -> Tensor:
+    """Rows x [M, D] / sqrt(totals / size + eps) * (offset + weight); `totals` [M] float32 or float64."""
+    x = x.contiguous()
+    totals = totals.contiguous()
+    weight = weight.contiguous()
+    out = torch.empty_like(x)
+    pointers = (y.data_ptr() for y in (x, totals, weight, out))
+    library().funrl_scale_rows(BITS[x.dtype], *pointers, *x.shape, size, eps, offset, torch.get_num_threads())
+    return out
