@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.step_trace import StepTrace, pointers_of
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
@@ -100,7 +101,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ["tokens", "width", "drawn"]),
         *((name, ctypes.c_void_p) for name in ["token", "position", "sequence", "tables", "draw", "keys", "values"]),
         *((name, ctypes.c_int64) for name in ["pages", "threads"]),
-        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ["logits", "trace"]),
     ]
 
 
@@ -147,6 +148,7 @@ class PackedDecoder:
     Attributes:
       sizes, dtype, threads: as there.
       logits_dtype: of logits, and of norms and biases in the kernel's layout.
+      trace: where passes over as many tokens write what a layer computes; None: nowhere.
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
@@ -154,6 +156,7 @@ class PackedDecoder:
         self.dtype = dtype
         self.logits_dtype = real_of(dtype)
         self.threads = threads
+        self.trace: StepTrace | None = None
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
         self._panels = zeroed(_all_panel_numbers(sizes, dtype), dtype)
@@ -289,6 +292,7 @@ class PackedDecoder:
             or not logits_MV.is_contiguous()
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
+        trace = pointers_of(self.trace)
         step = _Step(
             tokens=N,
             width=tables_SP.shape[1],
@@ -303,6 +307,7 @@ class PackedDecoder:
             pages=cache.keys.shape[1],
             threads=self.threads,
             logits=logits_MV.data_ptr(),
+            trace=None if trace is None else ctypes.addressof(trace),
         )
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
         problem = self._library.funrl_forward(*call)
