@@ -68,10 +68,10 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return sums
     if is_ring(settings.devices.sequence_parallel, policy.model.abilities.heads // sizes["tensor"], sizes):
         return "ring attention adds up keys by ranks"
-    return _split_problem(sums, {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")})
+    return split_problem(sums, {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")})
 
 
-def _split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:
+def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:
     """The reason why some numbers of tensor ranks share sums of these sizes in ways that differ."""
     if len(splits) == 1 and splits == {1}:
         return None
