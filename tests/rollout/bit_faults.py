@@ -36,7 +36,8 @@ class Fault(NamedTuple):
     fixed: dict[str, Any]
 
 
-ONE = {"generate": "tp1", "train": "dp1,sp1,tp1", "packed": True, "threads": 1}  # the compiled step, and one trainer
+SMALL = {"samples": 3, "new_tokens": 6, "pause": "no", "threads": 1}
+ONE = SMALL | {"generate": "tp1", "train": "dp1,sp1,tp1", "packed": True}  # the compiled step, and one trainer
 IN_TORCH = ONE | {"packed": False}
 BFLOAT16 = ONE | {"dtype": torch.bfloat16}
 FLOAT32 = ONE | {"dtype": torch.float32}
@@ -405,12 +406,12 @@ FAULTS = {
         instead(row_parallel, "leave", plain_leave), FLOAT32 | FOUR_RANKS
     ),
     "a split stream by psum_scatter": Fault(
-        instead(row_parallel, "leave", plain_leave), FLOAT32 | {"train": "dp1,sp1,tp8", "splits": True}
+        instead(row_parallel, "leave", plain_leave), FLOAT32 | FOUR_RANKS | {"splits": True}
     ),
     "a normalizer by psum": Fault(
-        lambda m: m.setattr(linear_logprob, "psum_pairwise", psum), FOUR_RANKS | {"family": "llama"}
+        lambda m: m.setattr(linear_logprob, "psum_pairwise", psum), FOUR_RANKS | {"dtype": torch.float64}
     ),
     "the engine's sums by psum": Fault(
-        instead(row_parallel, "leave", plain_leave), FLOAT32 | {"generate": "tp8", "max_rows": 512, "new_tokens": 6}
+        instead(row_parallel, "leave", plain_leave), FLOAT32 | {"generate": "tp4", "max_rows": 512}
     ),
 }  # fmt: skip
