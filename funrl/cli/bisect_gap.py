@@ -30,7 +30,7 @@ def bisect_gap(run_dir: str) -> int:
     Raises:
       SettingsError: there is no such run, or it has saved no row.
     """
-    command = recorded_command(run_dir)
+    command = recorded_command(run_dir, defaults=True)  # the loss has no part in log-probabilities
     path = newest_gap(Path(run_dir) / GAP_FOLDER)
     if path is None:
         raise SettingsError(f"{Path(run_dir) / GAP_FOLDER} has no row: no gap of this run has been saved")

@@ -99,7 +99,14 @@ FAULTS = {
     "log-sum-exp": moments_off,
 }  # fmt: skip
 OF_THE_ENGINE = {"attention": window_off, "rotation of q": frequencies_off}
-MESHES = [("tp2", "tp2"), ("tp2", "dp2"), ("dp2", "tp2"), ("sp2", "tp2")]  # of trainer and engine
+MESHES = [
+    ("tp2", "tp2"),
+    ("tp2", "dp2"),
+    ("dp2", "tp2"),
+    ("sp2", "tp2"),
+    ("tp4", "tp2,dp2"),
+    ("dp4", "tp4"),
+]  # of trainer and engine
 AFTER_LAYERS = ("logits", "log-sum-exp")
 
 
