@@ -1,9 +1,11 @@
-"""The command `funrl bisect`: the first step, phase and tensor in which two runs differ.
+"""The command `funrl bisect`: the first difference between two runs, or between engine and trainer.
 
     funrl bisect RUN_DIR OTHER_RUN_DIR
+    funrl bisect RUN_DIR --gap
 
-It compares the files of both runs: the metrics of every step, the rows, scores and weight digests that
-`--save_rollouts` keeps, and checkpoints. It computes nothing, and needs none of the runs' devices.
+The first form names the first step, phase and tensor that differ. It compares the files of both runs: the metrics of
+every step, the rows, scores and weight digests that `--save_rollouts` keeps, and checkpoints. It computes nothing, and
+needs none of the runs' devices. The second form is `funrl.cli.bisect_gap`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funrl.cli.bisect_gap import bisect_gap
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.mesh import single
@@ -32,7 +35,7 @@ from funrl.trainer.differences import (
     phase_of_field,
 )
 from funrl.trainer.replay import line_differences, row_place
-from funrl.trainer.settings.declaration import START_FLAGS, SettingsError
+from funrl.trainer.settings.declaration import START_FLAGS, Flag, SettingsError
 from funrl.trainer.storage.shard_server import DamagedError
 from funrl.trainer.storage.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
@@ -64,7 +67,13 @@ def bisect_command(argv: Sequence[str]) -> int:
     Args:
       argv: "bisect" and its arguments.
     """
-    places, _ = read_words([], argv, COMMANDS["bisect"].usage, least=2, most=2)
+    usage = COMMANDS["bisect"].usage
+    own = Flag("gap", False, bool, optional=False, text="compare engine and trainer on the row that the run has saved")
+    places, line = read_words([own], argv, usage, most=2)
+    if len(places) != (1 if line.values["gap"] else 2):
+        raise SettingsError(f"usage: {usage}")
+    if line.values["gap"]:
+        return bisect_gap(places[0])
     run, other = (read_record(Path(place)) for place in places)
     if unlike := flag_differences(run, other):
         print(f"flags that differ: {'; '.join(unlike)}")

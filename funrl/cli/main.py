@@ -11,6 +11,7 @@ funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
 funrl replay RUN_DIR --step=50
 funrl bisect RUN_DIR OTHER_RUN_DIR
+funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE

@@ -91,12 +91,14 @@ def _check_one_start(command: Command, run: str, step: int, mesh: str | None) ->
             )
 
 
-def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = None) -> Command:
+def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = None, defaults: bool = False) -> Command:
     """The command of an earlier run, from its config.json.
 
     Args:
       mesh: a different mesh, on which models are not fully sharded; None: the run's.
       step: step whose start gives the flags; None: the newest start.
+      defaults: let arguments of the recipe that are not recorded, as `funrl.train` was not given them, have their
+        defaults of today; else they are an error.
 
     Raises:
       SettingsError: there is no such run, or flags alone cannot repeat it.
@@ -117,6 +119,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
         problem = known[flag].problem(value) if flag in known else "there is no such flag"
         if problem:
             raise SettingsError(f"{file}: --{flag}={value}: {problem}")
+    if defaults:
+        recorded = {name: flag.default for name, flag in arguments.items() if name not in settings_flags()} | recorded
     missing = sorted(set(arguments) - set(settings_flags()) - set(recorded))
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")

@@ -36,7 +36,10 @@ COMMANDS = {
     "replay": SmallCommand(
         "Repeat of a step, compared bit by bit", "funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
     ),
-    "bisect": SmallCommand("The first difference between two runs", "funrl bisect RUN_DIR OTHER_RUN_DIR"),
+    "bisect": SmallCommand(
+        "The first difference between two runs, or between engine and trainer",
+        "funrl bisect RUN_DIR OTHER_RUN_DIR | funrl bisect RUN_DIR --gap",
+    ),
     "explain": SmallCommand(
         "An algorithm's advantage and losses as formulas",
         "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",

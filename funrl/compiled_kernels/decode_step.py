@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
+from funrl.compiled_kernels.exact.step_trace import StepTrace, pointers_of
 from funrl.compiled_kernels.exact.structures import Step, StepAdapter, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
@@ -122,6 +123,7 @@ class PackedDecoder:
     Attributes:
       sizes, dtype, threads: as there.
       logits_dtype: of logits, and of norms and biases in the kernel's layout.
+      trace: where passes over as many tokens write what a layer computes; None: nowhere.
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
@@ -129,6 +131,7 @@ class PackedDecoder:
         self.dtype = dtype
         self.logits_dtype = real_of(dtype)
         self.threads = threads
+        self.trace: StepTrace | None = None
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
         self._panels = zeroed(_all_panel_numbers(sizes, dtype), dtype)
@@ -272,6 +275,7 @@ class PackedDecoder:
             or not logits_MV.is_contiguous()
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
+        trace = pointers_of(self.trace)
         step = Step(
             tokens=N,
             width=tables_SP.shape[1],
@@ -286,6 +290,7 @@ class PackedDecoder:
             pages=cache.keys.shape[1],
             threads=self.threads,
             logits=logits_MV.data_ptr(),
+            trace=None if trace is None else ctypes.addressof(trace),
         )
         if adapters is not None:
             number_N = adapters.number_N.contiguous()

@@ -15,7 +15,7 @@ from funrl.batch import Batch
 from funrl.compiled_kernels import linear_logprob as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence
 from funrl.compiled_kernels.linear_logprob import TokenScores, linear_logprob
-from funrl.mesh.collectives import gather_replicated, own_shard
+from funrl.mesh.collectives import all_gather, gather_replicated, own_shard
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.mesh.reshard import copied
 from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, partial_axes
@@ -144,6 +144,16 @@ class Placed:
                 hidden_ND, w_VD, k, mesh=over, temperature=temperature, cap=self.model.abilities.logit_cap
             )
             return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
+
+    def logits(self, params: trees.Tree, batch: Batch) -> Tensor:
+        """Logits of the whole vocabulary before each token of the mask that this rank has, [N, V]; no gradient.
+
+        Args: as in `token_scores`.
+        """
+        with torch.no_grad():
+            (hidden_ND, w_VD, over, _), _ = self._before_tokens(params, batch)
+            logits_NV = kernel.project(hidden_ND, w_VD, self.model.abilities.logit_cap)
+            return all_gather(logits_NV, over, "tensor", dim=1)
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:
         """The value head's number before each token: position t is read from the hidden state of token t - 1.

@@ -31,7 +31,7 @@ from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
-from funrl.trainer.gap import GAP_METRIC, GapError, gap_check
+from funrl.trainer.gap import GapCheck, GapError, gap_check
 from funrl.trainer.jobs.build import (
     Parts,
     build,
@@ -98,7 +98,7 @@ class Trainer(NamedTuple):
       skips: takes note of updates that are left out; None: such an update is an error.
       folder: of the checkpoints; None: the run has no directory.
       compile_cache: keeps the code of compiled layers; None: no layer is compiled.
-      check_gap: receives rows and metrics in which engine and trainer should agree to the bit; None: they may differ.
+      gap_check: of rows and metrics in which engine and trainer should agree to the bit; None: they may differ.
     """
 
     job: Job
@@ -109,7 +109,7 @@ class Trainer(NamedTuple):
     skips: Skips | None = None
     folder: str | None = None
     compile_cache: CompileCache | None = None
-    check_gap: Callable[[Rows, Mapping[str, float]], None] | None = None
+    gap_check: GapCheck | None = None
 
 
 def train_loop(
@@ -259,12 +259,10 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
         rows, state, scored = skipped_batch(trainer, state, drawn)
         return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = score_batch(trainer, state, drawn)
-    if trainer.check_gap is not None:
-        trainer.check_gap(rows, scored)
+    if trainer.gap_check is not None:
+        trainer.gap_check.scored(rows, scored, state.step + 1)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = update_batch(trainer, state, rows)
-    if trainer.check_gap is not None and GAP_METRIC not in scored:
-        trainer.check_gap(rows, learned)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
 
 
@@ -296,9 +294,9 @@ def begin_run(
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    check = gap_check(job, parts, observer.note)
+    check = gap_check(job, parts, folder, observer.note)
     trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
-    trainer = trainer._replace(compile_cache=cache, check_gap=check)
+    trainer = trainer._replace(compile_cache=cache, gap_check=check)
     return trainer, first_state(job, parts, weights, rows_source.init())
 
 
@@ -401,6 +399,8 @@ def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
 def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float], dict[str, float]]:
     """The state after the step's updates with the engine's weights renewed; metrics of the updates and the engine."""
     state, learned = learn_batch(trainer, state, rows)
+    if trainer.gap_check is not None:
+        trainer.gap_check.learned(rows, learned, state.roles[trainer.parts.main_role].params, state.step)
     state = sync(trainer.parts, state, trainer.clock, trainer.frozen)
     return state, learned, verify(trainer, state)
 

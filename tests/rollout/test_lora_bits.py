@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from test_same_bits import FAMILIES, Texts, model_of
+from bit_texts import FAMILIES, Texts, model_of
 
 from funrl import trees
 from funrl.compiled_kernels.exact import low_rank

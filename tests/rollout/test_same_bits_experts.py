@@ -7,8 +7,8 @@ import functools
 import random
 
 import pytest
-import test_same_bits as same_bits
 import torch
+from bit_texts import Texts as PlainTexts
 from selection import quick
 
 from funrl import trees
@@ -25,7 +25,7 @@ from funrl.models.decoder.routing import Experts
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 DRAWS, QUICK = 100, 10
-DTYPES = same_bits.DTYPES
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "head": 16, "mlp": 96}
 FAMILIES = {
     "mixtral": {"experts": Experts(8, 2, 48)},
@@ -66,7 +66,7 @@ def model_of(family):
     return model, trees.map_named(larger, params)
 
 
-class Texts(same_bits.Texts):
+class Texts(PlainTexts):
     """Completions of an engine of a model with experts."""
 
     def __init__(self, family, dtype, seed):

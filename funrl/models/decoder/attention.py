@@ -20,6 +20,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.layers import Context, Norm, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
+from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.model import LayerCost, PagedHeads
 from funrl.models.split_residual import enter
@@ -107,7 +108,7 @@ class Attention:
         """Attend, and project the heads' results, as `Mixer.apply`."""
         out_BTHN = self._attend(params, enter(h_BTD, mesh, context.split), mesh, context)
         out_BTD = multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
-        return out_BTD + params["o_bias"] if self.output_bias else out_BTD
+        return watched("output product", out_BTD + params["o_bias"] if self.output_bias else out_BTD)
 
     def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:
         """Keys and values of the heads that a rank needs."""
@@ -131,18 +132,19 @@ class Attention:
 
     def _attend(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of this rank's heads, [B, T, H, N]."""
-        q_BTHN = _project(h_BTD, params["q"], params.get("q_bias"))
+        q_BTHN = watched("q product", _project(h_BTD, params["q"], params.get("q_bias")))
         if not self.gated:
-            return self._attend_by(q_BTHN, params, h_BTD, mesh, context)
+            return watched("attention", self._attend_by(q_BTHN, params, h_BTD, mesh, context))
         q_BTHN, gate_BTHN = q_BTHN.chunk(2, -1)
-        return self._attend_by(q_BTHN, params, h_BTD, mesh, context) * sigmoid(gate_BTHN)
+        out_BTHN = watched("attention", self._attend_by(q_BTHN, params, h_BTD, mesh, context))
+        return watched("output gate", out_BTHN * sigmoid(gate_BTHN))
 
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
         q_BTHN, k_BTKN, v_BTKN = self._heads(q_BTHN, params, h_BTD, mesh)
         if context.rope is not None:
-            q_BTHN = rotate(q_BTHN, context.rope)
-            k_BTKN = rotate(k_BTKN, context.rope)
+            q_BTHN = watched("rotation of q", rotate(q_BTHN, context.rope))
+            k_BTKN = watched("rotation of k", rotate(k_BTKN, context.rope))
         options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
@@ -157,14 +159,14 @@ class Attention:
     def _heads(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [B, T, heads, N] each, not rotated yet."""
         used = self._used_kv_heads(mesh, params["q"].shape[0], params["k"])
-        v_BTKN = _project(h_BTD, *_own_heads(params, "v", used, mesh=mesh))
+        v_BTKN = watched("v product", _project(h_BTD, *_own_heads(params, "v", used, mesh=mesh)))
         if self.qk_norm == "projection":
-            q_BTHN = self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh)
-            return q_BTHN, self._normed_keys(params, h_BTD, used, mesh), v_BTKN
-        k_BTKN = _project(h_BTD, *_own_heads(params, "k", used, mesh=mesh))
+            q_BTHN = watched("q norm", self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh))
+            return q_BTHN, watched("k norm", self._normed_keys(params, h_BTD, used, mesh)), v_BTKN
+        k_BTKN = watched("k product", _project(h_BTD, *_own_heads(params, "k", used, mesh=mesh)))
         if self.qk_norm is not None:
-            q_BTHN = self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"))
-            k_BTKN = self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"))
+            q_BTHN = watched("q norm", self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor")))
+            k_BTKN = watched("k norm", self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor")))
         return q_BTHN, k_BTKN, v_BTKN
 
     def _normed_keys(self, params: trees.Tree, h_BTD: Tensor, used: Tensor | None, mesh: Mesh) -> Tensor:

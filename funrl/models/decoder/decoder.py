@@ -23,6 +23,7 @@ from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
 from funrl.models.decoder.layers import Context, DecoderLayer
 from funrl.models.decoder.sequence_parallel import AXIS
+from funrl.models.decoder.watch import watched
 from funrl.models.decoder.weights import axes, init, shapes, unembed
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
@@ -102,7 +103,7 @@ def apply(
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
-    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split)
+    x_BTD = watched("embedding", _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split))
     kinds = layers_of(config)
     contexts = _contexts(kinds, inputs, x_BTD.dtype)
     run = layer or decoder_layer
@@ -119,9 +120,10 @@ def apply(
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = run(config, mesh, next(weights), x_BTD, context)
             x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            watched("layer", x_BTD)
             if load is not None:
                 loads.append(load)
-    x_BTD = _norm(config, x_BTD, params["norm"])
+    x_BTD = watched("last norm", _norm(config, x_BTD, params["norm"]))
     aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.scales.logit_divisor == 1 else x_BTD / config.scales.logit_divisor, cache, aux)
 
@@ -140,12 +142,12 @@ def decoder_layer(
     Returns: its output; where it has experts, their load too.
     """
     mixer, mlp = context.layer
-    h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
+    h_BTD = watched("norm before the mixer", _norm(config, x_BTD, params.get("attn_norm")))
     # No name holds what the mixer adds while the mlp computes: it is as large as the hidden states.
-    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), out_norm=params.get("attn_out_norm"))
-    h_BTD = _norm(config, x_BTD, params.get("mlp_norm"))
+    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), params.get("attn_out_norm"), "mixer")
+    h_BTD = watched("norm before the mlp", _norm(config, x_BTD, params.get("mlp_norm")))
     out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context)
-    x_BTD = _add(config, x_BTD, out_BTD, out_norm=params.get("mlp_out_norm"))
+    x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"), "mlp")
     return x_BTD if load is None else (x_BTD, load)
 
 
@@ -154,10 +156,12 @@ def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else rms_norm(x, weight, config.norm.eps, offset=config.norm.offset)
 
 
-def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
+def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None, half: str) -> Tensor:
     """The residual stream with what a branch adds to it."""
-    branch_BTD = _norm(config, branch_BTD, out_norm)
-    return x_BTD + (branch_BTD if config.scales.residual == 1 else branch_BTD * config.scales.residual)
+    watched(f"result of the {half}", branch_BTD)
+    branch_BTD = watched(f"norm after the {half}", _norm(config, branch_BTD, out_norm))
+    x_BTD = x_BTD + (branch_BTD if config.scales.residual == 1 else branch_BTD * config.scales.residual)
+    return watched(f"residual after the {half}", x_BTD)
 
 
 def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype) -> dict[int, Context]:

@@ -13,6 +13,7 @@ from funrl.compiled_kernels.exact.gate import gated
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
+from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import multiply
 from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
@@ -50,8 +51,11 @@ class Dense:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, None]:
         """Compute each token, as `Mlp.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
-        inner_BTF = gated(multiply(h_BTD, params["gate"]), multiply(h_BTD, params["up"]), self.activation)
-        return multiply_and_sum(inner_BTF, params["down"], mesh, context.split), None
+        gate_BTF = watched("gate product", multiply(h_BTD, params["gate"]))
+        up_BTF = watched("up product", multiply(h_BTD, params["up"]))
+        inner_BTF = watched("gate", gated(gate_BTF, up_BTF, self.activation))
+        del gate_BTF, up_BTF
+        return watched("down product", multiply_and_sum(inner_BTF, params["down"], mesh, context.split)), None
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the inner size."""

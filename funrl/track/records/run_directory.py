@@ -13,6 +13,7 @@
 | trackers.json | identities of this run in the trackers of --report_to | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
+| gap/ | row and weights of the first gap of engine and trainer, for `funrl bisect` | at that step |
 | skipped/ | rows of some updates that were not finite | when an update is skipped |
 | profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
@@ -82,6 +83,7 @@ class RunDirectory:
     rollouts = Member("rollouts")
     profile = Member("profile")
     skipped = Member("skipped")
+    gap = Member("gap")
 
 
 def open_run(
@@ -296,7 +298,7 @@ def check_unused(run: RunDirectory, overwrite: bool = False) -> None:
     """
     files = (run.metrics, run.samples, run.eval_samples, run.report)
     models = (run.model, run.adapter, run.base)
-    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.profile)
+    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.gap, run.profile)
     there = [path.name for path in written if os.path.lexists(path)]
     empty = has_no_step(run)
     if there and not (empty and overwrite):  # refused even without a step: that run may not have ended
@@ -329,7 +331,7 @@ def has_no_step(run: RunDirectory) -> bool:
     """True if a directory holds nothing that a step of a run, or its end, has written."""
     if any(os.path.lexists(path) for path in (run.model, run.adapter, run.report)):
         return False
-    if any(path.is_dir() and any(path.iterdir()) for path in (run.rollouts, run.skipped, run.profile)):
+    if any(path.is_dir() and any(path.iterdir()) for path in (run.rollouts, run.skipped, run.gap, run.profile)):
         return False
     steps = [path for path in run.checkpoints.glob("step-*/complete.json") if path.parent.name != "step-0"]
     try:
@@ -340,7 +342,7 @@ def has_no_step(run: RunDirectory) -> bool:
 
 def remove_start(run: RunDirectory) -> None:
     """Remove what a start without a step has written: see `has_no_step`. Other files stay."""
-    folders = (run.tensorboard, run.checkpoints, run.base, run.rollouts, run.skipped, run.profile)
+    folders = (run.tensorboard, run.checkpoints, run.base, run.rollouts, run.skipped, run.gap, run.profile)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     for file in (run.metrics, run.samples, run.eval_samples, run.trackers, run.config, run.start):

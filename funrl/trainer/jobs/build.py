@@ -284,7 +284,7 @@ def needs_old_scores(job: Job) -> bool:
     """True if the old log-probabilities take a pass of their own.
 
     Where each batch has a single update, they are those of its forward pass, unless something before or beside the
-    policy's loss reads them.
+    policy's loss reads them, or a gap to the engine is to stop the run before the update.
     """
     algorithm = job.algorithm
     if isinstance(job, TextJob) and algorithm.advantage is None:
@@ -295,9 +295,10 @@ def needs_old_scores(job: Job) -> bool:
     before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
     updates = job.settings.updates
     single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
+    stops = isinstance(job, RLJob) and job.settings.engines.on_gap == "stop"
     further = set(writes_of(main_role, algorithm)) - {"old_logp"}
     beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
-    return bool("old_logp" in before or further) or not single or beside
+    return bool("old_logp" in before or further) or not single or beside or stops
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
