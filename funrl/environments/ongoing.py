@@ -3,7 +3,8 @@
     ongoing = OngoingEpisodes(environment, setup, limits)
     run = ongoing.run(engine, mesh, Round(new_groups, allowance=64))  # no trajectory samples more than 64 tokens
     engine.load(new_weights)
-    run = ongoing.run(engine, mesh, Round((), own=unfinished_groups_of(run), allowance=64))
+    own = [(group_of[x.first], x.text, 64) for x in run.groups if x.waiting]
+    run = ongoing.run(engine, mesh, Round((), own))
 
 Between two rollouts nothing runs: the coroutines of unfinished episodes wait for their calls of the policy, and their
 environments for them. The record of a group says all that was said in its episodes. Where an episode is not alive, as
@@ -56,12 +57,12 @@ class Round(NamedTuple):
 
     Attributes:
       new: groups to begin, the same on every rank; each is taken by a replica.
-      own: unfinished groups of this replica to continue, with their records.
-      allowance: bound on the tokens that a path of an episode grows by; None: episodes run to their end.
+      own: unfinished groups of this replica to continue, with their records and allowances.
+      allowance: bound on the tokens that a path of an episode of the new groups grows by; None: they run to their end.
     """
 
     new: Sequence[EpisodeGroup]
-    own: Sequence[tuple[EpisodeGroup, str]] = ()
+    own: Sequence[tuple[EpisodeGroup, str, int | None]] = ()
     allowance: int | None = None
 
 
@@ -207,10 +208,10 @@ class _OngoingRunner(EpisodeRunner):
         self.resident = resident
         self._restarted = []
         try:
-            running = [await self._revived(group, text) for group, text in groups.own]
+            running = [await self._revived(group, text) for group, text, _ in groups.own]
             await self._rebuild(running)
-            for live in running:
-                live.renew(groups.allowance)
+            for live, (_, _, allowance) in zip(running, groups.own, strict=True):
+                live.renew(allowance)
             await self._take_and_settle(tickets, running, groups.allowance)
             records = [live.record() for live in running]
         except BaseException:

@@ -71,7 +71,7 @@ def rounds(environment, allowance, engine=None, renewed=False, limits=EpisodeLim
         records.append(result)
         between(result)
         done |= {x.first: recorded_episodes(x.text) for x in result.groups if not x.waiting}
-        own = [(by_number[x.first], x.text) for x in result.groups if x.waiting]
+        own = [(by_number[x.first], x.text, allowance) for x in result.groups if x.waiting]
         new = []
         if renewed:
             ongoing.close()

@@ -50,7 +50,7 @@ from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.partial import partial_source
+from funrl.trainer.sources.partial_rollouts.source import partial_source
 from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
@@ -238,7 +238,9 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
     agents = getattr(environment, "agents", (POLICY,))
-    return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
+    versions = job.settings.sampling.new_tokens_per_step is not None
+    form = RowForm(tuple(agents), pad=job.pad, versions=versions, choices=choices)
+    return EpisodeSetup(environment, chat, limits, form)
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
