@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class OngoingEpisodes:
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
         self._runner = _OngoingRunner(environment, setup, limits)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._close = weakref.finalize(self, lambda: None)
 
     def run(self, engine: Engine, mesh: Mesh, groups: Round) -> OngoingRun:
         """Begin and continue groups until each has ended or has sampled what it may. Collective over the mesh.
@@ -105,17 +107,21 @@ class OngoingEpisodes:
         tickets = tickets_of(groups.new, mesh, self._runner.limits)
         if self._loop is None and mesh.index("tensor") == 0:
             self._loop = asyncio.new_event_loop()
+            self._close = weakref.finalize(self, _close, self._runner, self._loop)
         run = run_beside(engine, mesh, functools.partial(self._runner.go_on, tickets, groups), self._loop)
         run = from_first(run, mesh, "tensor") if mesh.size("tensor") > 1 else run
         assert run is not None
         return run
 
     def close(self) -> None:
-        """End all unfinished episodes and their environments."""
-        if self._loop is not None:
-            run_coroutine(self._runner.close(), self._loop)
-            self._loop.close()
-            self._loop = None
+        """End all unfinished episodes and their environments; so does the end of the process."""
+        self._close()
+        self._loop = None
+
+
+def _close(runner: _OngoingRunner, loop: asyncio.AbstractEventLoop) -> None:
+    run_coroutine(runner.close(), loop)
+    loop.close()
 
 
 @dataclasses.dataclass(eq=False)
