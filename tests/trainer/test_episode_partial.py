@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from small_runs import GRPO, Quiet, assert_same, begin, steps_program
+from small_runs import GRPO, assert_same, begin, steps_program
 from test_checkpoint import Stopping, assert_equal_steps, measured
 from test_episode_runs import episode_job
 
@@ -18,11 +18,9 @@ from funrl.algos import unequal_scores
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
-from funrl.rewards.call import RewardError
 from funrl.rollout.episodes import Episode
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import draw_batch, learn_batch, score_batch, train_loop
-from funrl.trainer.settings.declaration import SettingsError
 
 PARTIAL = {
     "compose": GRPO, "max_new_tokens": 6, "new_tokens_per_step": 4, "batch_prompts": 3, "minibatches": 1,
