@@ -3,22 +3,25 @@
 import asyncio
 import dataclasses
 import functools
+import os
 import random
 import shutil
+import signal
 from collections import Counter
 
 import pytest
 import torch
-from small_runs import GRPO, assert_same, begin, steps_program
+from small_runs import GRPO, Quiet, assert_same, begin, steps_program
 from test_checkpoint import Stopping, assert_equal_steps, measured
 from test_episode_runs import episode_job
 
 from funrl import trees
 from funrl.algos import unequal_scores
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
 from funrl.rollout.episodes import Episode
+from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import draw_batch, learn_batch, score_batch, train_loop
 
@@ -160,3 +163,101 @@ def test_episodes_go_on_on_another_mesh(tmp_path, before, after):
         kept = [name for name in expected if not measured(name)]
         assert a == b
         assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
+
+
+class Interrupted(Stopping):
+    """An observer that interrupts the run by Ctrl-C in its second step."""
+
+    def step(self, step, metrics, seconds):
+        super().step(step, metrics, seconds)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_interrupted_goes_on(tmp_path):
+    steps, _, weights = run(tmp_path / "whole")
+    with pytest.raises(AttributeError, match="params"):  # it ends before its model is written
+        run(tmp_path / "run", observer=Interrupted)
+    assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-1"]
+    resumed, _, ends = run(tmp_path / "run", resume=True, run_dir="x")
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 1])
+    assert all(map(torch.equal, ends, weights))
+
+
+@pytest.mark.gloo
+def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeypatch):
+    scored = loop.score_batch
+
+    def failing(trainer, state, rows):
+        if state.step == 2 and trainer.parts.mesh.rank == 1:
+            raise MemoryError("no room for the scores")
+        return scored(trainer, state, rows)
+
+    monkeypatch.setattr(loop, "score_batch", failing)
+    with pytest.raises(WorkerError, match="rank 1 failed:"):
+        run(tmp_path / "run", "dp2", save_every="0")
+    monkeypatch.setattr(loop, "score_batch", scored)
+    steps, _, weights = run(tmp_path / "whole", "dp2")
+    resumed, notes, ends = run(tmp_path / "run", "dp2", resume=True, run_dir="x")
+    assert any("resumed after step 2" in note for note in notes)
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert all(map(torch.equal, ends, weights))
+
+
+def test_an_environment_that_draws_by_itself_begins_anew_after_a_checkpoint(tmp_path):
+    crash(tmp_path / "run", environment=Forgetful())
+    resumed, notes, _ = run(tmp_path / "run", environment=Forgetful(), resume=True, run_dir="x")
+    restarted = resumed[0][1]["partial/restarted_episodes"]
+    assert restarted > 0 and resumed[1][1]["partial/restarted_episodes"] == 0
+    (note,) = [note for note in notes if "begin anew" in note]
+    assert note.startswith(f"{restarted:.0f} episodes begin anew") and "draw from the seed that it gets" in note
+    assert all(metrics["episodes/failed"] == 0 for _, metrics in resumed)
+
+
+class FailsUntil(Game):
+    """Raises until it has been called so often."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def run(self, policy, example, seed):
+        self.calls -= 1
+        if self.calls >= 0:
+            raise RuntimeError("no such place")
+        return await super().run(policy, example, seed)
+
+
+EPISODES = [({"new_tokens_per_step": None}, 6), ({}, 48)]  # of a step in which all of them fail
+
+
+@pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
+def test_a_step_without_a_usable_episode_is_left_out(settings, count):
+    environment = FailsUntil(2 * (6 + 2 * count))  # in the first evaluation and two steps, with one more try each
+    steps, notes, _ = run(None, environment=environment, **settings)
+    assert [metrics["episodes/skipped"] for _, metrics in steps] == [1, 1, 0, 0]
+    assert ["actor/pg_loss" in metrics for _, metrics in steps] == [False, False, True, True]
+    assert sum(f"each of {count} episodes failed or is unscored; the step has no up" in note for note in notes) == 2
+
+
+@pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
+def test_a_run_ends_after_some_such_steps_in_a_row(settings, count):
+    job = job_of(FailsUntil(10**6), steps=9, eval_every=9, **settings)
+    observer = Quiet()
+    outcome = train_loop(job, single(), observer)
+    assert len(observer.steps) == 4
+    assert f"step 5: each of {count} episodes failed or is unscored, as in the 4 steps before" in outcome.error
+
+
+def test_a_run_closes_its_environments():
+    class Closed(Game):
+        open = 0
+
+        async def run(self, policy, example, seed):
+            Closed.open += 1
+            try:
+                return await super().run(policy, example, seed)
+            finally:
+                Closed.open -= 1
+
+    run(None, environment=Closed(), steps=2)
+    assert Closed.open == 0
