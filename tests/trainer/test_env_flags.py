@@ -101,7 +101,7 @@ def test_flags_bound_the_episodes(files):
         ),
         (
             {"env": "own.py:Turns", "kv_cache_gb": 1e-4, "episode_turns": 64},
-            "the longest prompt and episode may have 2.. tokens, .* or a smaller --episode_tokens",
+            "the longest prompt and episode may have 64 tokens, .* or a smaller --episode_tokens",
         ),
         ({"env": "own.py:Turns", "on_reward_error": "zero"}, "--episode_retries"),
     ],
