@@ -128,7 +128,7 @@ class ResumablePolicy(LoggedPolicy):
             self._renewed = None
 
     def log(self) -> EpisodeLog:
-        """What was said so far."""
+        """The log of everything that was said so far."""
         return EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], self.answers)
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:

@@ -67,7 +67,7 @@ class EpisodeLog(NamedTuple):
     Attributes:
       calls: a trajectory for each call of the policy, which ends with the turn that it sampled. A turn with the finish
         "paused" has not ended, and may have no token yet.
-      answers: of the environment, as `answer_text` writes them.
+      answers: of the environment, as `logged_answer` writes them.
     """
 
     calls: Sequence[Trajectory] = ()
@@ -118,7 +118,7 @@ class LoggedPolicy(Policy):
 
     def answered(self, answer: object) -> None:
         """Take note of an answer of the environment."""
-        self.answers.append(answer_text(answer))
+        self.answers.append(logged_answer(answer))
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         turn = self._logged(tokens, sampling, seed)
@@ -135,7 +135,7 @@ class LoggedPolicy(Policy):
         return turn
 
 
-def answer_text(answer: object) -> str:
+def logged_answer(answer: object) -> str:
     """An answer of an environment as JSON, with the type's name in place of what JSON does not know."""
     try:
         return json.dumps(answer, default=_listed, skipkeys=True)

@@ -68,14 +68,8 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (
-    RewardError,
-    CurriculumError,
-    FilterError,
-    NotFiniteError,
-    SyncError,
-    GapError,
-)  # a run ends with what it learned
+# A run that one of these ends keeps what it learned.
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)
 
 
 class Outcome(NamedTuple):
@@ -395,8 +389,7 @@ def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, St
     Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
     """
     described = len(drawn.owner) and trainer.job.algorithm.example != "pair"  # whose source says them
-    metrics = described_rows(trainer, drawn) if described else {}
-    return drawn, state._replace(step=state.step + 1), metrics
+    return drawn, state._replace(step=state.step + 1), described_rows(trainer, drawn) if described else {}
 
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:

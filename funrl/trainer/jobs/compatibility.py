@@ -21,7 +21,7 @@ from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.sampling import sampled_tokens
+from funrl.trainer.jobs.sampling import row_new_tokens
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_forms,
@@ -304,7 +304,7 @@ def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
       new_tokens: of a completion.
     """
     tokens = settings.sampling.new_tokens_per_step
-    most = sampled_tokens(settings, task, new_tokens)
+    most = row_new_tokens(settings, task, new_tokens)
     if tokens is not None and tokens >= most:
         flags = (
             "--max_new_tokens" if task.environment is None else "--max_new_tokens, --episode_turns, --episode_tokens"
@@ -335,7 +335,7 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
             "less"
         )
     longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
-    tokens = min(longest + sampled_tokens(settings, task, new_tokens), model.config.max_positions)
+    tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
     pages = -(-tokens // page_tokens(mesh.device.type))
     needed = pages * bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on") / 1e9

@@ -39,6 +39,7 @@ from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_samples import text_samples
+from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import scoring_budget
@@ -50,7 +51,6 @@ from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.partial_rollouts.source import partial_source
 from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source

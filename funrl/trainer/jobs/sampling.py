@@ -22,7 +22,7 @@ def new_tokens(settings: Settings, task: Task | None = None) -> int:
     return settings.sampling.max_new_tokens or default or 1
 
 
-def sampled_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
+def row_new_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
     """Tokens that the policy may sample for a row: a completion, or all turns of a trajectory.
 
     Args:

@@ -167,7 +167,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             weighed["curriculum/passed_over"] = consumed - begin - sampled
         metrics = filter_metrics(count, sampled, dropped_rows)
         assert spare is not None
-        batches, skipped = _batches(generation, batches, spare, Step(step, sampled), show)
+        batches, skipped = _batches(generation, batches, spare, (step, sampled), show)
         unusable = 0 if batches[0].examples else sampled * sampling.samples
         state, emptiness = count_empty(state, step, unusable, show)
         baseline = generation.greedy_baseline and not skipped
@@ -204,25 +204,29 @@ def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[C
     return generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
 
 
-class Step(NamedTuple):
-    """The number of a step, and of the prompts sampled in it."""
-
-    number: int
-    sampled: int
-
-
 def _batches(
-    generation: Generation, batches: Sequence[Chosen], spare: tuple[list[Example], Rows], step: Step, show: Show
+    generation: Generation,
+    batches: Sequence[Chosen],
+    spare: tuple[list[Example], Rows],
+    numbers: tuple[int, int],
+    show: Show,
 ) -> tuple[list[Chosen], bool]:
-    """Batches with prompts, or what can be trained on of the spare one; and whether the step is to be skipped."""
+    """Batches with prompts, or what can be trained on of the spare one; and whether the step is to be skipped.
+
+    Args:
+      batches: of the step.
+      spare: prompts and all of their rows.
+      numbers: the step's number, and the number of prompts sampled in it.
+    """
+    step, sampled = numbers
     useful = [chosen for chosen in batches if chosen.examples]
     if useful:
         count = sum(len(chosen.examples) for chosen in useful)
-        note_short_batch(generation, show, step.number, kept=count, sampled=step.sampled)
+        note_short_batch(generation, show, step, kept=count, sampled=sampled)
         return useful, False
     chosen = unfiltered_rows(generation, *spare)
     when_empty = generation.selection.when_empty
-    return [chosen], not chosen.examples or skips_empty(when_empty, step.number, step.sampled, show)
+    return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
 
 
 def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.trainer.sources.empty_steps import count_empty, skips_empty
-from funrl.trainer.sources.episode_rows import episode_metrics
-from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.partial_rollouts.begun import (
+from funrl.trainer.partial_rollouts.begun import (
     Examined,
-    Held,
+    HeldT,
     NewPrompts,
     RowWriter,
     examples_at,
     prompt_numbers,
     sample_numbers,
 )
-from funrl.trainer.sources.partial_rollouts.completions import CompletionWriter
-from funrl.trainer.sources.partial_rollouts.episodes import EpisodeWriter
+from funrl.trainer.partial_rollouts.completions import CompletionWriter
+from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
+from funrl.trainer.sources.empty_steps import count_empty, skips_empty
+from funrl.trainer.sources.episode_rows import episode_metrics
+from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.prompts import (
     Generation,
@@ -60,7 +60,7 @@ class PartialRun(NamedTuple):
     show: Show
 
 
-class Filled(NamedTuple, Generic[Held]):
+class Filled(NamedTuple, Generic[HeldT]):
     """Prompts of a step.
 
     Attributes:
@@ -71,7 +71,7 @@ class Filled(NamedTuple, Generic[Held]):
       beyond: number of prompts that were finished beyond the budget of tokens.
     """
 
-    held: Held
+    held: HeldT
     consumed: int
     examined: Sequence[Examined]
     begun: int
@@ -94,7 +94,7 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     return _written_source(PartialRun(generation, tokens, clock, show), writer, whole)
 
 
-def _written_source(run: PartialRun, writer: RowWriter[Held], whole: Source) -> Source:
+def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) -> Source:
     """The source of a writer.
 
     Args:
@@ -185,7 +185,7 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
     return seen._replace(kept_PS=rewarded_PS), skipped
 
 
-def _fill(run: PartialRun, writer: RowWriter[Held], held: Held, new: NewPrompts) -> Filled[Held]:
+def _fill(run: PartialRun, writer: RowWriter[HeldT], held: HeldT, new: NewPrompts) -> Filled[HeldT]:
     """Write until enough prompts are finished.
 
     First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
@@ -272,7 +272,7 @@ def _in_order(examined: Sequence[Examined], order: np.ndarray, samples: int) -> 
     return take(rows, by_number).with_fields(episode=episode, group=episode // samples)
 
 
-def _metrics(generation: Generation, filled: Filled[Held], seen: Examined, unfinished: int) -> dict[str, float]:
+def _metrics(generation: Generation, filled: Filled[HeldT], seen: Examined, unfinished: int) -> dict[str, float]:
     """Metrics of a step's prompts."""
     useful = np.asarray(seen.kept_PS.any(1))
     metrics: dict[str, float] = {

@@ -17,11 +17,11 @@ from funrl.mesh import collectives
 from funrl.rollout.policy import PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
+from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
+from funrl.trainer.partial_rollouts.completions import first_rollout
 from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import LONGEST_REMARK
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
-from funrl.trainer.sources.partial_rollouts.completions import first_rollout
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.sources.prompts import Chosen, FirstSamples, Generation, filter_samples, first_samples
 from funrl.trainer.steps.clock import Clock

@@ -28,7 +28,7 @@ class Begun(Protocol):
     def places(self) -> np.ndarray: ...
 
 
-Held = TypeVar("Held", bound=Begun)
+HeldT = TypeVar("HeldT", bound=Begun)
 
 
 class NewPrompts(NamedTuple):
@@ -67,7 +67,7 @@ class Examined(NamedTuple):
     episodes: Totals = {}  # noqa: RUF012  (never mutated)
 
 
-class RowWriter(Protocol[Held]):
+class RowWriter(Protocol[HeldT]):
     """Writer of the rows of begun prompts. All methods are collective.
 
     Attributes:
@@ -78,19 +78,19 @@ class RowWriter(Protocol[Held]):
     longest: int
     most_new: int | None
 
-    def nothing(self) -> Held:
+    def nothing(self) -> HeldT:
         """No prompts."""
         ...
 
-    def ready(self, held: Held) -> np.ndarray:
+    def ready(self, held: HeldT) -> np.ndarray:
         """[P] bool, prompts whose samples are all finished."""
         ...
 
-    def select(self, held: Held, prompts: np.ndarray) -> Held:
+    def select(self, held: HeldT, prompts: np.ndarray) -> HeldT:
         """Some prompts by their indices in `places`."""
         ...
 
-    def write(self, held: Held, going_on: np.ndarray, new: NewPrompts, tokens: int | None) -> tuple[Held, int]:
+    def write(self, held: HeldT, going_on: np.ndarray, new: NewPrompts, tokens: int | None) -> tuple[HeldT, int]:
         """Continue some prompts and begin some; return all, and the next position in the order of the prompts.
 
         Args:
@@ -101,15 +101,15 @@ class RowWriter(Protocol[Held]):
         """
         ...
 
-    def examine(self, held: Held) -> Examined:
+    def examine(self, held: HeldT) -> Examined:
         """Score finished prompts with all rewards and apply the filter."""
         ...
 
-    def entries(self, held: Held) -> Totals:
+    def entries(self, held: HeldT) -> Totals:
         """Totals of further numbers of rewards that came with the writing of this step."""
         ...
 
-    def metrics(self, held: Held) -> dict[str, float]:
+    def metrics(self, held: HeldT) -> dict[str, float]:
         """Metrics of the prompts that are begun at the end of a step."""
         ...
 
@@ -117,11 +117,11 @@ class RowWriter(Protocol[Held]):
         """The first sample of each of the first prompts of a step, as `first_samples` gives it."""
         ...
 
-    def tree(self, held: Held) -> dict[str, trees.Tree]:
+    def tree(self, held: HeldT) -> dict[str, trees.Tree]:
         """Begun prompts as a tree of tensors."""
         ...
 
-    def held(self, tree: dict[str, trees.Tree]) -> Held:
+    def held(self, tree: dict[str, trees.Tree]) -> HeldT:
         """The begun prompts of such a tree."""
         ...
 

@@ -17,8 +17,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.rollout.requests import Completion, Finish, Request, RequestGroups
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
+from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
 from funrl.trainer.sources.generation import Rollout, empty_rollout, run_requests, to_rows
-from funrl.trainer.sources.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import Chosen, FirstSamples, Generation, filter_samples, first_samples
 from funrl.trainer.steps.clock import Clock
