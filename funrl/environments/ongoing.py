@@ -36,6 +36,7 @@ from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 
+LOOK_EVERY_S = 1.0  # whether episodes that wait for something unknown have waited long enough
 SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run
 
 
@@ -243,7 +244,7 @@ class _OngoingRunner(EpisodeRunner):
                     await self._end(self._live.get(group.first))
                     running.append(self._start(group, None, allowance))
             elif tickets.left or not idle:
-                await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
+                await self.resident.progress(TAKE_EVERY_S if tickets.left else LOOK_EVERY_S)
             elif await self._stays_settled(running):
                 return
 
@@ -266,7 +267,7 @@ class _OngoingRunner(EpisodeRunner):
     async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
         """Wait until episodes that are not alive are where they were; those that come elsewhere begin anew."""
         while not (all(live.settled for live in groups) and await self._stays_settled(groups)):
-            await self.resident.progress()
+            await self.resident.progress(LOOK_EVERY_S)
         differing = [
             episode.policy
             for live in groups

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +23,7 @@ from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup, com
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
+_CALLERS: ContextVar[tuple[asyncio.Task[Any], ...]] = ContextVar("callers", default=())
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
 
 
@@ -55,6 +58,7 @@ class _OpenCall:
     begun: Completion | None
     fresh: int = 0
     parked: bool = False
+    task: asyncio.Task[Any] | None = dataclasses.field(default_factory=asyncio.current_task)
 
     def turn(self) -> Trajectory:
         """The trajectory with the turn so far."""
@@ -104,11 +108,24 @@ class ResumablePolicy(LoggedPolicy):
         self._open: list[_OpenCall] = []
         self._fresh: dict[int | None, int] = {}  # by seed of an ended call: its tokens since the last `renew`
         self._renewed: asyncio.Future[None] | None = None
+        self._callers: dict[asyncio.Task[Any], Sequence[asyncio.Task[Any]]] = {}  # with the callers that began them
+        self._parked_at = 0.0
 
     @property
     def parked(self) -> bool:
-        """True if the episode waits for parked calls and for nothing else that is known."""
-        return bool(self._open) and all(call.parked for call in self._open)
+        """True if the episode waits for parked calls and for nothing else that is known.
+
+        A task that has called the policy and is in no call does something else, unless it waits for tasks of its own
+        that have. That holds for as long as an environment may take between two calls.
+        """
+        if not self._open or not all(call.parked for call in self._open):
+            return False
+        if time.monotonic() > self._parked_at + self._limits.environment_s:
+            return True
+        self._callers = {task: before for task, before in self._callers.items() if not task.done()}
+        waiting = {call.task for call in self._open}
+        waiting.update(task for before in self._callers.values() for task in before)
+        return waiting.issuperset(self._callers)
 
     def renew(self, allowance: int | None) -> None:
         """Let parked calls go on."""
@@ -132,6 +149,7 @@ class ResumablePolicy(LoggedPolicy):
         return EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], self.answers)
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        self._note_caller()
         turn = self._logged(tokens, sampling, seed)
         if turn is not None and turn.finish != "paused":
             return completion_of(turn)
@@ -166,9 +184,19 @@ class ResumablePolicy(LoggedPolicy):
             return None
         return completion
 
+    def _note_caller(self) -> None:
+        """Take note of the task that makes a call. A task inherits the context of the one that begins it."""
+        task = asyncio.current_task()
+        assert task is not None
+        before = _CALLERS.get()
+        if task not in before:
+            _CALLERS.set((*before, task))
+        self._callers[task] = [one for one in before if one is not task]
+
     async def _park(self, call: _OpenCall) -> None:
         if self._renewed is None:
             self._renewed = asyncio.get_running_loop().create_future()
         call.parked = True
+        self._parked_at = time.monotonic()
         self._hooks.parked()
         await asyncio.shield(self._renewed)

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, Quiet, assert_same, begin, steps_program
 from test_checkpoint import Stopping, assert_equal_steps, measured
 from test_episode_runs import episode_job
@@ -126,6 +127,9 @@ def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
     assert mixed > 3 and lags[0] == 0 < max(lags)
 
 
+MESHES = [("dp2", "tickets")]
+
+
 @functools.cache
 def steps_on(mesh, compose, **more):
     job = job_of(compose=compose, mesh=mesh, **more)
@@ -133,8 +137,10 @@ def steps_on(mesh, compose, **more):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh,queue", [("dp2", "tickets"), ("dp2", "fixed"), ("tp2", "tickets")])
-@pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])
+@pytest.mark.parametrize(
+    "mesh,queue", quick([("dp2", "tickets"), ("dp2", "fixed"), ("tp2", "tickets")], [("dp2", "tickets")])
+)
+@pytest.mark.parametrize("compose", [pytest.param(GRPO, marks=pytest.mark.slow), filtered], ids=["grpo", "filtered"])
 def test_the_same_numbers_on_every_mesh(mesh, queue, compose):
     one = steps_on("dp1", compose)
     assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
@@ -142,7 +148,7 @@ def test_the_same_numbers_on_every_mesh(mesh, queue, compose):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp1", "dp2", "tp2"])
+@pytest.mark.parametrize("mesh", quick(["dp1", "dp2", "tp2"], ["dp1", "dp2"]))
 def test_a_resumed_run_has_the_same_bits(tmp_path, mesh):
     steps, _, weights = run(tmp_path / "whole", mesh)
     crash(tmp_path / "run", mesh)
@@ -154,7 +160,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, mesh):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("before", "after"), [("dp2", "dp1"), ("dp1", "dp2")])
+@pytest.mark.parametrize(("before", "after"), quick([("dp2", "dp1"), ("dp1", "dp2")], []))
 def test_episodes_go_on_on_another_mesh(tmp_path, before, after):
     steps, _, _ = run(tmp_path / "whole")
     crash(tmp_path / "run", before)
@@ -184,6 +190,7 @@ def test_a_run_that_is_interrupted_goes_on(tmp_path):
     assert all(map(torch.equal, ends, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeypatch):
     scored = loop.score_batch
@@ -227,7 +234,7 @@ class FailsUntil(Game):
         return await super().run(policy, example, seed)
 
 
-EPISODES = [({"new_tokens_per_step": None}, 6), ({}, 48)]  # of a step in which all of them fail
+EPISODES = [({"new_tokens_per_step": None}, 6), ({}, 12)]  # of a step in which all of them fail
 
 
 @pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])

@@ -28,6 +28,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 
+UNFILTERED_BATCHES = 2  # begun in a step, for episodes that go on or fail: most are far shorter than the longest
 PADDING = " "  # of a record's JSON, where others are longer
 
 
@@ -68,7 +69,8 @@ class EpisodeWriter:
         """
         sampling = generation.sampling
         self.longest = trajectory_tokens(setup, sampling.max_new_tokens)
-        self.most_new: int | None = generation.schedule.batch * generation.selection.max_refills
+        batches = generation.selection.max_refills if generation.selection.filter else UNFILTERED_BATCHES
+        self.most_new: int | None = generation.schedule.batch * batches
         self._most_steps = -(-self.longest // tokens)
         self._generation = generation
         self._setup = setup
