@@ -55,7 +55,7 @@ OWN = ""
 INSIDE = {
     "models": (OWN, "decoder", "huggingface"),
     "rollout": (OWN, "native", "vllm"),
-    "trainer": ("settings", "steps", "storage", "sources", "jobs", "checkpoints", OWN),
+    "trainer": ("settings", "steps", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN),
     "cost": ("tracing", OWN, "search", "reports"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),

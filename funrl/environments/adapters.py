@@ -105,6 +105,7 @@ class _Conversations:
         environment = self._make()
         try:
             messages, tools = await call(environment.reset, example, seed)
+            policy.answered((messages, tools))
             trajectory = policy.start(messages, tools)
             rewards: dict[Node, float] = {}
             status: Status = "done"
@@ -117,6 +118,7 @@ class _Conversations:
                     break
                 message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
                 messages, reward, ended = await call(environment.step, message)
+                policy.answered((messages, reward, ended))
                 if reward is not None:
                     rewards[trajectory.leaf] = reward
                 if not ended:
@@ -150,6 +152,7 @@ class _Tools:
                 break
             outputs = [await self._output(name, arguments) for name, arguments in reply.tool_calls]
             outputs += [(False, f"error: {problem}") for problem in reply.problems]
+            policy.answered(outputs)
             calls += len(outputs)
             failed += sum(not succeeded for succeeded, _ in outputs)
             texts = [text for _, text in outputs]
@@ -184,6 +187,7 @@ class _Answers:
                 last = _to_last_turn(trajectory)
                 return Episode([last], {last.agent: None}, status=limit.status)
             answer = await call(self._answer, trajectory.messages(), **example.fields)
+            policy.answered(answer)
             if isinstance(answer, str):
                 answer = [{"role": "user", "content": answer}]
             if not isinstance(answer, Sequence):

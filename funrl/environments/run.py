@@ -101,16 +101,12 @@ def run_episodes(
       RuntimeError, FloatingPointError: as the engine raises them.
     """
     begin = time.perf_counter()
-    if limits.fixed:
-        share = own_range(len(groups), mesh, mesh.row_axes)
-        tickets = _Tickets(groups[share.start : share.stop], shared_counter(SINGLE), replicas=1)
-    else:
-        tickets = _Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes))
-    runners: list[_Runner] = []
+    tickets = tickets_of(groups, mesh, limits)
+    runners: list[EpisodeRunner] = []
 
     async def program(resident: ResidentEngine) -> list[tuple[int, Episode]]:
-        runners.append(_Runner(resident, environment, setup, limits))
-        return await runners[0].run(tickets)
+        runners.append(EpisodeRunner(environment, setup, limits))
+        return await runners[0].run(resident, tickets)
 
     episodes = run_beside(engine, mesh, program)
     counts = (0.0, 0.0, 0)
@@ -132,7 +128,15 @@ def run_episodes(
     )
 
 
-class _Tickets:
+def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets:
+    """The way in which replicas share out groups. Collective."""
+    if limits.fixed:
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        return Tickets(groups[share.start : share.stop], shared_counter(SINGLE), replicas=1)
+    return Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes))
+
+
+class Tickets:
     """The groups that this replica takes: many at first, few later, as in `tickets.complete_shared`."""
 
     def __init__(self, groups: Sequence[EpisodeGroup], take: Callable[[int], int], replicas: int):
@@ -159,26 +163,29 @@ class _Tickets:
         return self.groups[begin : begin + count]
 
 
-class _Runner:
+class EpisodeRunner:
     """The episodes of a replica, on its event loop.
 
     Attributes:
-      resident: the engine.
+      limits: of each episode.
+      resident: the engine, from `run` on.
       environment_s, attempts: as in `EpisodeRun`.
     """
 
-    def __init__(self, resident: ResidentEngine, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
-        self.resident = resident
+    resident: ResidentEngine
+
+    def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
+        self.limits = limits
         self.environment_s = 0.0
         self.attempts = 0
         self._environment = environment
         self._setup = setup
-        self._limits = limits
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
 
-    async def run(self, tickets: _Tickets) -> list[tuple[int, Episode]]:
+    async def run(self, resident: ResidentEngine, tickets: Tickets) -> list[tuple[int, Episode]]:
         """Run all groups that this replica takes."""
+        self.resident = resident
         tasks: set[asyncio.Task[list[tuple[int, Episode]]]] = set()
         episodes: list[tuple[int, Episode]] = []
         try:
@@ -199,7 +206,7 @@ class _Runner:
 
     def _room(self) -> int:
         """Further episodes that may begin now: whose first requests the engine could begin, and within the limit."""
-        return min(self.resident.room() - len(self._beginning), self._limits.waiting - len(self._unfinished))
+        return min(self.resident.room() - len(self._beginning), self.limits.waiting - len(self._unfinished))
 
     def _begin(self, group: EpisodeGroup) -> asyncio.Task[list[tuple[int, Episode]]]:
         numbers = range(group.first, group.first + len(group.seeds))
@@ -213,27 +220,33 @@ class _Runner:
         """Run the episodes of a group, and score them together."""
         pairs = list(enumerate(group.seeds, group.first))
         episodes = await asyncio.gather(*(self._episode(group.example, number, seed) for number, seed in pairs))
-        if isinstance(self._environment, ScoringEnvironment) and all(x.status != "failed" for x in episodes):
-            episodes = await self._scored(self._environment, episodes)
+        episodes = await self._scored(episodes)
         return [(number, episode) for (number, _), episode in zip(pairs, episodes, strict=True)]
 
     async def _episode(self, example: Example, number: int, seed: int) -> Episode:
-        """Run one episode, several times if it fails."""
+        """Run one episode."""
         try:
-            episode = await self._attempt(example, number, seed)
-            for _ in range(self._limits.retries):
-                if episode.status == "failed":
-                    episode = await self._attempt(example, number, seed)
+            return await self._attempts(example, number, seed)
         finally:
             self._beginning.discard(number)
             self._unfinished.discard(number)
             self.resident.keep(number, 0)
             self.resident.notify()
+
+    async def _attempts(self, example: Example, number: int, seed: int) -> Episode:
+        """Run one episode, several times if it fails."""
+        episode = await self._attempt(example, number, seed)
+        for _ in range(self.limits.retries):
+            if episode.status == "failed":
+                episode = await self._attempt(example, number, seed)
         return episode
 
     async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
-        clock = EpisodeClock(self._limits.environment_s)
-        policy = Policy(functools.partial(self._complete, number, clock), self._setup, seed, self._limits)
+        clock = EpisodeClock(self.limits.environment_s)
+        policy = Policy(functools.partial(self._complete, number, clock), self._setup, seed, self.limits)
+        return await self._timed(example, seed, policy, clock)
+
+    async def _timed(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
         self.attempts += 1
         try:
             return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
@@ -250,10 +263,13 @@ class _Runner:
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         return completion
 
-    async def _scored(self, environment: ScoringEnvironment, episodes: Sequence[Episode]) -> list[Episode]:
-        """Episodes of a group with the rewards of `score`; all have failed if it fails."""
+    async def _scored(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Episodes of a group with the rewards of `score`, if there is one; all have failed if it fails."""
+        environment = self._environment
+        if not isinstance(environment, ScoringEnvironment) or any(x.status == "failed" for x in episodes):
+            return list(episodes)
         try:
-            scores = await asyncio.wait_for(environment.score(episodes), self._limits.environment_s)
+            scores = await asyncio.wait_for(environment.score(episodes), self.limits.environment_s)
             scores = checked_scores(scores, len(episodes))
         except (Exception, SystemExit) as error:
             problem = problem_text("score", error)

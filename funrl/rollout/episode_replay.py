@@ -1,13 +1,18 @@
-"""Episodes again: every turn of the policy, with the logged answers of the environments."""
+"""Episodes again: turns of the policy with the logged answers of environments, and environments with logged turns."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+import torch
 
 from funrl.rollout.engine import Engine, complete
-from funrl.rollout.episodes import Episode, Node
-from funrl.rollout.requests import Completion, Request
+from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.policy import EPISODE_LIMITS, Complete, EpisodeLimits, Policy, PolicySetup
+from funrl.rollout.requests import Completion, Finish, Request
+from funrl.rollout.sampling_parameters import Sampling
 
 
 class DifferingTurn(NamedTuple):
@@ -53,5 +58,106 @@ def differing_turns(engine: Engine, episodes: Sequence[Episode]) -> list[Differi
 def _request(number: int, node: Node) -> Request:
     if node.sampling is None or node.seed is None:
         raise ValueError("a sampled node has no sampling parameters and seed, so it cannot be sampled again")
-    prompt = [token for before in node.path()[:-1] for token in before.tokens]
-    return Request(number, prompt, node.sampling, node.seed)
+    return Request(number, _tokens_before(node), node.sampling, node.seed)
+
+
+class EpisodeLog(NamedTuple):
+    """Everything that was said in an episode so far.
+
+    Attributes:
+      calls: a trajectory for each call of the policy, which ends with the turn that it sampled. A turn with the finish
+        "paused" has not ended, and may have no token yet.
+      answers: of the environment, as `logged_answer` writes them.
+    """
+
+    calls: Sequence[Trajectory] = ()
+    answers: Sequence[str] = ()
+
+
+class LogError(Exception):
+    """The environment of an episode does not behave as its log says."""
+
+
+class LoggedPolicy(Policy):
+    """A policy whose calls are answered from a log: the environment runs again, and the engine does not.
+
+    A call is found by its seed, which is a function of the episode's seed and of all that the call depends on.
+    """
+
+    def __init__(
+        self,
+        log: EpisodeLog,
+        setup: PolicySetup,
+        seed: int,
+        limits: EpisodeLimits = EPISODE_LIMITS,
+        complete: Complete | None = None,
+    ):
+        """Make it.
+
+        Args:
+          log: of the episode.
+          setup, seed, limits: as in `Policy`.
+          complete: completes what the log does not have, or has in part only, anew; None: such a call is a `LogError`.
+        """
+        super().__init__(complete or _unlogged, setup, seed, limits)
+        self.answers: list[str] = []
+        self._log = log
+        self._turns = {call.leaf.seed: call.leaf for call in log.calls}
+        self._left = set(self._turns)  # seeds of calls that have not been made again
+
+    @property
+    def difference(self) -> str:
+        """Difference between what the environment has done and the log; "" if it did all of that again."""
+        for number, logged in enumerate(self._log.answers):
+            answer = self.answers[number] if number < len(self.answers) else "nothing"
+            if answer != logged:
+                return f"answer {number} of the environment is {answer:.200}, it was {logged:.200}"
+        if self._left:
+            return f"the environment has not asked for {len(self._left)} of {len(self._turns)} turns again"
+        return ""
+
+    def answered(self, answer: object) -> None:
+        """Take note of an answer of the environment."""
+        self.answers.append(logged_answer(answer))
+
+    async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        turn = self._logged(tokens, sampling, seed)
+        if turn is not None and turn.finish != "paused":
+            return completion_of(turn)
+        return await super()._completion(trajectory, tokens, sampling, seed)
+
+    def _logged(self, tokens: Sequence[int], sampling: Sampling, seed: int) -> Node | None:
+        """The turn of a call in the log; None: it is not there."""
+        turn = self._turns.get(seed)
+        if turn is None or turn.sampling != sampling or _tokens_before(turn) != list(tokens):
+            return None
+        self._left.discard(seed)
+        return turn
+
+
+def logged_answer(answer: object) -> str:
+    """An answer of an environment as JSON, with the type's name in place of what JSON does not know."""
+    try:
+        return json.dumps(answer, default=_listed, skipkeys=True)
+    except (ValueError, RecursionError):
+        return json.dumps(type(answer).__name__)
+
+
+def completion_of(turn: Node) -> Completion:
+    """The completion of a request that sampled a node."""
+    assert turn.sampling_logp is not None and turn.raw_logp is not None and turn.versions is not None
+    tokens = torch.tensor(turn.tokens, dtype=torch.int64)
+    logps = turn.sampling_logp, turn.raw_logp
+    return Completion(0, tokens, *logps, turn.versions, finish=cast(Finish, turn.finish), routes=turn.routes)
+
+
+def _tokens_before(turn: Node) -> list[int]:
+    return [token for node in turn.path()[:-1] for token in node.tokens]
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+async def _unlogged(prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
+    raise LogError(f"the environment asks for a turn after {len(prompt)} tokens that its log does not have")

@@ -204,7 +204,7 @@ class Policy:
         room = self._room(trajectory, len(tokens))
         request_seed = self._call_seed(tokens, asked, seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        completion = await self._complete(tokens, sampling, request_seed, _computed(trajectory))
+        completion = await self._completion(trajectory, tokens, sampling, request_seed)
         chat = self._setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
@@ -226,6 +226,17 @@ class Policy:
         longer = dataclasses.replace(trajectory, leaf=node)
         self._sampled.append(longer)
         return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+
+    def answered(self, answer: object) -> None:
+        """Take note of what the environment itself answered, such as the messages and the reward of a turn.
+
+        The environments of `adapters` call it. An episode that goes on from a checkpoint compares it with what it was;
+        see `ResumablePolicy`.
+        """
+
+    async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        """Complete a trajectory, whose token ids are `tokens`."""
+        return await self._complete(tokens, sampling, seed, computed_tokens(trajectory))
 
     def ends(self) -> list[Trajectory]:
         """Trajectories of this episode that end with a sampled turn which no other continues."""
@@ -311,7 +322,7 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _computed(trajectory: Trajectory) -> int:
+def computed_tokens(trajectory: Trajectory) -> int:
     """Tokens up to the last one of the last sampled turn, which was never fed back."""
     lengths = [len(node.tokens) for node in trajectory.nodes()]
     turns = [n for n, node in enumerate(trajectory.nodes()) if node.sampled]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,12 @@ class ResidentEngine:
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
+        return await self.ask(Request(0, prompt, sampling, seed, computed=computed))
+
+    async def ask(self, request: Request) -> Completion:
+        """Complete a request, whose number is replaced; as `complete`."""
         number = self._count
-        request = Request(number, prompt, sampling, seed, computed=computed)
+        request = request._replace(number=number)
         self._engine.check([request])
         self._count += 1
         self._new[number] = request
@@ -188,13 +193,19 @@ class ResidentEngine:
         return orders
 
 
-def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T | None:
+def run_beside(
+    engine: Engine,
+    mesh: Mesh,
+    program: Callable[[ResidentEngine], Awaitable[_T]],
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> _T | None:
     """Run a program beside the engine's steps. Collective over "tensor".
 
     Args:
       engine: awake, without unfinished requests.
       mesh: of the engine.
-      program: its coroutine runs on the first rank of a replica, on an event loop of its own.
+      program: its coroutine runs on the first rank of a replica.
+      loop: an event loop that is not running, on which it runs; None: one of its own.
 
     Returns: the program's result on the first rank; None on the others.
 
@@ -204,7 +215,7 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
     if mesh.index("tensor") == 0:
-        return _run(_lead(engine, mesh, program))
+        return run_coroutine(_lead(engine, mesh, program), loop)
     while True:
         beat()
         orders = from_first(None, mesh, "tensor") or _Orders()
@@ -244,11 +255,20 @@ async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None
         return
 
 
-def _run(program: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on an event loop of its own: in a thread if this one has a loop, as in a notebook."""
+def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:
+    """Run a coroutine: in a thread if this one has a running event loop, as in a notebook.
+
+    Args:
+      loop: an event loop that is not running, which stays open; None: one of its own.
+    """
+    run = functools.partial(_run, program, loop)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(program)
+        return run()
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, program).result()
+        return thread.submit(run).result()
+
+
+def _run(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
+    return asyncio.run(program) if loop is None else loop.run_until_complete(program)

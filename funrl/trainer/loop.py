@@ -52,10 +52,10 @@ from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.recovery import Recovery
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.curriculum import CurriculumError
+from funrl.trainer.sources.empty_steps import FilterError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.sources.prompts import FilterError
-from funrl.trainer.sources.source import SKIPPED, Source
+from funrl.trainer.sources.source import Source, closed_at_end, is_skipped
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn
@@ -69,7 +69,7 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-# A run ends with what it learned.
+# A run that one of these ends keeps what it learned.
 ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)
 
 
@@ -139,6 +139,7 @@ def train_loop(
     with (
         Saver(job, parts, trainer.source, state=state, folder=folder, observer=observer, digests=digests) as saver,
         stops_when_asked(),
+        closed_at_end(trainer.source),
         saved_on_failure(saver) as recoverable,
     ):
         state, evaluations = saver.resumed(state)
@@ -255,7 +256,7 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
     trainer, state = enter(trainer, state, "generate")
     drawn, state, metrics = draw_batch(trainer, state)
     trainer, state = enter(trainer, state, "score")
-    if metrics.get(SKIPPED):
+    if is_skipped(metrics):
         rows, state, scored = skipped_batch(trainer, state, drawn)
         return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = score_batch(trainer, state, drawn)
@@ -268,7 +269,7 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
 
 def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepRecord) -> None:
     """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
-    if saver.rows.due(state.step):
+    if saver.rows.due(state.step) and len(record.rows.owner):
         with trainer.clock.phase("save_rollouts"):
             saver.rows.save(state, record.drawn, record.rows, record.stages)
 
@@ -382,12 +383,12 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
 
 
 def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, State, dict[str, float]]:
-    """A step without an update, as the source's metric `SKIPPED` asks for: its rows, the state, metrics of the rows.
+    """A step without an update, as the source asks for (`is_skipped`): its rows, the state, metrics of the rows.
 
     Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
     """
-    metrics = {} if trainer.job.algorithm.example == "pair" else described_rows(trainer, drawn)  # its source says them
-    return drawn, state._replace(step=state.step + 1), metrics
+    described = len(drawn.owner) and trainer.job.algorithm.example != "pair"  # whose source says them
+    return drawn, state._replace(step=state.step + 1), described_rows(trainer, drawn) if described else {}
 
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:

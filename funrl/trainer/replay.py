@@ -31,7 +31,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.loop import MakeSource, Trainer, begin_run, draw_batch, learn_batch, score_batch, skipped_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
-from funrl.trainer.sources.source import SKIPPED, Source
+from funrl.trainer.sources.source import Source, is_skipped
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
@@ -95,7 +95,7 @@ def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Obser
         for number in range(state.step + 1, step + 1):
             saved = open_rows(folder, number, job.algorithm.fields)
             drawn, state, source_metrics = draw_batch(trainer, state)
-            if source_metrics.get(SKIPPED):
+            if is_skipped(source_metrics):
                 (scored, state, metrics) = skipped_batch(trainer, state, drawn)
                 learned = {}
             else:

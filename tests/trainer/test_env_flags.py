@@ -95,7 +95,14 @@ def test_flags_bound_the_episodes(files):
         ({"env": "own.py:Missing"}, "Missing"),
         ({"env": "own.py:Half"}, "Half lacks step, close"),
         ({"env": "own.py:Turns", "reward": "math"}, "the environment rewards its episodes"),
-        ({"env": "own.py:Turns", "new_tokens_per_step": 2}, "an episode ends in the step in which it began"),
+        (
+            {"env": "own.py:Turns", "new_tokens_per_step": 8, "episode_turns": 2},
+            "--new_tokens_per_step=8: a trajectory has 8 tokens at most",
+        ),
+        (
+            {"env": "own.py:Turns", "kv_cache_gb": 1e-4, "episode_turns": 64},
+            "the longest prompt and episode may have 64 tokens, .* or a smaller --episode_tokens",
+        ),
         ({"env": "own.py:Turns", "on_reward_error": "zero"}, "--episode_retries"),
     ],
 )

@@ -62,6 +62,10 @@ class AdapterEngine:
         """Number of requests that are unfinished, those of other adapters included; see `Engine`."""
         return self.base.unfinished()
 
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Token ids of a completion so far that the host has read; see `Engine`."""
+        return self.base.sampled(number, begin)
+
     def room(self) -> int:
         """Number of further requests that would begin at once; see `Engine`."""
         return self.base.room()

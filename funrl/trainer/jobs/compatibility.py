@@ -21,6 +21,7 @@ from funrl.rollout.native.engine import bytes_of_page, page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.sampling import row_new_tokens
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_forms,
@@ -296,12 +297,21 @@ def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorit
         )
 
 
-def check_budget(settings: Settings, new_tokens: int) -> None:
-    """Raise SettingsError where no completion could take more than one step."""
+def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
+    """Raise SettingsError where no completion or episode could take more than one step.
+
+    Args:
+      new_tokens: of a completion.
+    """
     tokens = settings.sampling.new_tokens_per_step
-    if tokens is not None and tokens >= new_tokens:
+    most = row_new_tokens(settings, task, new_tokens)
+    if tokens is not None and tokens >= most:
+        flags = (
+            "--max_new_tokens" if task.environment is None else "--max_new_tokens, --episode_turns, --episode_tokens"
+        )
+        what = "a completion" if task.environment is None else "a trajectory"
         raise SettingsError(
-            f"--new_tokens_per_step={tokens}: a completion has {new_tokens} tokens at most (--max_new_tokens), so none "
+            f"--new_tokens_per_step={tokens}: {what} has {most} tokens at most ({flags}), so none "
             "would go on in a later step; give fewer, or leave it out"
         )
 
@@ -324,15 +334,18 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
             f"{memory / 1e9:.3g} GB in all; give "
             "less"
         )
-    tokens = max(len(e.tokens) for e in (*task.prompts, *task.heldout)) + new_tokens
+    longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
+    tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
     pages = -(-tokens // page_tokens(mesh.device.type))
     needed = pages * bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on") / 1e9
     if needed > settings.engines.kv_cache_gb:
+        what = "completion" if task.environment is None else "episode"
+        flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
         raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and completion "
+            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and {what} "
             f"may have {tokens} tokens, "
-            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller --max_new_tokens"
+            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller {flag}"
         )
 
 

@@ -114,7 +114,7 @@ def rl_job(
     fields = _common_fields(settings, algorithm, roles, devices=devices, task=task)
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
-    check_budget(settings, sampling.max_new_tokens)
+    check_budget(settings, task, sampling.max_new_tokens)
     reading = readers_of(algorithm, roles, task)
     task = fit_prompts(task, settings, sampling.max_new_tokens, reading, roles.tokenizer)
     check_readers(roles.directories, task, algorithm, settings)

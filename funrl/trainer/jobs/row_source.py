@@ -39,6 +39,7 @@ from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_samples import text_samples
+from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import scoring_budget
@@ -50,7 +51,6 @@ from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.partial import partial_source
 from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
@@ -237,7 +237,9 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     chat = chat_of(job)
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
     agents = getattr(environment, "agents", (POLICY,))
-    return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
+    versions = job.settings.sampling.new_tokens_per_step is not None
+    form = RowForm(tuple(agents), pad=job.pad, versions=versions, choices=choices)
+    return EpisodeSetup(environment, chat, limits, form)
 
 
 def chat_of(job: RLJob) -> TemplateChat:

@@ -22,6 +22,18 @@ def new_tokens(settings: Settings, task: Task | None = None) -> int:
     return settings.sampling.max_new_tokens or default or 1
 
 
+def row_new_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
+    """Tokens that the policy may sample for a row: a completion, or all turns of a trajectory.
+
+    Args:
+      new_tokens: of a completion.
+    """
+    if task.environment is None:
+        return new_tokens
+    most = settings.environments.episode_turns * new_tokens
+    return min(most, settings.environments.episode_tokens or most)
+
+
 def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: ModelConfig) -> tuple[Sampling, Sampling]:
     """Sampling of the completions to train on, and of those to evaluate.
 

@@ -103,8 +103,8 @@ class SamplingSettings:
     )
     new_tokens_per_step: int | None = flag(
         None,
-        "maximum new tokens of a completion per step, below --max_new_tokens; later steps continue it with their own "
-        "weights",
+        "maximum new tokens per step of a completion, below --max_new_tokens, or of all turns of a trajectory; later "
+        "steps continue it with their own weights",
         at_least(1),
         kinds=RL,
         chosen="whole completions",

@@ -24,7 +24,6 @@ WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "judge": "a judge reads single completions",
     "reward_weights": "the environment's reward is the only one",
     "on_reward_error": "an episode that fails is tried again, see --episode_retries",
-    "new_tokens_per_step": "an episode ends in the step in which it began",
 }
 
 

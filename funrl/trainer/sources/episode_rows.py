@@ -130,20 +130,35 @@ def rewarded_episodes(
     Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent;
       and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
     """
-    mesh = engine.mesh
-    count = len(examples) * sampling.samples
     groups = episode_groups(examples, sampling.samples, seed)
     policy = PolicySetup(sampling, setup.chat)
-    run = run_episodes(engine.engine, mesh, setup.environment, groups, policy, setup.limits)
+    run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
+    return rollout_of_episodes(setup, engine, run.episodes, len(examples), sampling)
+
+
+def rollout_of_episodes(
+    setup: EpisodeSetup, engine: RewardedEngine, episodes: NumberedEpisodes, prompts: int, sampling: Sampling
+) -> tuple[Rollout, Rows]:
+    """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
+
+    Args:
+      setup: how episodes were made.
+      engine: the engine on its mesh.
+      episodes: of this rank, ascending by their numbers; those of prompt p begin at `p * sampling.samples`.
+      prompts: number of the prompts of all ranks.
+      sampling: of the policy's replies.
+    """
+    mesh = engine.mesh
+    count = prompts * sampling.samples
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
-    rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
-    transcripts = [_transcript(number, episode) for number, episode in run.episodes]
+    rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
+    transcripts = [_transcript(number, episode) for number, episode in episodes]
     lengths = torch.zeros(count, dtype=torch.int64)
     for transcript in transcripts:
         lengths[transcript.number] = len(transcript.tokens)
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
-    parts, problems = zip(*collectives.gather_objects(_parts_of(run.episodes), mesh), strict=True)
+    parts, problems = zip(*collectives.gather_objects(_parts_of(episodes), mesh), strict=True)
     if table.failed.any():
         problem = next(filter(None, problems), "")[:LONGEST_REMARK]
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")

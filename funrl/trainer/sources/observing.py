@@ -12,7 +12,7 @@ from funrl.data.prompts import Example
 from funrl.environments.conversation import conversation_of
 from funrl.mesh import collectives
 from funrl.models.placed import Placed
-from funrl.trainer.sources.episode_rows import outcome_rows
+from funrl.trainer.sources.episode_rows import Transcript, outcome_rows
 from funrl.trainer.sources.evaluation import EvalRow, parts_of_scores
 from funrl.trainer.sources.generation import Rollout, first_texts
 from funrl.trainer.steps.step_rows import Rows
@@ -82,7 +82,7 @@ def shows_samples(steps: int, every: int, step: int) -> bool:
     return step in (1, steps) or step % every == 0
 
 
-def first_samples(
+def shown_samples(
     done: Rollout,
     rows: Rows,
     examples: Sequence[Example],
@@ -118,7 +118,8 @@ def _conversations(
     done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str]
 ) -> dict[int, dict[str, Any]]:
     """Conversations of some episodes, which may be on any rank, by their numbers. Collective."""
-    shown = [transcript for transcript in done.completions if transcript.number in numbers]
+    transcripts = [x for x in done.completions if isinstance(x, Transcript)]
+    shown = [transcript for transcript in transcripts if transcript.number in numbers]
     own = {transcript.number: conversation_of(transcript.episode, decode) for transcript in shown}
     everywhere: dict[int, dict[str, Any]] = {}
     for others in collectives.gather_objects(own, done.mesh):

@@ -18,6 +18,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
+from funrl.trainer.sources.empty_steps import count_empty, skips_empty
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
     episode_metrics,
@@ -28,7 +29,7 @@ from funrl.trainer.sources.episode_rows import (
 )
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, table_of
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
-from funrl.trainer.sources.observing import Show, ShownSample, first_samples
+from funrl.trainer.sources.observing import Show, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.source import SKIPPED, Source, same_order
 from funrl.trainer.steps.clock import Clock
@@ -36,10 +37,6 @@ from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
 
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
-
-
-class FilterError(RuntimeError):
-    """The algorithm's filter kept no row of a step."""
 
 
 class PromptSchedule(NamedTuple):
@@ -151,17 +148,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             noise = derived_seed(seed, consumed)
             done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
             if not sampled and generation.shows(step):
-                show.samples(
-                    step,
-                    first_samples(
-                        done,
-                        rows,
-                        selected[:8],
-                        samples=sampling.samples,
-                        decode=generation.engine.decode,
-                        names=generation.reward_names,
-                    ),
-                )
+                show.samples(step, first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
             failed += failed_rows(rows)
             totals.append((done.entries, done.episodes))
@@ -178,14 +165,10 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         if weights is not None:
             weighed["curriculum/passed_over"] = consumed - begin - sampled
         metrics = filter_metrics(count, sampled, dropped_rows)
-        skipped = False
-        if not count:
-            assert spare is not None
-            batches = [unfiltered_rows(generation, *spare)]
-            skipped = skips_empty(generation, show, step, prompts=sampled)
-        else:
-            note_short_batch(generation, show, step, kept=count, sampled=sampled)
-        batches = [chosen for chosen in batches if chosen.examples]
+        assert spare is not None
+        batches, skipped = _batches(generation, batches, spare, (step, sampled), show)
+        unusable = 0 if batches[0].examples else sampled * sampling.samples
+        state, emptiness = count_empty(state, step, unusable, show)
         baseline = generation.greedy_baseline and not skipped
         batch = one_step_of(generation, batches, begin, clock=clock, baseline=baseline)
         batch = batch if skipped else with_demonstrations(generation, batch, batches)
@@ -193,11 +176,13 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "curriculum": measured}
         entries, facts = (add_totals(*parts) for parts in zip(*totals, strict=True))
-        further = entry_metrics(entries) | episode_metrics(facts)
+        further = entry_metrics(entries) | episode_metrics(facts) | emptiness
         return batch, state, weighed | failures | further | (metrics if selection.filter else {})
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
     first = {"prompts_consumed": 0, "order": order, "curriculum": weighing.init()}
+    if generation.episodes is not None:
+        first["empty_steps"] = 0
 
     def restored(state: trees.Tree) -> trees.Tree:
         return same_order(order, show, {**state, "curriculum": trees.map(lambda x: x.cpu(), state["curriculum"])})
@@ -216,6 +201,31 @@ def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[C
     if generation.demonstrate is None:
         return batch
     return generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
+
+
+def _batches(
+    generation: Generation,
+    batches: Sequence[Chosen],
+    spare: tuple[list[Example], Rows],
+    numbers: tuple[int, int],
+    show: Show,
+) -> tuple[list[Chosen], bool]:
+    """Batches with prompts, or what can be trained on of the spare one; and whether the step is to be skipped.
+
+    Args:
+      batches: of the step.
+      spare: prompts and all of their rows.
+      numbers: the step's number, and the number of prompts sampled in it.
+    """
+    step, sampled = numbers
+    useful = [chosen for chosen in batches if chosen.examples]
+    if useful:
+        count = sum(len(chosen.examples) for chosen in useful)
+        note_short_batch(generation, show, step, kept=count, sampled=sampled)
+        return useful, False
+    chosen = unfiltered_rows(generation, *spare)
+    when_empty = generation.selection.when_empty
+    return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
 
 
 def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
@@ -239,17 +249,7 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
-    show.samples(
-        step,
-        first_samples(
-            done,
-            rows,
-            heldout[:8],
-            samples=sampling.samples,
-            decode=generation.engine.decode,
-            names=generation.reward_names,
-        ),
-    )
+    show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
@@ -308,35 +308,15 @@ def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarr
     return generation.selection.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, samples)
 
 
-def skips_empty(generation: Generation, show: Show, step: int, prompts: int) -> bool:
-    """True if a step whose rows were all dropped by the filter has no update; shows a remark.
-
-    Args:
-      prompts: sampled in the step.
-
-    Raises:
-      FilterError: `when_empty` is "stop".
-    """
-    dropped = f"step {step}: the filter dropped all of {prompts} prompts"
-    when_empty = generation.selection.when_empty
-    if when_empty == "stop":
-        raise FilterError(f"{dropped} (--empty_filter=stop)")
-    used = "the last of them are used unfiltered" if when_empty == "use" else "the step has no update"
-    show.note(f"{dropped}; {used} (--empty_filter={when_empty})")
-    return when_empty == "skip"
-
-
 def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
     """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
 
     Raises:
-      RewardError: there is none.
+      RewardError: a reward function failed on all of them.
     """
     failed_B = rows.batch.get("failed")
     if generation.episodes is not None:
         kept_E = kept_samples(on_cpu(rows), None, prompts * generation.sampling.samples)
-        if not kept_E.any():
-            raise RewardError(f"each of {len(kept_E)} episodes failed or is unscored; none is left to train on")
         return kept_E.reshape(prompts, -1)
     if failed_B is None or generation.engine.on_error != "skip":
         return np.ones((prompts, generation.sampling.samples), dtype=bool)
@@ -442,8 +422,9 @@ def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor |
     return torch.from_numpy(np.concatenate(numbers)).to(device)
 
 
-def _shown(
-    generation: Generation, done: Rollout, rows: Rows, examples: Sequence[Example], samples: int
+def first_samples(
+    generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
 ) -> list[ShownSample]:
+    """The first sample of each of the first prompts; see `shown_samples`. Collective."""
     decode = generation.engine.decode
-    return first_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)

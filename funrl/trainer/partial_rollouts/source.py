@@ -1,0 +1,298 @@
+"""Partial rollouts: a completion is written over several steps, so that no step waits for the longest one.
+
+In each step a request samples a limited number of new tokens. An unfinished completion continues in the next step with
+that step's weights; its tokens, their log-probabilities and the versions of the weights that sampled them are kept. A
+prompt is trained on once all its samples are finished. If fewer prompts are finished than a batch needs, further ones
+are begun, so that a batch is full from the first step on. Prompts that finish beyond a full batch wait for the next
+one, in the order of the prompts. None of this depends on the mesh or on timing.
+
+Begun prompts are part of the source's state. Each rank holds and checkpoints its own rows of them. So it is with
+episodes, of which each trajectory samples a limited number of new tokens; what a rank holds are their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.trainer.partial_rollouts.begun import (
+    Examined,
+    HeldT,
+    NewPrompts,
+    RowWriter,
+    examples_at,
+    prompt_numbers,
+    sample_numbers,
+)
+from funrl.trainer.partial_rollouts.completions import CompletionWriter
+from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
+from funrl.trainer.sources.empty_steps import count_empty, skips_empty
+from funrl.trainer.sources.episode_rows import episode_metrics
+from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
+from funrl.trainer.sources.prompts import (
+    Generation,
+    chosen_rows,
+    failed_rows,
+    filter_metrics,
+    one_step_of,
+    prompt_source,
+    rewarded_samples,
+)
+from funrl.trainer.sources.source import SKIPPED, Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
+from funrl.trainer.storage.row_shards import HeldRows
+
+
+class PartialRun(NamedTuple):
+    """Settings of a source of partial rollouts; see `partial_source`."""
+
+    generation: Generation
+    tokens: int
+    clock: Clock
+    show: Show
+
+
+class Filled(NamedTuple, Generic[HeldT]):
+    """Prompts of a step.
+
+    Attributes:
+      held: all prompts that are begun or finished.
+      consumed: next position in the order of the prompts.
+      examined: finished prompts.
+      begun: number of prompts begun in this step.
+      beyond: number of prompts that were finished beyond the budget of tokens.
+    """
+
+    held: HeldT
+    consumed: int
+    examined: Sequence[Examined]
+    begun: int
+    beyond: int
+
+
+def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:
+    """A source whose rows the policy writes over several steps; evaluated with whole completions.
+
+    Args:
+      generation: as in `prompt_source`.
+      tokens: bound on the new tokens of a request, or of a trajectory, in a step.
+      clock: times the phases.
+      show: receives samples and remarks.
+    """
+    whole = prompt_source(generation, clock, show)
+    if generation.episodes is None:
+        return _written_source(PartialRun(generation, tokens, clock, show), CompletionWriter(generation, clock), whole)
+    writer = EpisodeWriter(generation, generation.episodes, tokens, clock, show)
+    return _written_source(PartialRun(generation, tokens, clock, show), writer, whole)
+
+
+def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) -> Source:
+    """The source of a writer.
+
+    Args:
+      run: its settings.
+      writer: writes the rows.
+      whole: the source of rows that are written in one step, which evaluates.
+    """
+    generation, _, clock, show = run
+    mesh = generation.engine.mesh
+    schedule = generation.schedule
+    weighing = schedule.weighing
+
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        begin = state["prompts_consumed"]
+        weights, measured, weighed = weighing.weights(state["curriculum"], step)
+        filled = _fill(run, writer, writer.held(state["begun"]), NewPrompts(begin, weights=weights))
+        held = filled.held
+        seen = _joined_examined(filled.examined)
+        measured = weighing.measured(measured, prompt_numbers(schedule, seen.places), seen.scores, seen.failed)
+        entries = add_totals(writer.entries(held), seen.entries)
+        metrics = weighed | _metrics(generation, filled, seen, unfinished=int((~writer.ready(held)).sum()))
+        metrics |= entry_metrics(entries) | episode_metrics(seen.episodes)
+        if weights is not None:
+            metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
+        seen, skipped = _with_some_kept(generation, seen, show, step=step)
+        state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured}
+        state, emptiness = count_empty(state, step, 0 if seen.kept_PS.any() else seen.kept_PS.size, show)
+        metrics |= emptiness
+        useful = np.flatnonzero(seen.kept_PS.any(1))[: schedule.batch]
+        chosen = chosen_rows(examples_at(schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
+        dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
+        left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
+        held = writer.select(held, left)
+        baseline = generation.greedy_baseline and not skipped and len(useful) > 0
+        rows = one_step_of(generation, [chosen], begin, clock=clock, baseline=baseline)
+        metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped or not len(useful))}
+        version = generation.engine.engine.version or 0
+        rows = rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+        metrics |= _staleness(rows, version) | writer.metrics(filled.held)
+        if generation.shows(step) and len(useful):
+            show.samples(step, writer.shown(chosen, rows))
+        return rows, {**state, "begun": writer.tree(held)}, metrics
+
+    def saved(state: trees.Tree) -> trees.Tree:
+        return {**state, "begun": writer.saved(state["begun"])}
+
+    def rows(state: trees.Tree) -> HeldRows:
+        held = writer.rows(state["begun"])
+        return held._replace(names=frozenset(f"begun/{name}" for name in held.names))
+
+    def restored(state: trees.Tree) -> trees.Tree:
+        begun = state["begun"]
+        owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
+        return {**whole.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
+
+    first = {**whole.init(), "begun": writer.tree(writer.nothing())}
+    return whole._replace(
+        init=lambda: trees.map(lambda x: x, first),
+        next_rows=next_rows,
+        saved=saved,
+        rows=rows,
+        restored=restored,
+        spread=True,
+        close=writer.close,
+    )
+
+
+def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: int) -> tuple[Examined, bool]:
+    """If the filter kept no sample, keep the rewarded ones; also returns True if the step is to be skipped.
+
+    Args:
+      generation: as in `prompt_source`.
+      seen: prompts that the filter examined.
+      show: receives a remark if fewer prompts are kept than the batch needs.
+      step: number of the step.
+    """
+    wanted = generation.schedule.batch
+    kept = min(int(seen.kept_PS.any(1).sum()), wanted)
+    if kept:
+        if kept < wanted:
+            what = "the filter kept" if generation.selection.filter else "there are episodes of"
+            show.note(f"step {step}: {what} {kept} prompts, the batch needs {wanted}")
+        return seen, False
+    rewarded_PS = rewarded_samples(generation, seen.rows, len(seen.places))
+    if not rewarded_PS.any():
+        return seen, False  # see `count_empty`
+    skipped = skips_empty(generation.selection.when_empty, step, len(seen.places), show)
+    return seen._replace(kept_PS=rewarded_PS), skipped
+
+
+def _fill(run: PartialRun, writer: RowWriter[HeldT], held: HeldT, new: NewPrompts) -> Filled[HeldT]:
+    """Write until enough prompts are finished.
+
+    First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
+    further ones, as long as no more are left unfinished than are trained on during the longest completion; after that,
+    finish the oldest unfinished ones beyond the budget of tokens.
+
+    Args:
+      run: settings of the source.
+      writer: writes the rows.
+      held: prompts that were begun in earlier steps.
+      new: the next position in the order of the prompts, and their weights.
+    """
+    batch = run.generation.schedule.batch
+    under_way = batch * (-(-writer.longest // run.tokens) - 1)
+    examined = []
+    begun = beyond = kept = 0
+    count = max(0, batch - int(writer.ready(held).sum()))
+    going_on = np.ones(len(held.places), bool)
+    held, consumed = writer.write(held, going_on, new._replace(count=count), run.tokens)
+    while True:
+        begun += count
+        known = np.concatenate([np.zeros(0, np.int64), *(prompts.places for prompts in examined)])
+        fresh = np.flatnonzero(writer.ready(held) & ~np.isin(held.places, known))
+        if len(fresh):
+            examined.append(writer.examine(writer.select(held, fresh)))
+            kept += int(examined[-1].kept_PS.any(1).sum())
+        missing = batch - kept
+        waiting = np.flatnonzero(~writer.ready(held))
+        may_begin = missing if writer.most_new is None else min(missing, writer.most_new - begun)
+        count = max(0, min(may_begin, under_way + missing - len(waiting)))
+        if missing <= 0 or not (count or len(waiting)):
+            return Filled(held, consumed, examined, begun=begun, beyond=beyond)
+        if count:
+            none = np.zeros(len(held.places), bool)
+            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), run.tokens)
+        else:
+            oldest = np.isin(np.arange(len(held.places)), waiting[:missing])
+            held, consumed = writer.write(held, oldest, new._replace(begin=consumed), None)
+            beyond += min(missing, len(waiting))
+
+
+def _joined_examined(examined: Sequence[Examined]) -> Examined:
+    """Join them in the order of the prompts."""
+    places = np.concatenate([prompts.places for prompts in examined])
+    kept_PS = np.concatenate([prompts.kept_PS for prompts in examined])
+    order = np.argsort(places)
+    samples = kept_PS.shape[1]
+    numbers = torch.from_numpy(sample_numbers(order, samples))
+    return Examined(
+        places[order],
+        _in_order(examined, order, samples),
+        kept_PS[order],
+        scores=_joined([prompts.scores for prompts in examined], numbers),
+        failed=_joined([prompts.failed for prompts in examined], numbers),
+        entries=add_totals(*(prompts.entries for prompts in examined)),
+        episodes=add_totals(*(prompts.episodes for prompts in examined)),
+    )
+
+
+def _joined(parts: Sequence[Tensor | None], numbers: Tensor) -> Tensor | None:
+    """Columns of all samples in an order; None where the parts have none."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present)[numbers.to(present[0].device)] if present else None
+
+
+def _in_order(examined: Sequence[Examined], order: np.ndarray, samples: int) -> Rows:
+    """Rows of all examined prompts, ordered by their prompts.
+
+    Args:
+      examined: the prompts; groups and episodes of their rows count from 0 in each part.
+      order: numbers of the prompts among those of all parts, in their new order.
+      samples: of each prompt.
+    """
+    rows = join_rows([prompts.rows for prompts in examined])
+    if rows.examples is None:
+        return take(rows, sample_numbers(order, samples))
+    begins = np.cumsum([0, *(len(prompts.places) * samples for prompts in examined)])
+    parts = [len(prompts.rows.owner) for prompts in examined]
+    episode_B = rows.examples + np.repeat(begins[:-1], parts)
+    prompt_B = np.argsort(order)[episode_B // samples]
+    number_B = prompt_B * samples + episode_B % samples
+    by_number = np.argsort(number_B, kind="stable")
+    episode = torch.from_numpy(number_B[by_number]).to(rows.batch.episode.device)
+    return take(rows, by_number).with_fields(episode=episode, group=episode // samples)
+
+
+def _metrics(generation: Generation, filled: Filled[HeldT], seen: Examined, unfinished: int) -> dict[str, float]:
+    """Metrics of a step's prompts."""
+    useful = np.asarray(seen.kept_PS.any(1))
+    metrics: dict[str, float] = {
+        "partial/new_prompts": filled.begun,
+        "partial/unfinished_prompts": unfinished,
+        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.schedule.batch),
+        "partial/prompts_beyond_budget": filled.beyond,
+    }
+    if seen.rows.batch.get("failed") is not None:
+        metrics["reward/failed"] = failed_rows(seen.rows)
+    if generation.selection.filter is None:
+        return metrics
+    return metrics | filter_metrics(int(useful.sum()), len(useful), int((~seen.kept_PS[useful]).sum()))
+
+
+def _staleness(rows: Rows, version: int) -> dict[str, float]:
+    """Syncs of weights between the sampling of a token and this step, over the sampled tokens of all rows."""
+    batch = on_cpu(rows).batch
+    lag_bT = (version - batch.version) * batch.mask
+    sums = batch.across.sums
+    count = max(1.0, float(sums(batch.mask).sum()))
+    largest = float(batch.across.kth_largest(lag_bT.double(), torch.tensor(1))) if len(rows.owner) else 0.0
+    return {"partial/staleness_mean": float(sums(lag_bT).sum()) / count, "partial/staleness_max": largest}

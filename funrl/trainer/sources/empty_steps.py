@@ -1,0 +1,66 @@
+"""Steps without a row to train on: the filter kept none, or each episode has failed or is unscored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from funrl.rewards.call import RewardError
+from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.source import EMPTY
+
+MOST_EMPTY = 5  # steps in a row
+
+
+class FilterError(RuntimeError):
+    """The algorithm's filter kept no row of a step."""
+
+
+def skips_empty(when_empty: str, step: int, prompts: int, show: Show) -> bool:
+    """True if a step whose rows were all dropped by the filter has no update; shows a remark.
+
+    Args:
+      when_empty: "skip", "stop" or "use".
+      step: its number.
+      prompts: sampled in the step.
+      show: receives the remark.
+
+    Raises:
+      FilterError: `when_empty` is "stop".
+    """
+    dropped = f"step {step}: the filter dropped all of {prompts} prompts"
+    if when_empty == "stop":
+        raise FilterError(f"{dropped} (--empty_filter=stop)")
+    used = "the last of them are used unfiltered" if when_empty == "use" else "the step has no update"
+    show.note(f"{dropped}; {used} (--empty_filter={when_empty})")
+    return when_empty == "skip"
+
+
+def count_empty(
+    state: Mapping[str, Any], step: int, unusable: int, show: Show
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Count steps in a row without a usable episode, which have no update; shows a remark.
+
+    Args:
+      state: of a source; without "empty_steps" it has no episodes, and stays as it is.
+      step: number of the step.
+      unusable: episodes that were run in it if none of them can be trained on; else 0.
+      show: receives the remark.
+
+    Returns: the state, and metrics.
+
+    Raises:
+      RewardError: there have been `MOST_EMPTY` of them in a row.
+    """
+    if "empty_steps" not in state:
+        return dict(state), {}
+    count = state["empty_steps"] + 1 if unusable else 0
+    problem = f"step {step}: each of {unusable} episodes failed or is unscored"
+    if count >= MOST_EMPTY:
+        raise RewardError(
+            f"{problem}, as in the {count - 1} steps before; there is nothing to train on: see the remarks on failed "
+            "episodes, and try the environment with funrl generate --env"
+        )
+    if count:
+        show.note(f"{problem}; the step has no update, and the run ends after {MOST_EMPTY} such steps in a row")
+    return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}

@@ -1,0 +1,270 @@
+"""Episodes across steps and checkpoints: nothing lost or doubled, versions kept, resumed runs with the same bits."""
+
+import asyncio
+import dataclasses
+import functools
+import os
+import random
+import shutil
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from selection import quick
+from small_runs import GRPO, Quiet, assert_same, begin, steps_program
+from test_checkpoint import Stopping, assert_equal_steps, measured
+from test_episode_runs import episode_job
+
+from funrl import trees
+from funrl.algos import unequal_scores
+from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import single
+from funrl.models.model import Inputs
+from funrl.rollout.episodes import Episode
+from funrl.trainer import loop
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.loop import draw_batch, learn_batch, score_batch, train_loop
+
+PARTIAL = {
+    "compose": GRPO, "max_new_tokens": 6, "new_tokens_per_step": 4, "batch_prompts": 3, "minibatches": 1,
+    "samples_per_prompt": 2, "episode_turns": 4,
+}  # fmt: skip
+
+
+class Game:
+    """Two to four turns with answers drawn from the seed; the last turn twice, side by side; at times another agent."""
+
+    agents = ("policy", "other")
+
+    async def run(self, policy, example, seed):
+        draw = random.Random(self.seed(seed))
+        trajectory = policy.start(example.tokens)
+        rewards = {}
+        for _ in range(draw.randrange(1, 4)):
+            reply, trajectory = await policy.sample(trajectory)
+            heard = [draw.randrange(3, 9), 5]
+            rewards[trajectory.leaf] = sum(reply.tokens) % 7 / 7
+            policy.answered((heard, rewards[trajectory.leaf]))
+            trajectory = policy.extend(trajectory, heard)
+        ends = [end for _, end in await asyncio.gather(policy.sample(trajectory), policy.sample(trajectory))]
+        outcomes = {"policy": sum(rewards.values()) + sum(ends[0].token_ids()) % 5}
+        if draw.random() < 0.5:
+            reply, end = await policy.sample(policy.start([7, *example.tokens], agent="other"), max_tokens=5)
+            ends.append(end)
+            outcomes["other"] = float(sum(reply.tokens) % 3)
+        return Episode(ends, outcomes, rewards)
+
+    def seed(self, seed):
+        return seed
+
+
+class Forgetful(Game):
+    """The same with answers of its own."""
+
+    own = random.Random(0)
+
+    def seed(self, seed):
+        return self.own.random()
+
+
+def filtered():
+    return dataclasses.replace(GRPO(), filter=unequal_scores())
+
+
+def job_of(environment=None, **settings):
+    settings = PARTIAL | settings
+    return episode_job(settings.pop("compose"), environment or Game(), **settings)
+
+
+def run(folder, mesh="dp1", stop_after=None, observer=Stopping, environment=None, **settings):
+    """Metrics by step, notes and the weights at the end."""
+    job = job_of(environment, mesh=mesh, **{"steps": 4, "eval_every": 4} | settings)
+
+    def program(mesh):
+        observe = observer(folder, stop_after)
+        train_loop(job, mesh, observe)
+        return observe.steps, observe.notes, [x.clone() for x in trees.leaves(observe.params)]
+
+    return launch(program, job.sizes, "cpu")
+
+
+def crash(folder, mesh="dp1", **settings):
+    with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
+        run(folder, mesh, stop_after=3, save_every="1", **settings)
+    shutil.rmtree(folder / "step-3", ignore_errors=True)
+
+
+def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
+    job = job_of()
+    trainer, state = begin(job, single())
+    weights, mixed, lags, seen = {}, 0, [], Counter()
+    for _ in range(5):
+        weights[state.version] = trees.clone(state.roles["policy"].params)
+        rows, drawn, metrics = draw_batch(trainer, state)
+        batch = rows.batch
+        lags.append(metrics["partial/staleness_max"])
+        assert lags[-1] == (state.version - batch.version[batch.mask]).max() <= 5
+        assert metrics["partial/waiting_episodes"] <= 2 * metrics["partial/unfinished_prompts"]
+        assert batch.group.unique().numel() == 3 and metrics["episodes/failed"] == 0
+        seen.update(tuple(row[:n].tolist()) for row, n in zip(batch.tokens, batch.length, strict=True))
+        for n, length in enumerate(batch.length.tolist()):
+            tokens, versions = batch.tokens[n, :length], batch.version[n, :length]
+            at = batch.mask[n, :length].nonzero().flatten()
+            assert (versions[at].diff() >= 0).all() and versions.max() <= state.version
+            if not metrics["partial/prompts_beyond_budget"]:
+                assert versions[at].unique(return_counts=True)[1].max() <= 4
+            mixed += versions[at].unique().numel() > 1
+            for version in versions[at].unique().tolist():
+                hidden = job.model.apply(weights[version], Inputs(tokens[None])).hidden[0]
+                logp = (hidden @ job.model.unembed(weights[version]).T).log_softmax(-1)
+                those = at[versions[at] == version]
+                expected = logp[those - 1, tokens[those].long()]
+                assert (batch.rollout_logp[n, those] - expected).abs().max() < 1e-10
+        rows, drawn, _ = score_batch(trainer, drawn, rows)
+        state = sync(trainer.parts, learn_batch(trainer, drawn, rows)[0])
+    trainer.source.close()
+    assert mixed > 3 and lags[0] == 0 < max(lags)
+
+
+MESHES = [("dp2", "tickets")]
+
+
+@functools.cache
+def steps_on(mesh, compose, **more):
+    job = job_of(compose=compose, mesh=mesh, **more)
+    return launch(steps_program(job, 3), job.sizes, "cpu")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "mesh,queue", quick([("dp2", "tickets"), ("dp2", "fixed"), ("tp2", "tickets")], [("dp2", "tickets")])
+)
+@pytest.mark.parametrize("compose", [pytest.param(GRPO, marks=pytest.mark.slow), filtered], ids=["grpo", "filtered"])
+def test_the_same_numbers_on_every_mesh(mesh, queue, compose):
+    one = steps_on("dp1", compose)
+    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
+    assert_same(steps_on(mesh, compose, queue=queue), one, 1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", quick(["dp1", "dp2", "tp2"], ["dp1", "dp2"]))
+def test_a_resumed_run_has_the_same_bits(tmp_path, mesh):
+    steps, _, weights = run(tmp_path / "whole", mesh)
+    crash(tmp_path / "run", mesh)
+    resumed, notes, ends = run(tmp_path / "run", mesh, resume=True, run_dir="x")
+    assert any("resumed after step 2" in note for note in notes)
+    assert steps[1][1]["partial/waiting_episodes"] > 3
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert all(map(torch.equal, ends, weights))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("before", "after"), quick([("dp2", "dp1"), ("dp1", "dp2")], []))
+def test_episodes_go_on_on_another_mesh(tmp_path, before, after):
+    steps, _, _ = run(tmp_path / "whole")
+    crash(tmp_path / "run", before)
+    resumed, _, _ = run(tmp_path / "run", after, resume=True, run_dir="x")
+    for (a, metrics), (b, expected) in zip(resumed, [pair for pair in steps if pair[0] > 2], strict=True):
+        kept = [name for name in expected if not measured(name)]
+        assert a == b
+        assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
+
+
+class Interrupted(Stopping):
+    """An observer that interrupts the run by Ctrl-C in its second step."""
+
+    def step(self, step, metrics, seconds):
+        super().step(step, metrics, seconds)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_interrupted_goes_on(tmp_path):
+    steps, _, weights = run(tmp_path / "whole")
+    with pytest.raises(AttributeError, match="params"):  # it ends before its model is written
+        run(tmp_path / "run", observer=Interrupted)
+    assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-1"]
+    resumed, _, ends = run(tmp_path / "run", resume=True, run_dir="x")
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 1])
+    assert all(map(torch.equal, ends, weights))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeypatch):
+    scored = loop.score_batch
+
+    def failing(trainer, state, rows):
+        if state.step == 2 and trainer.parts.mesh.rank == 1:
+            raise MemoryError("no room for the scores")
+        return scored(trainer, state, rows)
+
+    monkeypatch.setattr(loop, "score_batch", failing)
+    with pytest.raises(WorkerError, match="rank 1 failed:"):
+        run(tmp_path / "run", "dp2", save_every="0")
+    monkeypatch.setattr(loop, "score_batch", scored)
+    steps, _, weights = run(tmp_path / "whole", "dp2")
+    resumed, notes, ends = run(tmp_path / "run", "dp2", resume=True, run_dir="x")
+    assert any("resumed after step 2" in note for note in notes)
+    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert all(map(torch.equal, ends, weights))
+
+
+def test_an_environment_that_draws_by_itself_begins_anew_after_a_checkpoint(tmp_path):
+    crash(tmp_path / "run", environment=Forgetful())
+    resumed, notes, _ = run(tmp_path / "run", environment=Forgetful(), resume=True, run_dir="x")
+    restarted = resumed[0][1]["partial/restarted_episodes"]
+    assert restarted > 0 and resumed[1][1]["partial/restarted_episodes"] == 0
+    (note,) = [note for note in notes if "begin anew" in note]
+    assert note.startswith(f"{restarted:.0f} episodes begin anew") and "draw from the seed that it gets" in note
+    assert all(metrics["episodes/failed"] == 0 for _, metrics in resumed)
+
+
+class FailsUntil(Game):
+    """Raises until it has been called so often."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def run(self, policy, example, seed):
+        self.calls -= 1
+        if self.calls >= 0:
+            raise RuntimeError("no such place")
+        return await super().run(policy, example, seed)
+
+
+EPISODES = [({"new_tokens_per_step": None}, 6), ({}, 12)]  # of a step in which all of them fail
+
+
+@pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
+def test_a_step_without_a_usable_episode_is_left_out(settings, count):
+    environment = FailsUntil(2 * (6 + 2 * count))  # in the first evaluation and two steps, with one more try each
+    steps, notes, _ = run(None, environment=environment, **settings)
+    assert [metrics["episodes/skipped"] for _, metrics in steps] == [1, 1, 0, 0]
+    assert ["actor/pg_loss" in metrics for _, metrics in steps] == [False, False, True, True]
+    assert sum(f"each of {count} episodes failed or is unscored; the step has no up" in note for note in notes) == 2
+
+
+@pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
+def test_a_run_ends_after_some_such_steps_in_a_row(settings, count):
+    job = job_of(FailsUntil(10**6), steps=9, eval_every=9, **settings)
+    observer = Quiet()
+    outcome = train_loop(job, single(), observer)
+    assert len(observer.steps) == 4
+    assert f"step 5: each of {count} episodes failed or is unscored, as in the 4 steps before" in outcome.error
+
+
+def test_a_run_closes_its_environments():
+    class Closed(Game):
+        open = 0
+
+        async def run(self, policy, example, seed):
+            Closed.open += 1
+            try:
+                return await super().run(policy, example, seed)
+            finally:
+                Closed.open -= 1
+
+    run(None, environment=Closed(), steps=2)
+    assert Closed.open == 0
