@@ -44,7 +44,7 @@ class JointEngine:
 
     @property
     def paused(self) -> bool:
-        """Whether `step` does nothing."""
+        """True while `step` does nothing."""
         return self._policy.paused
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:

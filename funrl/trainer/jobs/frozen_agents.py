@@ -64,13 +64,16 @@ def joined_engine(policy: Engine, agents: Mapping[str, FrozenAgent]) -> Engine:
     return JointEngine(policy, {name: agent.engine for name, agent in agents.items()})
 
 
-def load_first(agents: Mapping[str, FrozenAgent], begin: Placed, params: trees.Tree, to_engine: Plan) -> None:
+def load_first(
+    agents: Mapping[str, FrozenAgent], begin: Placed, params: trees.Tree, to_engine: Plan, *, trains: bool = True
+) -> None:
     """Give the engines the weights that never change. Collective.
 
     Args:
       begin: the model that the run begins with.
       params: its weights, which are copied: the policy takes them over.
       to_engine: the plan from its layouts to an engine's.
+      trains: whether the policy learns; if not, each earlier self is what it is.
     """
     for agent in agents.values():
         if agent.declared.directory is not None:
@@ -78,7 +81,7 @@ def load_first(agents: Mapping[str, FrozenAgent], begin: Placed, params: trees.T
             model = agent.engine.model
             _, own = hf.load(agent.declared.directory, spec.dtype, spec.mesh, layouts=spec.layouts, model=model)
             agent.engine.load(spec.named(own))
-        elif not agent.declared.every:
+        elif not (trains and agent.declared.every):
             agent.engine.load(agent.engine.weights.named(trees.clone(reshard(params, to_engine, begin.mesh))))
 
 
