@@ -99,7 +99,7 @@ def run_episodes(
 
     Raises:
       RuntimeError, FloatingPointError: as the engine raises them.
-      UnknownAgentError: an environment starts an agent that `setup.models` lacks.
+      RunEndingError: the environment cannot work in this run, such as one with an agent that `setup.models` lacks.
     """
     begin = time.perf_counter()
     if limits.fixed:
@@ -190,8 +190,8 @@ class _Runner:
                 if tasks:  # otherwise other replicas have taken the rest
                     await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
                 ended = {task for task in tasks if task.done()}
-                tasks -= ended
                 episodes += [pair for task in ended for pair in task.result()]
+                tasks -= ended
         finally:
             for task in tasks:
                 task.cancel()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.sampling_parameters import Sampling
 
 ROOT_PARENT = -1
 
@@ -62,3 +70,55 @@ def from_record(record: EpisodeRecord) -> Episode:
 def _fields(value: Any, *but: str) -> dict[str, Any]:
     """Fields of a dataclass by name, without some."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in but}
+
+
+def to_json(value: object) -> str:
+    """Write records of episodes, in mappings and sequences, as JSON. Mappings and sequences lose their type.
+
+    Raises:
+      TypeError: a message has what JSON cannot hold.
+    """
+    return json.dumps(value, default=_plain)
+
+
+def record_from_json(value: Any) -> EpisodeRecord:
+    """The record that `to_json` wrote, as `json.loads` reads it."""
+    nodes, parents, ends, turn_rewards, rest = value
+    return EpisodeRecord(
+        [{name: _value(x) for name, x in fields.items()} for fields in nodes],
+        parents,
+        [(agent, leaf, tools) for agent, leaf, tools in ends],
+        {int(number): reward for number, reward in turn_rewards.items()},
+        rest,
+    )
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Tensor):
+        array = value.cpu().numpy()
+        data = base64.b64encode(array.tobytes()).decode()
+        return {"tensor": data, "dtype": array.dtype.str, "shape": array.shape}
+    if isinstance(value, Sampling):
+        return {"sampling": dataclasses.asdict(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(
+        f"a message of an environment has a {type(value).__name__}, which a checkpoint in the middle of an episode "
+        "cannot hold; give text, numbers, lists and dicts"
+    )
+
+
+def _value(value: Any) -> Any:
+    """A field of a node, as `_plain` wrote it."""
+    if isinstance(value, Mapping) and "tensor" in value:
+        array = np.frombuffer(base64.b64decode(value["tensor"]), dtype=value["dtype"])
+        return torch.from_numpy(array.reshape(value["shape"]).copy())
+    if isinstance(value, Mapping) and "sampling" in value:
+        fields: dict[str, Any] = dict(value["sampling"])
+        fields.update({name: tuple(x) for name, x in fields.items() if isinstance(x, list)})
+        return Sampling(**fields)
+    return value

@@ -40,8 +40,12 @@ class LimitReached(Exception):
         self.status: Status = status
 
 
-class UnknownAgentError(ValueError):
-    """An environment starts an agent that the run does not know. It ends the run, as each episode would fail."""
+class RunEndingError(ValueError):
+    """An environment cannot work in this run at all: it ends the run, as every episode would fail."""
+
+
+class UnknownAgentError(RunEndingError):
+    """An environment starts an agent that the run does not know."""
 
 
 class ReadReply(NamedTuple):
@@ -215,11 +219,18 @@ class Policy:
         asked = self._asked(max_tokens, stop)
         tokens = trajectory.token_ids()
         room = self._room(trajectory, len(tokens))
-        model = (self._setup.models or {}).get(trajectory.agent, "")
-        request_seed = self._call_seed(tokens, asked, model=model, seed=seed)
+        request_seed = self._call_seed(tokens, asked, model=self._model(trajectory), seed=seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        complete = self._frozen[trajectory.agent] if model else self._complete
-        completion = await complete(tokens, sampling, request_seed, _computed(trajectory))
+        return await self.request(trajectory, sampling, request_seed)
+
+    async def request(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> tuple[Reply, Trajectory]:
+        """Sample the next turn by the parameters and the seed of a request, such as those of a node of a log.
+
+        Raises:
+          ValueError: the engine cannot take the request.
+        """
+        tokens = trajectory.token_ids()
+        completion = await self._completion(trajectory, tokens, sampling, seed)
         chat = self._setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
@@ -236,11 +247,20 @@ class Policy:
             messages=() if chat is None else (reading.message,),
             finish=completion.finish,
             sampling=sampling,
-            seed=request_seed,
+            seed=seed,
         )
         longer = dataclasses.replace(trajectory, leaf=node)
         self._sampled.append(longer)
         return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+
+    async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        """Complete a trajectory, whose token ids are `tokens`."""
+        complete = self._frozen[trajectory.agent] if self._model(trajectory) else self._complete
+        return await complete(tokens, sampling, seed, computed_tokens(trajectory))
+
+    def _model(self, trajectory: Trajectory) -> str:
+        """Name of the model that answers; "": the policy."""
+        return (self._setup.models or {}).get(trajectory.agent, "")
 
     def ends(self) -> list[Trajectory]:
         """Trajectories of this episode that end with a sampled turn which no other continues."""
@@ -336,7 +356,7 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _computed(trajectory: Trajectory) -> int:
+def computed_tokens(trajectory: Trajectory) -> int:
     """Tokens up to the last one of the last sampled turn, which was never fed back."""
     lengths = [len(node.tokens) for node in trajectory.nodes()]
     turns = [n for n, node in enumerate(trajectory.nodes()) if node.sampled]

@@ -30,7 +30,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "perf/": "generate",
 }
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/")  # of the machine and its load, not of the run
-KINDS = ("field", "weights", "digests", "metric")
+KINDS = ("turns", "field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
     "generate",
     "score_policy",
@@ -53,7 +53,8 @@ class Difference(NamedTuple):
 
     Attributes:
       phase: of the step that makes it.
-      kind: "field" of the rows, "metric", "weights", or "digests" of weights, whose differences have no size.
+      kind: "turns" of episodes, "field" of the rows, "metric", "weights", or "digests" of weights. Differences of turns
+        and digests have no size.
       name: of the field, metric or weight.
       total: numbers that were compared.
       count: those of other bits.

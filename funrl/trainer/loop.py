@@ -272,7 +272,7 @@ def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepReco
     """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
     if saver.rows.due(state.step):
         with trainer.clock.phase("save_rollouts"):
-            saver.rows.save(state, record.drawn, record.rows, record.stages)
+            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source.episodes)
 
 
 def begin_run(

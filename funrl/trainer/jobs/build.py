@@ -392,11 +392,13 @@ def policy_weights(
 
 def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
     """Give the engines of earlier selves the weights of the state, where they have others."""
-    for name, earlier in state.earlier.items() if parts.generator is not None else ():
-        assert parts.generator is not None
-        engine = parts.generator.frozen[name].engine
+    generator = parts.generator
+    if generator is None or generator.engine.version is None:
+        return  # nothing is generated
+    for name, earlier in state.earlier.items():
+        engine = generator.frozen[name].engine
         if engine.version != earlier.step:
-            engine.load(policy_weights(parts, parts.generator, earlier.params, frozen), earlier.step)
+            engine.load(policy_weights(parts, generator, earlier.params, frozen), earlier.step)
 
 
 def renewed(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:

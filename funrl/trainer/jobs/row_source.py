@@ -241,7 +241,8 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     trained = tuple(agent for agent, model in models.items() if not model)
     frozen = tuple(agent for agent, model in models.items() if model)
     form = RowForm(trained, frozen, pad=job.pad, choices=choices)
-    return EpisodeSetup(environment, chat, limits, form, models)
+    log = [] if job.settings.run.save_rollouts else None
+    return EpisodeSetup(environment, chat, limits, form, models, log)
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:

@@ -21,12 +21,13 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
+from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeLimits, EpisodeRun, PolicySetup, episode_groups, run_episodes
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.rollout.policy import UnknownAgentError
+from funrl.rollout.policy import RunEndingError
 from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
@@ -68,6 +69,7 @@ class EpisodeSetup(NamedTuple):
       limits: of an episode.
       form: of its rows; its dtype is that of the engine's log-probabilities.
       models: agent -> the model that answers for it, as `Request.model`; None: all agents are the policy.
+      log: receives this replica's episodes; None: they are not kept.
     """
 
     environment: Environment
@@ -75,6 +77,7 @@ class EpisodeSetup(NamedTuple):
     limits: EpisodeLimits = EpisodeLimits()
     form: RowForm = RowForm()
     models: Mapping[str, str] | None = None
+    log: list[LoggedEpisode] | None = None
 
 
 class Transcript(NamedTuple):
@@ -136,12 +139,15 @@ def rewarded_episodes(
       episode failed.
 
     Raises:
-      RewardError: an environment starts an agent that the run does not know; raised on every rank.
+      RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
     """
     mesh = engine.mesh
     count = len(examples) * sampling.samples
     groups = episode_groups(examples, sampling.samples, seed)
     run = _run_everywhere(setup, engine, groups, sampling)
+    if setup.log is not None:
+        seeds = [seed for group in groups for seed in group.seeds]
+        setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
     transcripts = [_transcript(number, episode, form) for number, episode in run.episodes]
@@ -210,13 +216,13 @@ def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
 def _run_everywhere(
     setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
 ) -> EpisodeRun:
-    """Run this replica's episodes; an agent that the run does not know ends it on every rank."""
+    """Run this replica's episodes; one that cannot work ends the run on every rank."""
     policy = PolicySetup(sampling, setup.chat, setup.models)
     run = EpisodeRun([], 0.0, 0.0, 0.0, 0)
     problem = None
     try:
         run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
-    except (UnknownAgentError, FirstRankError) as error:
+    except (RunEndingError, FirstRankError) as error:
         problem = str(error)
     raise_everywhere(problem, (), engine.mesh)
     return run

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl import trees
+from funrl.environments.logged import LoggedEpisode
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows
@@ -29,6 +30,7 @@ class Source(NamedTuple):
       restored: state read from a checkpoint, with a share of its rows on each rank -> the source's state.
       observed: (source's state, metrics of a step) -> the state after that step. Collective.
       spread: whether each rank holds a different part of the state.
+      episodes: this replica's episodes of the newest step, where they are kept.
     """
 
     init: Callable[[], trees.Tree]
@@ -39,6 +41,7 @@ class Source(NamedTuple):
     restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
+    episodes: Sequence[LoggedEpisode] = ()
 
 
 def same_order(order: int, show: Show, state: trees.Tree) -> trees.Tree:
