@@ -77,6 +77,8 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         if not self.count:
             return f"{self.name}: equal"
+        if self.kind == "turns":
+            return self.name
         if self.total == 1:
             return f"{self.name} differs by {self.largest:.3g}: {self.where}"
         return f"{self.name}: {self.count} of {self.total} differ, the largest by {self.largest:.3g} at {self.where}"

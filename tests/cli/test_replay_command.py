@@ -74,7 +74,7 @@ def test_episodes_are_generated_again_without_their_environment(runs, tmp_path, 
     for argv in ([], ["--rows"], ["--step=2"], ["--step=2", "--rows"]):
         status, text = said(capsys, "replay", folder, *argv)
         assert status == 0 and "step 2: the same bits\n" in text, text
-        assert ("equal: turns of the episodes, tokens" in text) == ("--rows" not in argv)
+        assert ("turns of the episodes" in text) == ("--rows" not in argv)
     for file in folder.glob("rollouts/*/episodes-*.jsonl"):
         file.unlink()
     status, text = said(capsys, "replay", folder)

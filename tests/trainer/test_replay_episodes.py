@@ -107,6 +107,7 @@ def test_a_differing_token_is_named(tmp_path):
     file.write_text("\n".join(lines))
     differences = [part for part in generated(folder, agents, steps=1, **settings)[0].differences if part.count]
     turns = [part.name for part in differences if part.kind == "turns"]
+    assert str(differences[0]) == turns[0]
     assert turns[0].startswith(f"episode {number} ('") and f", token {len(tokens) - 1}: " in turns[0]
     assert f"{tokens[-1]} in the log" in turns[0] and "turn 1 of policy" in turns[0]
 
