@@ -58,6 +58,7 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import embedded_texts
+from funrl.trainer.jobs.frozen_agents import with_policies
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
@@ -93,6 +94,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     settings = with_flags(for_kind(settings, kind), compile="off", device="cpu")
     check_settings(settings)
     check_algorithm(algorithm, settings)
+    algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models, directories = models_of(algorithm, settings, model, None, read_model)
     generating = check_meshes(settings, models, sizes, memory)
     stop = model.config.special_tokens.eos
@@ -307,7 +309,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
         resting += engine_bytes(job, whole, whole.generator)[0] + agent_bytes(job, whole)
-        engines = 1 + len(whole.generator.frozen)
+        engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting) / engines
         phases["generate"] = Costs({"other": {}})
         if job.models[job.main_role].pages:

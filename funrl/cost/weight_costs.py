@@ -45,7 +45,7 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
 
 
 def agent_bytes(job: Job, parts: Parts) -> float:
-    """Bytes of the weights of frozen agents: those of their engines, and the copies that a checkpoint holds."""
+    """Bytes of the weights of agents' further models: in their engines, and the copies that a checkpoint holds."""
     if parts.generator is None:
         return 0.0
     role = parts.roles[parts.main_role]
@@ -55,7 +55,7 @@ def agent_bytes(job: Job, parts: Parts) -> float:
         nbytes += _local_bytes(agent.engine.weights.layouts, job.dtype)
         if agent.declared.every:
             nbytes += _local_bytes(kept, job.master if role.base is not None else job.dtype)
-    return nbytes
+    return nbytes + sum(_local_bytes(x.weights.layouts, job.dtype) for x in parts.generator.policies.values())
 
 
 def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:

@@ -270,7 +270,7 @@ class Policy:
     def _check_agent(self, agent: str) -> None:
         models = self._setup.models
         if models is not None and agent not in models:
-            known = ", ".join(f"{name}:{'frozen' if model else 'policy'}" for name, model in models.items())
+            known = ", ".join(f"{name}:{'another model' if model else 'policy'}" for name, model in models.items())
             raise UnknownAgentError(
                 f"the environment starts agent {agent!r}, and the run knows {known}; name it in --agents and, if the "
                 "environment has one, in its attribute `agents`"

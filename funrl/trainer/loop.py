@@ -58,7 +58,7 @@ from funrl.trainer.sources.prompts import FilterError
 from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
-from funrl.trainer.steps.learn import UpdateMonitor, learn
+from funrl.trainer.steps.learn import UpdateMonitor, learn_apart
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.roles import weights_of
 from funrl.trainer.steps.score import score
@@ -372,7 +372,8 @@ def scoring_ranks(
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
-    rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
+    budget = scoring_budget(trainer.job.settings)
+    rows = score(trainer.parts.roles, weights, rows, budget, trainer.clock, trainer.parts.agents)
     if trainer.job.algorithm.advantage is None:
         pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
@@ -410,7 +411,9 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     """The state after the step's updates, and their metrics."""
     plan = update_plan(trainer.job, trainer.parts, state.step + 1)
     monitor = UpdateMonitor(trainer.clock, trainer.skips)
-    roles, metrics = learn(trainer.parts.roles, state.roles, rows, plan, frozen=trainer.frozen, monitor=monitor)
+    options = {"frozen": trainer.frozen, "monitor": monitor}
+    agents = trainer.parts.agents
+    roles, metrics = learn_apart(trainer.parts.roles, state.roles, rows, plan, agents, **options)
     if trainer.skips is not None:
         metrics |= trainer.skips.take()
     return renewed(trainer.parts, state._replace(roles=roles, step=plan.step), trainer.frozen), metrics

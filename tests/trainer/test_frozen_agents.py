@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, resized, steps_program
+from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, gap, resized, steps_program, whole_weights
 
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.mesh.launch import launch
@@ -88,7 +88,7 @@ def test_an_earlier_self_stays_or_is_renewed():
         ("rival", "does not name an agent and its role; write NAME:policy, NAME:frozen"),
         ("rival:frozen,rival:policy", "agent rival is named twice"),
         ("rival:frozen:0", "'0' is no number of steps"),
-        ("rival:frozen,policy:frozen", "every agent .policy, rival. is frozen, so nothing learns"),
+        ("rival:frozen,policy:frozen", "no agent of policy, rival is the policy, so it does not learn"),
         ("rival:/no/such/model", "/no/such/model"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_map_that_does_not_fit_is_refused_before_the_run(agents, message):
 def test_flags_that_do_not_go_with_frozen_agents_are_refused():
     with pytest.raises(SettingsError, match="--agents=a:frozen does nothing without an environment"):
         prepare(settings_of(**SMALL | {"agents": "a:frozen"}), GRPO)
-    with pytest.raises(SettingsError, match="frozen models are served by the native engine"):
+    with pytest.raises(SettingsError, match="further models are served by the native engine"):
         job_of(engine="hf", dtype="float32")
 
 
@@ -127,7 +127,10 @@ def test_an_agent_that_the_run_does_not_know_ends_it(mesh):
         return loop.train_loop(job, mesh, Quiet())
 
     outcome = launch(program, job.sizes, "cpu")
-    assert "starts agent 'rvial', and the run knows policy:policy, rival:frozen; name it in --agents" in outcome.error
+    assert (
+        "starts agent 'rvial', and the run knows policy:policy, rival:another model; name it in --agents"
+        in outcome.error
+    )
 
 
 def trained(folder, **settings):
@@ -185,3 +188,81 @@ def test_a_model_of_a_directory_answers(tmp_path):
     hf.save(tmp_path / "model", job.model, params, job.tokenizer)
     stored = answers_of(f"rival:{tmp_path / 'model'}")
     assert stored == answers_of("rival:frozen") != answers_of("rival:frozen", seed=3)
+
+
+TWO = "rival:policy:second"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_policies_give_the_same_numbers_on_every_mesh(mesh):
+    one, other = steps_of_job(mesh, TWO), steps_of_job("dp1", TWO)
+    assert one["metrics"] == [pytest.approx(metrics, rel=1e-9, abs=1e-9) for metrics in other["metrics"]]
+    assert gap(one["weights"], other["weights"]) < 1e-9
+    assert {"actor/pg_loss", "second/loss", "actor/grad_norm", "second/grad_norm"} <= other["metrics"][0].keys()
+    for metrics in other["metrics"]:
+        assert metrics["rollout/logprob_gap_max"] < 1e-10, "each row is scored by the policy that wrote it"
+
+
+@functools.cache
+def steps_of_job(mesh, agents, environment=Rivals):
+    """Metrics of three steps, and the weights of all policies after them."""
+    job = job_of(environment(), agents=agents, mesh=mesh, minibatches=2)
+
+    def program(mesh):
+        trainer, state = begin(job, mesh)
+        metrics = []
+        for _ in range(3):
+            trainer, state, record = loop.one_step(trainer, state, lambda run, state, stage: (run, state))
+            metrics.append({name: x for name, x in record.metrics.items() if not name.startswith(("sync/", "perf/"))})
+        return {"metrics": metrics, "weights": whole_weights(trainer, state)}
+
+    return launch(program, job.sizes, "cpu")
+
+
+class Alone(Rivals):
+    """Neither agent hears the other."""
+
+    async def run(self, policy, example, seed):
+        ends = {agent: policy.start(example.tokens, agent=agent) for agent in self.agents}
+        for agent in self.agents:
+            _, ends[agent] = await policy.sample(ends[agent], max_tokens=4)
+        return Episode(list(ends.values()), {agent: self.odd([end.leaf]) for agent, end in ends.items()})
+
+
+class Single(Alone):
+    """The same without the rival."""
+
+    agents = ("policy",)
+
+
+def test_a_policy_learns_what_it_learns_without_the_second_one():
+    two, one = steps_of_job("dp1", TWO, Alone), steps_of_job("dp1", None, Single)
+    assert gap(two["weights"]["policy"], one["weights"]["policy"]) == 0
+    assert gap(two["weights"]["second"], one["weights"]["policy"]) > 1e-4
+    for metrics, expected in zip(two["metrics"], one["metrics"], strict=True):
+        assert metrics["actor/pg_loss"] == expected["actor/pg_loss"] != metrics["second/loss"]
+
+
+@pytest.mark.parametrize(
+    "agents,message",
+    [
+        ("rival:policy:critic", "role 'critic' is declared already"),
+        ("rival:policy:2nd", "'2nd' cannot name a second policy"),
+        ("rival:policy:policy", "'policy' cannot name a second policy"),
+        ("rival:policy:second,policy:policy:second", "no agent of policy, rival is the policy"),
+    ],
+)
+def test_second_policies_that_cannot_be(agents, message):
+    with pytest.raises(ValueError, match=message):
+        job_of(agents=agents)
+
+
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
+def test_a_run_of_two_policies_goes_on(tmp_path, adapters):
+    settings = adapters | {"agents": TWO, "dtype": "float32"}
+    whole, arrays = trained(tmp_path / "whole", steps=3, **settings)
+    trained(tmp_path / "halves", steps=1, **settings)
+    rest, _ = trained(tmp_path / "halves", steps=3, resume=True, run_dir="x", **settings)
+    assert rest == {step: whole[step] for step in (2, 3)}
+    assert any(name.startswith("roles/second/opt_state/") for name in arrays)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,8 @@ from funrl.models.weight_dtypes import cast_weights, weight_dtypes
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.joint_engine import JointEngine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
@@ -40,9 +41,10 @@ from funrl.trainer.jobs.frozen_agents import (
     FrozenAgent,
     earlier_self,
     first_selves,
-    joined_engine,
     load_first,
+    native_options,
     open_frozen_agents,
+    open_policies,
 )
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
@@ -66,6 +68,7 @@ class Generator(NamedTuple):
       to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
       proof: that the engine holds the weights of the newest sync.
       frozen: models of agents that do not learn, by name.
+      policies: engines of second policies, by their roles.
     """
 
     engine: Engine
@@ -73,11 +76,13 @@ class Generator(NamedTuple):
     to_engine: Plan
     proof: SyncProof
     frozen: Mapping[str, FrozenAgent] = {}
+    policies: Mapping[str, NativeEngine] = {}
 
     @property
     def serving(self) -> Engine:
         """The engine that answers for all agents."""
-        return joined_engine(self.engine, self.frozen)
+        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+        return JointEngine(self.engine, others) if others else self.engine
 
 
 class Parts(NamedTuple):
@@ -92,6 +97,7 @@ class Parts(NamedTuple):
       pool: this rank's reward workers; None: it has none.
       judge: None where no model writes verdicts.
       compilations: of the layers of all models; None where no layer is compiled.
+      agents: of each role that sees only some agents' rows, the numbers of these agents.
     """
 
     mesh: Mesh
@@ -102,6 +108,7 @@ class Parts(NamedTuple):
     pool: Pool | None = None
     judge: Judge | None = None
     compilations: Compilations | None = None
+    agents: Mapping[str, Collection[int]] = {}
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -147,15 +154,26 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     if isinstance(job, RLJob):
         generator = policy_generator(job, begin, compiled[job.model.layer], note)
         frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
-        generator = generator._replace(frozen=frozen)
+        policies = open_policies(job, generator.mesh, native_options(job), layer_of)
+        generator = generator._replace(frozen=frozen, policies=policies)
         if job.judge is not None:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
+    agents = {}
+    if isinstance(job, RLJob) and job.agents.policies:
+        agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
     return Parts(
-        mesh, begin, job.main_role, ordered, generator, judge=judge, compilations=compilations if some else None
+        mesh,
+        begin,
+        job.main_role,
+        ordered,
+        generator,
+        judge=judge,
+        compilations=compilations if some else None,
+        agents=agents,
     )
 
 
@@ -165,7 +183,8 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     placed = places[name]
     kind = job.kind_of_role(name)
     samples = isinstance(job, RLJob)
-    writes = writes_of(name, job.algorithm)
+    second = isinstance(job, RLJob) and name in job.agents.policies
+    writes = writes_of(job.main_role if second else name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
@@ -249,19 +268,6 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
     wanted = engine.weights.layouts
     to_engine = plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
     return Generator(engine, mesh, to_engine, proof=SyncProof())
-
-
-def native_options(job: Job) -> NativeOptions:
-    """Options of the native engines of a job."""
-    engines = job.settings.engines
-    return NativeOptions(
-        engines.decode_rows,
-        round((engines.kv_cache_gb or 0) * 1e9),
-        job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True),
-        speculate=engines.speculate,
-        record_routes=job.settings.routers.router_replay,
-        engines=1 + len(job.agents.frozen) if isinstance(job, RLJob) else 1,
-    )
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -364,23 +370,27 @@ def sync(
     """
     if parts.generator is None:
         return state
-    own = state.roles[parts.main_role].params
+    engines = {parts.main_role: parts.generator.engine, **parts.generator.policies}
     with (clock or Clock()).phase("reshard"):
-        parts.generator.engine.load(policy_weights(parts, parts.generator, own, frozen), state.version + 1)
+        for name, engine in engines.items():
+            own = state.roles[name].params
+            engine.load(policy_weights(parts, parts.roles[name], own, frozen), state.version + 1)
         sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)
 
 
 def policy_weights(
-    parts: Parts, generator: Generator, own: trees.Tree, frozen: Mapping[str, trees.Tree] | None
+    parts: Parts, role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the policy as an engine takes them. They are made when they are asked for, when old ones are gone.
+    """Weights of a policy as an engine takes them. They are made when they are asked for, when old ones are gone.
 
     Args:
+      role: of the policy.
       own: its own weights, or those of an earlier self.
       frozen: weights of the roles that do not learn.
     """
-    role = parts.roles[parts.main_role]
+    generator = parts.generator
+    assert generator is not None
     engine = generator.engine
     policy = deployed(role.placed, role.whole(own, frozen or {}))
     if engine.weights.streamed:
@@ -398,7 +408,8 @@ def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | 
     for name, earlier in state.earlier.items():
         engine = generator.frozen[name].engine
         if engine.version != earlier.step:
-            engine.load(policy_weights(parts, generator, earlier.params, frozen), earlier.step)
+            role = parts.roles[parts.main_role]
+            engine.load(policy_weights(parts, role, earlier.params, frozen), earlier.step)
 
 
 def renewed(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:

@@ -1,4 +1,4 @@
-"""Models of agents that do not learn: earlier selves of the policy, and models of directories.
+"""Models of agents: earlier selves of the policy and models of directories, which do not learn, and second policies.
 
 Each has an engine on the generate mesh, beside the policy's. What never changes is in that engine alone; an earlier
 self that is renewed is in the state too, so that a run that goes on meets the same one.
@@ -6,11 +6,14 @@ self that is renewed is in the state too, so that a run that goes on meets the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl import trees
-from funrl.environments.agents import FrozenModel
+from funrl.algos.core import Algorithm
+from funrl.environments.agents import POLICY, FrozenModel
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
 from funrl.mesh.reshard import reshard
@@ -19,12 +22,30 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
-from funrl.rollout.engine import Engine
-from funrl.rollout.joint_engine import JointEngine
+from funrl.role_kinds import ROLES, RoleMessages
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.state import EarlierSelf
+
+
+def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
+    """The algorithm with further policies, each of which has the policy's loss and begins as it.
+
+    Raises:
+      ValueError: a name is that of another role, or the algorithm has no loss of a policy alone.
+    """
+    if not names:
+        return algorithm
+    if POLICY not in algorithm.losses or algorithm.divergence is not None:
+        raise ValueError(f"{POLICY}:{names[0]}: the algorithm has no loss of a policy alone, as grpo has")
+    # What it writes are the policy's fields, on the rows of its own agents.
+    kind = dataclasses.replace(ROLES[POLICY], writes={}, generates=False, metric="", messages=RoleMessages())
+    kinds = {name: dataclasses.replace(kind, text=f"the policy {name!r}") for name in names}
+    losses = {**algorithm.losses, **dict.fromkeys(names, algorithm.losses[POLICY])}
+    extended = dataclasses.replace(algorithm, roles={**algorithm.roles, **kinds}, losses=losses)
+    extended.role_kinds  # noqa: B018  (refuses names of other roles)
+    return extended
 
 
 class FrozenAgent(NamedTuple):
@@ -57,11 +78,28 @@ def open_frozen_agents(
     return agents
 
 
-def joined_engine(policy: Engine, agents: Mapping[str, FrozenAgent]) -> Engine:
-    """The engine that answers for all agents."""
-    if not agents:
-        return policy
-    return JointEngine(policy, {name: agent.engine for name, agent in agents.items()})
+def native_options(job: Job) -> NativeOptions:
+    """Options of the native engines of a job."""
+    engines = job.settings.engines
+    return NativeOptions(
+        engines.decode_rows,
+        round((engines.kv_cache_gb or 0) * 1e9),
+        job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True),
+        speculate=engines.speculate,
+        record_routes=job.settings.routers.router_replay,
+        engines=1 + len(job.agents.frozen) + len(job.agents.policies) if isinstance(job, RLJob) else 1,
+    )
+
+
+def open_policies(
+    job: RLJob, mesh: Mesh, options: NativeOptions, layer_of: Callable[[Model], Layer]
+) -> dict[str, NativeEngine]:
+    """Engines of the second policies, without weights yet; the arguments are those of `open_frozen_agents`."""
+    layer = layer_of(job.model)
+    return {
+        name: native_engine(job.model, mesh, job.dtype, options=options, layer=layer, note=lambda _: None)
+        for name in job.agents.policies
+    }
 
 
 def load_first(

@@ -29,6 +29,7 @@ from funrl.trainer.jobs.compatibility import (
 )
 from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
+from funrl.trainer.jobs.frozen_agents import with_policies
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import Models, agent_models, first_model, located, lora_of, models_of, reads_policys
@@ -85,6 +86,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings, given=given.objects)
+    with blaming(f"agents={settings.environments.agents}"):
+        algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models, directories = models_of(algorithm, settings, model, tokenizer)
     main_role = main_role_of(models, algorithm)
     with blaming(f"model={settings.models.model}"):
@@ -117,6 +120,8 @@ def rl_job(
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, sampling.max_new_tokens)
     agents = agents_of(settings, task)
+    if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
+        agents = agents.with_one_policy()
     reading = readers_of(algorithm, roles, task)
     task = fit_prompts(task, settings, sampling.max_new_tokens, reading, roles.tokenizer)
     check_readers(roles.directories, task, algorithm, settings)

@@ -237,10 +237,10 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     arguments = job.settings.formatting.template_arguments
     chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
-    models = with_environment(job.agents, environment).models
-    trained = tuple(agent for agent, model in models.items() if not model)
-    frozen = tuple(agent for agent, model in models.items() if model)
-    form = RowForm(trained, frozen, pad=job.pad, choices=choices)
+    agents = with_environment(job.agents, environment)
+    models = agents.models
+    frozen = tuple(agent for agent in models if agent not in agents.trained)
+    form = RowForm(agents.trained, frozen, pad=job.pad, choices=choices)
     log = [] if job.settings.run.save_rollouts else None
     return EpisodeSetup(environment, chat, limits, form, models, log)
 

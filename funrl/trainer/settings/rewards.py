@@ -88,8 +88,8 @@ class EnvironmentSettings:
     )
     agents: str | None = flag(
         None,
-        "the models of an environment's agents, as NAME:policy; NAME:frozen, the weights that the run began with; "
-        "NAME:frozen:N, those of the policy after the newest N steps; or NAME:DIR",
+        "the models of an environment's agents, as NAME:policy; NAME:policy:ROLE, a second policy; NAME:frozen, the "
+        "weights that the run began with; NAME:frozen:N, those of the policy, renewed every N steps; or NAME:DIR",
         kinds=RL,
         chosen="policy for each",
         example="policy:policy,other:frozen",

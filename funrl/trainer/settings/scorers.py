@@ -121,10 +121,10 @@ def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> N
             raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
     with blaming(f"agents={settings.environments.agents}"):
         agents = parse_agents(settings.environments.agents)
-    if agents.frozen and settings.engines.engine != "native":
+    if (agents.frozen or agents.policies) and settings.engines.engine != "native":
         raise SettingsError(
-            f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: frozen models are "
-            "served by the native engine; leave --engine out"
+            f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: further models "
+            "are served by the native engine; leave --engine out"
         )
     if own is not None and settings.examples.prompts is None and not given.prompts:
         raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
