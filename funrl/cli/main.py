@@ -9,7 +9,7 @@ funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
-funrl replay RUN_DIR --step=50
+funrl replay RUN_DIR --rows
 funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR

@@ -1,37 +1,44 @@
-"""The command `funrl replay`: repeat a step of an earlier run and compare it with the saved results.
+"""The command `funrl replay`: repeat an earlier run, or a step of it, and compare it with the saved results.
 
-    funrl replay RUN_DIR --step=7
+    funrl replay RUN_DIR                    a run with an environment: generate again, with the logged answers
+    funrl replay RUN_DIR --rows             train on the saved rows, and generate nothing
+    funrl replay RUN_DIR --rows --step=7    that step, from the newest checkpoint before it
 
-The run must have saved the rows of that step and of all steps since the last checkpoint before it (`--save_rollouts`).
+The run must have saved the rows of these steps (`--save_rollouts`), those from the checkpoint to the step included.
 The exit status is 0 if all bits agree, else 1.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
 from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN
 from funrl.cli.usages import COMMANDS
+from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
+from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of
 from funrl.trainer.sources.observing import Observer
 
@@ -59,7 +66,8 @@ def replay_command(argv: Sequence[str]) -> int:
       argv: "replay" and its arguments.
     """
     own = (
-        Flag("step", None, int, optional=True, text="to repeat", bounds=(at_least(1),)),
+        Flag("step", None, int, optional=True, text="to repeat; default: all from the first", bounds=(at_least(1),)),
+        Flag("rows", False, bool, optional=False, text="train on the saved rows, and generate nothing"),
         Flag("mesh", None, str, optional=True, text="a mesh that differs from the run's"),
         Flag(
             "tolerance", None, float, optional=True, text="largest difference that counts as equal", bounds=(above(0),)
@@ -69,25 +77,66 @@ def replay_command(argv: Sequence[str]) -> int:
     (run,), line = read_words(own, argv, usage)
     step = line.values["step"]
     mesh = line.values["mesh"]
-    if step is None:
-        raise SettingsError(f"usage: {usage}")
-    command = recorded_command(run, mesh, step)
+    last = step or max(saved_steps(Path(run) / ROLLOUTS), default=1)
+    command = recorded_command(run, mesh, last)
     _check_one_start(command, run, step, mesh=mesh)
-    return _replay(command, run, step, tolerance=line.values["tolerance"] or 0.0)
+    logged = None
+    if not line.values["rows"]:
+        logged = _logged_environment(command, run)
+    repeat = Repeat(run, step, logged)
+    return _replay(command, repeat, tolerance=line.values["tolerance"] or 0.0)
 
 
-def _check_one_start(command: Command, run: str, step: int, mesh: str | None) -> None:
-    """Refuse a step if repeating it needs steps that an earlier start made with other flags.
+class Repeat(NamedTuple):
+    """Steps to repeat; `step` and `logged` are as in `funrl.trainer.replay.replay`."""
+
+    run_dir: str
+    step: int | None
+    logged: LoggedEnvironment | None
+
+
+def _logged_environment(command: Command, run: str) -> LoggedEnvironment | None:
+    """The environment that answers as the log of a run says; None: a run without one, whose rows alone are saved.
+
+    Raises:
+      SettingsError: episodes of the run cannot be generated again.
+    """
+    if not has_environment(command.settings):
+        return None
+    tokens = command.settings.sampling.new_tokens_per_step
+    agents = _agents(run)
+    problem = ""
+    if tokens is not None:
+        problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
+    elif not agents:
+        problem = "no episodes are saved, which --save_rollouts does"
+    if problem:
+        raise SettingsError(f"{run} cannot be generated again: {problem}; --rows repeats its training on saved rows")
+    return LoggedEnvironment(agents)
+
+
+def _agents(run: str) -> Sequence[str]:
+    """Names of the agents of a run's saved episodes; none where there are no episodes."""
+    folder = Path(run) / ROLLOUTS
+    records = (open_rows(folder, step).record for step in saved_steps(folder))
+    return next((record["agents"] for record in records if "agents" in record), ())
+
+
+def _check_one_start(command: Command, run: str, step: int | None, mesh: str | None) -> None:
+    """Refuse steps if repeating them needs steps that an earlier start made with other flags.
 
     Raises:
       SettingsError: the checkpoint at which the flags changed is gone.
     """
-    steps = [number for number in complete_checkpoints(Path(run) / "checkpoints") if number < step]
-    for number in range(max(steps, default=0) + 1, step):
+    steps = [number for number in complete_checkpoints(Path(run) / "checkpoints") if number < (step or 0)]
+    last = step or max(saved_steps(Path(run) / ROLLOUTS), default=1)
+    for number in range(max(steps, default=0) + 1, last):
         if recorded_command(run, mesh, number) != command:
+            begin = f"--step={step}: the newest checkpoint before it is" if step else f"{run} is repeated from that"
             raise SettingsError(
-                f"--step={step}: the newest checkpoint before it is of step {max(steps, default=0)}, and step {number} "
+                f"{begin} of step {max(steps, default=0)}, and step {number} "
                 "was made with other flags; only steps after the checkpoint at which the flags changed can be repeated"
+                f"{'' if step else ', by --step'}"
             )
 
 
@@ -130,12 +179,12 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     return Command(name, settings_of(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
 
 
-def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
-    job = prepare(command.settings, command.compose)
+def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
+    job = _without_environment(command, repeat)
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     try:
         with warm_started(job) as started:
-            program = functools.partial(_rank, started, run_dir, step)
+            program = functools.partial(_rank, started, repeat)
             done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
@@ -148,8 +197,20 @@ def _replay(command: Command, run_dir: str, step: int, tolerance: float) -> int:
     return 0 if agrees else 1
 
 
-def _rank(job: Job, run_dir: str, step: int, mesh: Mesh) -> list[Replayed]:
-    return replay(job, run_dir, step, mesh, cast(Observer, Notes(mesh.rank == 0)))
+def _without_environment(command: Command, repeat: Repeat) -> Job:
+    """The job of a run, with a log in place of its environment: neither made nor loaded from a file."""
+    if not has_environment(command.settings):
+        return prepare(command.settings, command.compose)
+    environment = repeat.logged or LoggedEnvironment(_agents(repeat.run_dir))
+    given = Given(environment=environment) if command.settings.environments.env is not None else Given()
+    job = prepare(command.settings, command.compose, given)
+    assert isinstance(job, RLJob)
+    return dataclasses.replace(job, task=job.task._replace(environment=environment))
+
+
+def _rank(job: Job, repeat: Repeat, mesh: Mesh) -> list[Replayed]:
+    observer = cast(Observer, Notes(mesh.rank == 0))
+    return replay(job, repeat.run_dir, repeat.step, mesh, observer, repeat.logged)
 
 
 class Notes:

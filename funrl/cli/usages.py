@@ -34,7 +34,8 @@ COMMANDS = {
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
     "replay": SmallCommand(
-        "Repeat of a step, compared bit by bit", "funrl replay RUN_DIR --step=N [--mesh=MESH] [--tolerance=X]"
+        "Repeat of a run, compared bit by bit",
+        "funrl replay RUN_DIR [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
     ),
     "bisect": SmallCommand(
         "The first difference between two runs, or between engine and trainer",

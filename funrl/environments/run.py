@@ -99,6 +99,7 @@ def run_episodes(
 
     Raises:
       RuntimeError, FloatingPointError: as the engine raises them.
+      RunEndingError: the environment cannot work in this run, such as one with an agent that `setup.models` lacks.
     """
     begin = time.perf_counter()
     tickets = tickets_of(groups, mesh, limits)
@@ -196,8 +197,8 @@ class EpisodeRunner:
                 if tasks:  # otherwise other replicas have taken the rest
                     await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
                 ended = {task for task in tasks if task.done()}
-                tasks -= ended
                 episodes += [pair for task in ended for pair in task.result()]
+                tasks -= ended
         finally:
             for task in tasks:
                 task.cancel()
@@ -243,7 +244,10 @@ class EpisodeRunner:
 
     async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
         clock = EpisodeClock(self.limits.environment_s)
-        policy = Policy(functools.partial(self._complete, number, clock), self._setup, seed, self.limits)
+        models = self._setup.models or {}
+        complete = functools.partial(self._complete, number, clock)
+        frozen = {agent: functools.partial(complete, model=model) for agent, model in models.items() if model}
+        policy = Policy(complete, self._setup, seed, self.limits, frozen)
         return await self._timed(example, seed, policy, clock)
 
     async def _timed(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
@@ -254,12 +258,18 @@ class EpisodeRunner:
             self.environment_s += clock.environment_s
 
     async def _complete(
-        self, number: int, clock: EpisodeClock, prompt: Sequence[int], sampling: Sampling, *request: int
+        self,
+        number: int,
+        clock: EpisodeClock,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *request: int,
+        model: str = "",
     ) -> Completion:
         self._beginning.discard(number)
         self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
         with clock.policy():
-            completion = await self.resident.complete(prompt, sampling, *request)
+            completion = await self.resident.complete(prompt, sampling, *request, model=model)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         return completion
 

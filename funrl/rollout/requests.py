@@ -29,6 +29,7 @@ class Request(NamedTuple):
         and completion but the last token. A native engine finds all of them again, also those in no whole page, and
         counts what it has to compute again.
       adapter: name of the adapter that completes it, as `NativeEngine.load_adapter` was given it; None: the base does.
+      model: name of the frozen model that completes it, where an engine has several; "": the policy.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Request(NamedTuple):
     most: int | None = None
     computed: int = 0
     adapter: str | None = None
+    model: str = ""
 
 
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
@@ -150,7 +152,7 @@ def check_requests(
       adapters: names of those that the engine has.
     """
     seen: set[int] = set()
-    for number, prompt, sampling, seed, begun, most, _, adapter in requests:
+    for number, prompt, sampling, seed, begun, most, _, adapter, *_ in requests:
         if number in seen or number in taken:
             raise ValueError(f"request {number} is in use already; give each request a number of its own")
         seen.add(number)

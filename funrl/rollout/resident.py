@@ -46,6 +46,10 @@ def tokens_heard(listener: Listener | None) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
+class FirstRankError(RuntimeError):
+    """The program beside the engine has failed on the first rank of a replica; raised on the others."""
+
+
 class _Orders(NamedTuple):
     """Calls of the engine before it is stepped.
 
@@ -83,13 +87,15 @@ class ResidentEngine:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
-    async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0) -> Completion:
+    async def complete(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0, model: str = ""
+    ) -> Completion:
         """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
 
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
-        return await self.ask(Request(0, prompt, sampling, seed, computed=computed))
+        return await self.ask(Request(0, prompt, sampling, seed, computed=computed, model=model))
 
     async def ask(self, request: Request) -> Completion:
         """Complete a request, whose number is replaced; as `complete`."""
@@ -210,7 +216,8 @@ def run_beside(
     Returns: the program's result on the first rank; None on the others.
 
     Raises:
-      RuntimeError, FloatingPointError: as the engine raises them; on a rank that follows, also if the first has failed.
+      RuntimeError, FloatingPointError: as the engine raises them.
+      FirstRankError: on a rank that follows, where the program has failed.
     """
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
@@ -222,7 +229,7 @@ def run_beside(
         if orders.end:
             engine.cancel(orders.cancel)
             if orders.end != "done":
-                raise RuntimeError(f"the first rank of this replica has failed: {orders.end}")
+                raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
             return None
         if not orders.idle:
             for _ in _iterations(engine, orders, mesh):

@@ -273,8 +273,7 @@ async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _not_found(request: Request, error: Any) -> Response:
     served = ", ".join(DIALECTS)
     known = BadRequest(
         f"{request.method} {request.url.path} is not served; POST {served} are",

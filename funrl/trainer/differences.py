@@ -30,7 +30,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "perf/": "generate",
 }
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/")  # of the machine and its load, not of the run
-KINDS = ("field", "weights", "digests", "metric")
+KINDS = ("turns", "field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
     "generate",
     "score_policy",
@@ -53,7 +53,8 @@ class Difference(NamedTuple):
 
     Attributes:
       phase: of the step that makes it.
-      kind: "field" of the rows, "metric", "weights", or "digests" of weights, whose differences have no size.
+      kind: "turns" of episodes, "field" of the rows, "metric", "weights", or "digests" of weights. Differences of turns
+        and digests have no size.
       name: of the field, metric or weight.
       total: numbers that were compared.
       count: those of other bits.
@@ -76,6 +77,8 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         if not self.count:
             return f"{self.name}: equal"
+        if self.kind == "turns":
+            return self.name
         if self.total == 1:
             return f"{self.name} differs by {self.largest:.3g}: {self.where}"
         return f"{self.name}: {self.count} of {self.total} differ, the largest by {self.largest:.3g} at {self.where}"

@@ -32,6 +32,7 @@ from funrl.trainer.jobs.datasets import (
     prompts_of,
     rewarded_task,
 )
+from funrl.trainer.jobs.frozen_agents import load_first
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import Models, located, models_of
 from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
@@ -137,6 +138,8 @@ def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callab
     placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
     sync(parts, State({job.main_role: RoleState(params, ())}))
+    assert parts.generator is not None
+    load_first(parts.generator.frozen, placed, params, parts.generator.to_whole, trains=False)
     return parts
 
 

@@ -29,7 +29,7 @@ from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
-from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
+from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
 from funrl.trainer.gap import GapCheck, GapError, gap_check
 from funrl.trainer.jobs.build import (
@@ -39,6 +39,7 @@ from funrl.trainer.jobs.build import (
     first_weights,
     frozen_weights,
     proof_metrics,
+    renewed,
     resumed_proof,
     settle_proof,
     sync,
@@ -58,7 +59,7 @@ from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source, closed_at_end, is_skipped
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
-from funrl.trainer.steps.learn import UpdateMonitor, learn
+from funrl.trainer.steps.learn import UpdateMonitor, learn_apart
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.roles import weights_of
 from funrl.trainer.steps.score import score
@@ -124,15 +125,15 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
-      that does not hold the trainer's weights ends the run too, with everything learned so far saved.
+    Returns: how it ended. What is in `ENDING` ends the run too, with everything learned so far saved.
     """
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         digests = FrozenDigests()
         if trainer.folder is not None:
             roles = role_digests(trainer.parts.roles, trainer.frozen, mesh)
-            digests = FrozenDigests(roles, adapter_facts(job, trainer.parts, trainer.frozen))
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen)
+            digests = FrozenDigests(roles, adapters, agent_digests(trainer.parts))
             job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, digests)
     parts = trainer.parts
     folder = trainer.folder
@@ -271,7 +272,7 @@ def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepReco
     """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
     if saver.rows.due(state.step) and len(record.rows.owner):
         with trainer.clock.phase("save_rollouts"):
-            saver.rows.save(state, record.drawn, record.rows, record.stages)
+            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source.episodes)
 
 
 def begin_run(
@@ -371,7 +372,8 @@ def scoring_ranks(
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
-    rows = score(trainer.parts.roles, weights, rows, scoring_budget(trainer.job.settings), trainer.clock)
+    budget = scoring_budget(trainer.job.settings)
+    rows = score(trainer.parts.roles, weights, rows, budget, trainer.clock, trainer.parts.agents)
     if trainer.job.algorithm.advantage is None:
         pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
@@ -385,10 +387,11 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
 def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, State, dict[str, float]]:
     """A step without an update, as the source asks for (`is_skipped`): its rows, the state, metrics of the rows.
 
-    Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
+    Weights, optimizers, the advantage chain's state and the engine stay what they are.
     """
+    state = renewed(trainer.parts, state._replace(step=state.step + 1), trainer.frozen)
     described = len(drawn.owner) and trainer.job.algorithm.example != "pair"  # whose source says them
-    return drawn, state._replace(step=state.step + 1), described_rows(trainer, drawn) if described else {}
+    return drawn, state, described_rows(trainer, drawn) if described else {}
 
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
@@ -410,10 +413,12 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     """The state after the step's updates, and their metrics."""
     plan = update_plan(trainer.job, trainer.parts, state.step + 1)
     monitor = UpdateMonitor(trainer.clock, trainer.skips)
-    roles, metrics = learn(trainer.parts.roles, state.roles, rows, plan, frozen=trainer.frozen, monitor=monitor)
+    options = {"frozen": trainer.frozen, "monitor": monitor}
+    agents = trainer.parts.agents
+    roles, metrics = learn_apart(trainer.parts.roles, state.roles, rows, plan, agents, **options)
     if trainer.skips is not None:
         metrics |= trainer.skips.take()
-    return state._replace(roles=roles, step=plan.step), metrics
+    return renewed(trainer.parts, state._replace(roles=roles, step=plan.step), trainer.frozen), metrics
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Steps of an earlier run repeated: from a checkpoint and the rows that it saved, in the same trainer.
+"""Steps of an earlier run repeated in the same trainer, with the rows that it saved or with its episodes' answers.
 
 source = replay_source("RUN/rollouts")           # a source like any other: funrl.train(..., source=source)
 done = replay(job, "RUN", 7, mesh, observer)     # repeats step 7 and compares it with what the run saved
@@ -16,19 +16,31 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl import trees
-from funrl.kinds import row_lines
+from funrl.environments.logged import LoggedEnvironment
+from funrl.kinds import Value, row_lines
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.rollout.certificate import first_copy
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, load, recorded, state_layouts
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen
-from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, stage_fields
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, saved_steps, stage_fields
+from funrl.trainer.checkpoints.snapshot import held_rows
 from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
 from funrl.trainer.differences import Difference, difference, joined_differences, metric_differences, phase_of_field
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.build import Parts, sync
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.loop import MakeSource, Trainer, begin_run, draw_batch, learn_batch, score_batch, skipped_batch
+from funrl.trainer.loop import (
+    MakeSource,
+    Trainer,
+    begin_run,
+    draw_batch,
+    learn_batch,
+    one_step,
+    score_batch,
+    skipped_batch,
+)
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
@@ -63,54 +75,120 @@ def replay_source(folder: str | Path) -> MakeSource:
     return make
 
 
-def replay(job: Job, run_dir: str | Path, step: int, mesh: Mesh, observer: Observer) -> list[Replayed]:
+def replay(
+    job: Job,
+    run_dir: str | Path,
+    step: int | None,
+    mesh: Mesh,
+    observer: Observer,
+    logged: LoggedEnvironment | None = None,
+) -> list[Replayed]:
     """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
 
     Without a checkpoint before it the run is repeated from its first step.
 
     Args:
       job: of the run; its mesh may be another one.
+      step: to repeat; None: all steps from the first to the last whose rows are saved.
+      logged: the environment of the job. Then rows are generated again, and compared with the saved ones; None: saved
+        rows are trained on, and nothing is generated.
 
     Returns: the comparison of each step, the same on every rank.
 
     Raises:
-      CheckpointError: rows of a step are missing or cannot be read, or a checkpoint is of another run.
+      CheckpointError: rows or episodes of a step are missing or cannot be read, or a checkpoint is of another run.
     """
     folder = Path(run_dir) / ROLLOUTS
     server = ShardServer()
-    engine = (
-        job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
-    )  # which generates nothing here
-    light = dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
     try:
-        trainer, state = begin_run(light, mesh, observer, replay_source(folder))
+        last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
+        if logged is None:
+            trainer, state = begin_run(_without_engine(job), mesh, observer, replay_source(folder))
+        else:
+            trainer, state = begin_run(job, mesh, observer)
         layouts = state_layouts(trainer.parts, state)
-        before, after = _checkpoints(run_dir, step, mesh, observer)
-        if before is not None:
+        before, after = _checkpoints(run_dir, last, mesh, observer)
+        if before is not None and step is not None:
             check_facts(before, job)
             check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
-            state = load(_without_source(before), state, layouts, mesh=mesh, server=server)
-        observer.note(f"from {before.path if before is not None else 'the weights that the run began with'}")
+            state = _loaded(before, trainer, state, layouts, server)
+            observer.note(f"from {before.path}")
+        else:
+            observer.note("from the weights that the run began with")
+        if logged is not None:
+            version = state.version - 1 if state.step else state.version  # that of its engine
+            state = sync(trainer.parts, state._replace(version=version), frozen=trainer.frozen)
         done = []
-        for number in range(state.step + 1, step + 1):
+        for number in range(state.step + 1, last + 1):
             saved = open_rows(folder, number, job.algorithm.fields)
-            drawn, state, source_metrics = draw_batch(trainer, state)
-            if is_skipped(source_metrics):
-                (scored, state, metrics) = skipped_batch(trainer, state, drawn)
-                learned = {}
+            if logged is None:
+                trainer, state, differences = _trained_again(trainer, state, saved)
             else:
-                scored, state, metrics = score_batch(trainer, state, drawn)
-                state, learned = learn_batch(trainer, state, scored)
-            differences = _compare_rows(drawn, scored, saved)
-            differences += metric_differences(metrics | learned, _told(saved))
+                logged.open(read_episodes(folder, number))
+                trainer, state, differences = _generated_again(trainer, state, saved, logged)
             differences += _compare_weights(trainer, state, saved)
-            if number == step and after is not None:
-                theirs = load(_without_source(after), state, layouts, mesh=mesh, server=server)
+            if number == last and after is not None:
+                theirs = load(_without_source(after), state._replace(source=()), layouts, mesh=mesh, server=server)
                 differences += _compare_states(state, theirs, layouts, mesh)
             done.append(Replayed(number, joined_differences(differences)))
         return done
     finally:
         server.close()
+
+
+def _without_engine(job: Job) -> Job:
+    """The job with an engine that costs nothing as long as it has no weights."""
+    engine = job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
+    return dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
+
+
+def _loaded(
+    before: Recorded, trainer: Trainer, state: State, layouts: Mapping[str, Layout], server: ShardServer
+) -> State:
+    """The state of a checkpoint, with the place of its source where the trainer has that source."""
+    mesh = trainer.parts.mesh
+    if state.source == ():
+        return load(_without_source(before), state, layouts, mesh=mesh, server=server)
+    held = held_rows(trainer.source, state)
+    state = load(before, state, layouts, mesh=mesh, server=server, held=held)
+    return state._replace(source=trainer.source.restored(state.source))
+
+
+def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
+    """One step on saved rows."""
+    drawn, state, source_metrics = draw_batch(trainer, state)
+    if is_skipped(source_metrics):
+        (scored, state, metrics) = skipped_batch(trainer, state, drawn)
+        learned = {}
+    else:
+        scored, state, metrics = score_batch(trainer, state, drawn)
+        state, learned = learn_batch(trainer, state, scored)
+    differences = _compare_rows(scored, stage_fields(drawn, scored)["scored"], saved, "scored")
+    return trainer, state, differences + metric_differences(metrics | learned, _told(saved))
+
+
+def _generated_again(
+    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment
+) -> tuple[Trainer, State, list[Difference]]:
+    """One step whose rows are generated with the answers of a log."""
+    trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))
+    stages = record.stages
+    metrics = {name: value for stage in stages.values() for name, value in stage.items()}
+    observed = trainer.source.observed(state.source, metrics)
+    differences = _unlike_turns(logged, trainer.parts.mesh)
+    fields = stage_fields(record.drawn, record.rows)
+    differences += _compare_rows(record.drawn, fields["drawn"], saved, "drawn")
+    differences += _compare_rows(record.rows, fields["scored"], saved, "scored")
+    differences += metric_differences(metrics, saved.record["metrics"]["drawn"] | _told(saved))
+    return trainer, state._replace(source=observed), differences
+
+
+def _unlike_turns(logged: LoggedEnvironment, mesh: Mesh) -> list[Difference]:
+    """Compare the turns of all ranks; each that differs is named by itself."""
+    compared = gather_objects((logged.compared, [str(turn) for turn in logged.unlike]), mesh)
+    names = [name for _, unlike in compared for name in unlike]
+    same = Difference("generate", "turns", "turns of the episodes", sum(count for count, _ in compared))
+    return [same, *(Difference("generate", "turns", name, 1, 1, math.inf, "other tokens") for name in names)]
 
 
 def _checkpoints(
@@ -143,37 +221,40 @@ def _told(saved: SavedRows) -> dict[str, float]:
     return saved.record["metrics"]["scored"] | saved.record["metrics"]["learned"]
 
 
-def _compare_rows(drawn: Rows, scored: Rows, saved: SavedRows) -> list[Difference]:
-    """Compare what was written to the rows, on every rank its own; the result is the same on every rank."""
-    mine = joined_differences(own_differences(scored, stage_fields(drawn, scored)["scored"], saved))
-    return [part for parts in gather_objects(mine, scored.mesh) for part in parts]
+def _compare_rows(rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str) -> list[Difference]:
+    """Compare fields of rows at a stage, on every rank its own; the result is the same on every rank."""
+    mine = joined_differences(own_differences(rows, fields, saved, stage))
+    return [part for parts in gather_objects(mine, rows.mesh) for part in parts]
 
 
-def own_differences(rows: Rows, fields: Mapping[str, torch.Tensor], saved: SavedRows) -> list[Difference]:
-    """Compare fields of this rank's rows with those that were saved at the stage "scored".
+def own_differences(
+    rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str = "scored"
+) -> list[Difference]:
+    """Compare fields of this rank's rows with those that were saved.
 
     Args:
       fields: of the rows, by name.
+      stage: "drawn" or "scored".
     """
-    table = saved.row_fields("scored")
+    table = saved.row_fields(stage)
     differences = []
     own = rows.own
     lengths = rows.lengths[rows.own]
     first = rows.mesh.rank == 0  # rows' own fields are the same on all ranks
     for name, x in fields.items():
         if name in table and first:
-            phase = phase_of_field(saved.schema[name].writer, "scored")
+            phase = phase_of_field(saved.schema[name].writer, stage)
             differences.append(difference(phase, "field", name, x.cpu(), table[name], row_place))
-    if len(saved.lengths("scored")) != len(rows.owner):
+    if len(saved.lengths(stage)) != len(rows.owner):
         return differences  # other rows were chosen: `length` says so
     replicating = [axis for axis in rows.mesh.sizes if axis not in rows.mesh.row_axes]
     if any(int(rows.mesh.index(axis)) for axis in replicating):
         return differences  # another rank compares these rows
-    for name, parts in saved.lines("scored", own.tolist()).items():
+    for name, parts in saved.lines(stage, own.tolist()).items():
         if name in fields:
             kind = saved.schema[name].kind
             mine = row_lines(kind, fields[name], lengths).cpu().split(kind.counts(fields[name], lengths).tolist())
-            phase = phase_of_field(saved.schema[name].writer, "scored")
+            phase = phase_of_field(saved.schema[name].writer, stage)
             differences += line_differences(phase, name, own.tolist(), mine, parts)
     return differences
 
@@ -229,7 +310,8 @@ def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], m
     for (name, x), (_, y) in zip(*(trees.named(s._replace(source=(), version=0)) for s in (state, saved)), strict=True):
         if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
             continue  # another rank compares it
-        phase = f"update_{name.split('/')[1]}" if name.startswith("roles/") else "advantage"
+        part, _, rest = name.partition("/")
+        phase = {"roles": f"update_{rest.partition('/')[0]}", "earlier": "update"}.get(part, "advantage")
         mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
         compared = difference(phase, "weights", name, mine, theirs)
         differences += [compared] * bool(compared.count)

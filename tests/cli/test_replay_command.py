@@ -50,6 +50,37 @@ def test_a_step_is_replayed(runs, capsys):
         assert line in text
 
 
+def test_all_steps_are_replayed(runs, capsys):
+    status, text = said(capsys, "replay", runs / "one", "--rows")
+    assert status == 0 and "from the weights that the run began with" in text
+    assert "step 1: the same bits\n" in text and "step 2: the same bits\n" in text
+
+
+ENVIRONMENT = """
+def again(messages, **fields):
+    return "1" if len(messages) < 3 else float(len(messages[-1]["content"]))
+"""
+TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def test_episodes_are_generated_again_without_their_environment(runs, tmp_path, capsys):
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    folder = tmp_path / "run"
+    flags = [f"--prompts={runs}/p.jsonl", f"--env={tmp_path}/e.py:again", f"--chat_template={tmp_path}/chat.jinja"]
+    tiny = [flag for flag in TINY if not flag.startswith("--reward_workers")]
+    assert main("grpo", ["grpo", *tiny, *flags, f"--run_dir={folder}"]) == 0
+    (tmp_path / "e.py").unlink()
+    for argv in ([], ["--rows"], ["--step=2"], ["--step=2", "--rows"]):
+        status, text = said(capsys, "replay", folder, *argv)
+        assert status == 0 and "step 2: the same bits\n" in text, text
+        assert ("turns of the episodes" in text) == ("--rows" not in argv)
+    for file in folder.glob("rollouts/*/episodes-*.jsonl"):
+        file.unlink()
+    status, text = said(capsys, "replay", folder)
+    assert status == 2 and "has no episodes, which a run with an environment and --save_rollouts keeps" in text
+
+
 def test_the_first_step_after_a_warm_start_is_replayed(tmp_path, capsys):
     tiny = [flag for flag in TINY if not flag.startswith(("--warmstart", "--save_every", "--steps"))]
     folder = tmp_path / "run"
@@ -107,8 +138,7 @@ def test_the_first_difference_is_named(runs, without, first, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["replay"], "usage: funrl replay RUN_DIR --step=N"),
-        (["replay", "RUN"], "usage: funrl replay RUN_DIR --step=N"),
+        (["replay"], "usage: funrl replay RUN_DIR [--rows] [--step=N]"),
         (["replay", "RUN", "--step=0"], "--step=0: it must be at least 1"),
         (["replay", "nowhere", "--step=1"], "nowhere/config.json: not the config.json of a run: No such file"),
         (["replay", "RUN", "--step=7"], "has no rows of step 3, which --save_rollouts keeps; there are: 1, 2"),

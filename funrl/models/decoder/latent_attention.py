@@ -169,10 +169,10 @@ class LatentAttention:
         if context.kv_cache is not None and context.paging is not None:
             cached = (context.kv_cache[0], context.paging, latent.value, scale)
 
-            def attend(up_HMR: Tensor) -> Tensor:
+            def attend_cache(up_HMR: Tensor) -> Tensor:
                 return latent_paged_attention(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
 
-            return computed_merged(params["kv_b"], attend).unsqueeze(0)
+            return computed_merged(params["kv_b"], attend_cache).unsqueeze(0)
         if _meets_latent(q_BTHN, params["kv_b"], context):
             vectors = latent_BTR.unsqueeze(2)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from funrl.environments.agents import with_environment
+from funrl.environments.logged import LoggedEpisode
 from funrl.trainer.checkpoints.checkpoint import sweep
+from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
 from funrl.trainer.checkpoints.weight_digests import weight_digests
 from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
@@ -28,6 +33,9 @@ class RowKeeper:
           observer: receives the size of a step.
         """
         self.settings = job.settings
+        self.agents: list[str] = []
+        if isinstance(job, RLJob) and job.task.environment is not None:
+            self.agents = list(with_environment(job.agents, job.task.environment).models)
         self.parts = parts
         self.observer = observer
         self.size_noted = False
@@ -38,13 +46,21 @@ class RowKeeper:
         every = self.settings.run.save_rollouts
         return self.folder is not None and every > 0 and step % every == 0
 
-    def save(self, state: State, drawn: Rows, scored: Rows, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    def save(
+        self,
+        state: State,
+        drawn: Rows,
+        scored: Rows,
+        metrics: Mapping[str, Mapping[str, float]],
+        episodes: Sequence[LoggedEpisode] = (),
+    ) -> None:
         """Write the rows of a step, with digests of the weights after it. Collective.
 
         Args:
           state: after the step's updates.
           drawn, scored: its rows as the source gave them, and as they were learned from.
           metrics: of both stages, and those of the updates as "learned".
+          episodes: of this replica, of which the rows were made.
 
         Raises:
           CheckpointError: a rank cannot write; on every rank.
@@ -52,13 +68,17 @@ class RowKeeper:
         assert self.folder is not None
         roles = self.parts.roles
         mesh = self.parts.mesh
-        record = {
+        record: dict[str, Any] = {
             "step": state.step,
             "metrics": {stage: {name: float(x) for name, x in values.items()} for stage, values in metrics.items()},
             "weights": {n: weight_digests(role.params, roles[n].stored, mesh) for n, role in state.roles.items()},
             "dtype": self.settings.models.dtype,
         }
-        nbytes = save_rows(self.folder, drawn, scored, record=record)
+        writer = None
+        if self.parts.generator is not None and self.agents:
+            record["agents"] = self.agents
+            writer = functools.partial(write_episodes, episodes=episodes, mesh=self.parts.generator.mesh)
+        nbytes = save_rows(self.folder, drawn, scored, record=record, beside=writer)
         if mesh.rank == 0 and self.settings.run.keep_rollouts is not None:
             keep_newest(self.folder, self.settings.run.keep_rollouts)
         if not self.size_noted:

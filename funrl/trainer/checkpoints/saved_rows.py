@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,13 +131,20 @@ def stage_fields(drawn: Rows, scored: Rows) -> dict[str, dict[str, Value]]:
     return {"drawn": first, "scored": {name: x for name, x in then.items() if name not in kept or name not in first}}
 
 
-def save_rows(folder: str | Path, drawn: Rows, scored: Rows, record: Mapping[str, Any]) -> int:
+def save_rows(
+    folder: str | Path,
+    drawn: Rows,
+    scored: Rows,
+    record: Mapping[str, Any],
+    beside: Callable[[Path], int] | None = None,
+) -> int:
     """Write the rows of a step; collective.
 
     Args:
       folder: of all steps.
       drawn, scored: the rows of both stages, on one mesh.
       record: with the "step".
+      beside: writes further files of this rank to the step's folder, and gives their bytes.
 
     Returns: bytes of all ranks together.
 
@@ -153,6 +160,7 @@ def save_rows(folder: str | Path, drawn: Rows, scored: Rows, record: Mapping[str
     try:
         draft.mkdir(parents=True, exist_ok=True)
         nbytes = _write_own(draft, stages, record)
+        nbytes += 0 if beside is None else beside(draft)
     except OSError as error:
         problem = f"{error.filename or draft}: cannot be written: {(error.strerror or str(error)).lower()}"
     own = torch.tensor([float(bool(problem)), float(nbytes)], dtype=torch.float64, device=mesh.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,12 +32,22 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
 from funrl.rollout.engine import Engine
 from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.joint_engine import JointEngine
 from funrl.rollout.native.adapter_engine import AdapterEngine
-from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
+from funrl.trainer.jobs.frozen_agents import (
+    FrozenAgent,
+    earlier_self,
+    first_selves,
+    load_first,
+    native_options,
+    open_frozen_agents,
+    open_policies,
+)
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.settings.declaration import parts
@@ -74,6 +84,8 @@ class Generator(NamedTuple):
         those of the weights that these are merged in.
       proof: that the engine holds the weights of the newest sync.
       base: None where the engine's weights are the whole policy.
+      frozen: models of agents that do not learn, by name.
+      policies: engines of second policies, by their roles.
     """
 
     engine: Engine
@@ -81,11 +93,24 @@ class Generator(NamedTuple):
     to_engine: Plan
     proof: SyncProof
     base: AdaptedBase | None = None
+    frozen: Mapping[str, FrozenAgent] = {}
+    policies: Mapping[str, NativeEngine] = {}
 
     @property
     def whole(self) -> Engine:
         """The engine that has a whole model: `engine`, or that of the base."""
         return self.engine if self.base is None else self.base.engine
+
+    @property
+    def to_whole(self) -> Plan:
+        """The plan from a whole model's stored layouts to those of `whole`."""
+        return self.to_engine if self.base is None else self.base.to_engine
+
+    @property
+    def serving(self) -> Engine:
+        """The engine that answers for all agents."""
+        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+        return JointEngine(self.engine, others) if others else self.engine
 
 
 class Parts(NamedTuple):
@@ -100,6 +125,7 @@ class Parts(NamedTuple):
       pool: this rank's reward workers; None: it has none.
       judge: None where no model writes verdicts.
       compilations: of the layers of all models; None where no layer is compiled.
+      agents: of each role that sees only some agents' rows, the numbers of these agents.
     """
 
     mesh: Mesh
@@ -110,6 +136,7 @@ class Parts(NamedTuple):
     pool: Pool | None = None
     judge: Judge | None = None
     compilations: Compilations | None = None
+    agents: Mapping[str, Collection[int]] = {}
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
@@ -154,14 +181,27 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     judge = None
     if isinstance(job, RLJob):
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
+        frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
+        policies = open_policies(job, generator.mesh, native_options(job), layer_of)
+        generator = generator._replace(frozen=frozen, policies=policies)
         if job.judge is not None:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
+    agents = {}
+    if isinstance(job, RLJob) and job.agents.policies:
+        agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
     return Parts(
-        mesh, begin, job.main_role, ordered, generator, judge=judge, compilations=compilations if some else None
+        mesh,
+        begin,
+        job.main_role,
+        ordered,
+        generator,
+        judge=judge,
+        compilations=compilations if some else None,
+        agents=agents,
     )
 
 
@@ -171,7 +211,8 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     placed = places[name]
     kind = job.kind_of_role(name)
     samples = isinstance(job, RLJob)
-    writes = writes_of(name, job.algorithm)
+    second = isinstance(job, RLJob) and name in job.agents.policies
+    writes = writes_of(job.main_role if second else name, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
@@ -253,14 +294,7 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        options = NativeOptions(
-            max_rows,
-            cache_bytes,
-            decode,
-            speculate=settings.engines.speculate,
-            record_routes=settings.routers.router_replay,
-        )
-        engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
+        engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
         if policy.model.adapters is not None:
             return _adapted_generator(job, engine, placed, policy)
     return Generator(engine, mesh, _plan_to(engine, placed.stored, job), proof=SyncProof())
@@ -307,6 +341,8 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     Args:
       begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.initial_role` takes them over.
     """
+    if parts.generator is not None:
+        load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
@@ -362,7 +398,11 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
         if role.optimizer is not None
     }
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
-    return State(states, advantage, source)
+    state = State(states, advantage, source)
+    if parts.generator is None:
+        return state
+    earlier = first_selves(parts.generator.frozen, parts.roles[parts.main_role], weights[parts.main_role])
+    return state._replace(earlier=earlier)
 
 
 def sync(
@@ -377,24 +417,18 @@ def sync(
     """
     if parts.generator is None:
         return state
-    engine = parts.generator.engine
-    to_engine = parts.generator.to_engine
-    base = parts.generator.base
-
-    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        role = parts.roles[parts.main_role]
-        params = role.whole(state.roles[parts.main_role].params, frozen or {})
-        policy = deployed(role.placed, params, merge=base is None)
-        if engine.weights.streamed:
-            yield from policy.exported(engine.weights.names)
-        else:
-            yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=bool(policy.merged)))
-
+    generator = parts.generator
+    base = generator.base
+    engines = {parts.main_role: generator.engine, **generator.policies}
     with (clock or Clock()).phase("reshard"):
         if base is not None and base.engine.version is None:
             whole = reshard(base_weights(parts, frozen or {}).tree(), base.to_engine, parts.mesh)
             base.engine.load(base.engine.weights.named(whole), BASE_VERSION)
-        engine.load(weights(), state.version + 1)
+        for name, engine in engines.items():
+            own = state.roles[name].params
+            merge = base is None or name != parts.main_role
+            engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
+        sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)
 
 
@@ -418,6 +452,54 @@ def verify_base(parts: Parts, frozen: Mapping[str, trees.Tree]) -> None:
     base = None if parts.generator is None else parts.generator.base
     if base is not None:
         compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
+
+
+def policy_weights(
+    parts: Parts, role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree] | None, *, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a policy as an engine takes them. They are made when they are asked for, when old ones are gone.
+
+    Args:
+      role: of the policy.
+      own: its own weights, or those of an earlier self.
+      frozen: weights of the roles that do not learn.
+      merge: whether the engine takes adapters merged into what they adapt; else it takes them alone.
+    """
+    generator = parts.generator
+    assert generator is not None
+    engine = generator.whole if merge else generator.engine
+    to_engine = generator.to_whole if merge else generator.to_engine
+    policy = deployed(role.placed, role.whole(own, frozen or {}), merge=merge)
+    if engine.weights.streamed:
+        yield from policy.exported(engine.weights.names)
+    else:
+        donate = bool(policy.merged)
+        yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=donate))
+
+
+def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
+    """Give the engines of earlier selves the weights of the state, where they have others."""
+    generator = parts.generator
+    if generator is None or generator.engine.version is None:
+        return  # nothing is generated
+    for name, earlier in state.earlier.items():
+        engine = generator.frozen[name].engine
+        if engine.version != earlier.step:
+            role = parts.roles[parts.main_role]
+            engine.load(policy_weights(parts, role, earlier.params, frozen), earlier.step)
+
+
+def renewed(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
+    """The state after a step, in which earlier selves that are due are the policy, and their engines have them."""
+    if parts.generator is None or not state.earlier:
+        return state
+    own = state.roles[parts.main_role].params
+    role = parts.roles[parts.main_role]
+    every = {name: parts.generator.frozen[name].declared.every for name in state.earlier}
+    due = {name: earlier_self(role, own, state.step) for name, steps in every.items() if state.step % steps == 0}
+    state = state._replace(earlier={**state.earlier, **due})
+    sync_earlier(parts, state, frozen)
+    return state
 
 
 def settle_proof(parts: Parts) -> None:

@@ -86,6 +86,14 @@ class EnvironmentSettings:
         "FILE.py:NAME of an environment, a class or a function, which rewards its episodes",
         kinds=RL,
     )
+    agents: str | None = flag(
+        None,
+        "the models of an environment's agents, as NAME:policy; NAME:policy:ROLE, a second policy; NAME:frozen, the "
+        "weights that the run began with; NAME:frozen:N, those of the policy, renewed every N steps; or NAME:DIR",
+        kinds=RL,
+        chosen="policy for each",
+        example="policy:policy,other:frozen",
+    )
     episode_turns: int = flag(
         16,
         "maximum replies of the policy in an episode",

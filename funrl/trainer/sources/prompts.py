@@ -133,9 +133,11 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
     most = batch_size * (selection.max_refills if selection.filter else 1)
+    log = [] if generation.episodes is None or generation.episodes.log is None else generation.episodes.log
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = consumed = state["prompts_consumed"]
+        log.clear()
         weights, measured, weighed = weighing.weights(state["curriculum"], step)
         batches: list[Chosen] = []
         sampled = dropped_rows = failed = 0
@@ -193,7 +195,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
         return evaluate_heldout(generation, clock, show, step=step)
 
-    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed)
+    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed, episodes=log)
 
 
 def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[Chosen]) -> Rows:
@@ -248,6 +250,7 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
+    generation = generation._replace(episodes=generation.episodes and generation.episodes._replace(log=None))
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode

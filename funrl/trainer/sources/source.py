@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl import trees
+from funrl.environments.logged import LoggedEpisode
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows
@@ -36,6 +37,7 @@ class Source(NamedTuple):
       observed: (source's state, metrics of a step) -> the state after that step. Collective.
       spread: whether each rank holds a different part of the state.
       close: ends what goes on between steps.
+      episodes: this replica's episodes of the newest step, where they are kept.
     """
 
     init: Callable[[], trees.Tree]
@@ -47,6 +49,7 @@ class Source(NamedTuple):
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     spread: bool = False
     close: Callable[[], None] = lambda: None
+    episodes: Sequence[LoggedEpisode] = ()
 
 
 @contextlib.contextmanager

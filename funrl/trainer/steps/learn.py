@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
 from funrl.trainer.steps.skipped import Skips, Suspects
 from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by, moved, own_batch
+from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by, moved, own_batch, rows_of_agents
 
 
 class UpdateMonitor(NamedTuple):
@@ -79,6 +79,38 @@ def learn(
                 for key, value in metrics.items():
                     values.setdefault(key, []).append(value)
     return states, means(values)
+
+
+def learn_apart(
+    roles: Mapping[str, Role],
+    states: Mapping[str, RoleState],
+    rows: Rows,
+    plan: UpdatePlan,
+    agents: Mapping[str, Collection[int]],
+    **options: Any,
+) -> tuple[dict[str, RoleState], dict[str, float]]:
+    """Update roles of which some see only some agents' rows: each role by itself, on its own mini-batches.
+
+    A role of which no agent has a row stays what it is.
+
+    Args:
+      roles, states, rows, plan, **options: as in `learn`.
+      agents: of each such role, the numbers of its agents.
+    """
+    if not agents:
+        return learn(roles, states, rows, plan, **options)
+    states = dict(states)
+    metrics: dict[str, float] = {}
+    for name, role in roles.items():
+        seen = rows_of_agents(rows, agents.get(name))
+        if role.loss is None or not len(seen.owner):
+            continue
+        examples = len(seen.owner) if seen.examples is None else len(np.unique(seen.examples))
+        own_plan = plan._replace(minibatches=min(plan.minibatches, examples))
+        learned, told = learn({name: role}, {name: states[name]}, seen, own_plan, **options)
+        states |= learned
+        metrics |= told
+    return states, metrics
 
 
 def epoch_of(rows: Rows, plan: UpdatePlan, number: int) -> Epoch:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
 
 TOKEN_SCORES = ("logp", "entropy", "sum_pi_squared")
 
@@ -25,6 +27,7 @@ def score(
     rows: Rows,
     token_budget: int = 16384,
     clock: Clock | None = None,
+    agents: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Rows:
     """The rows with the fields that the roles write, without gradient; each is computed where it is.
 
@@ -33,13 +36,31 @@ def score(
       params: of each role.
       token_budget: tokens in one forward pass of one device.
       clock: receives the phases, "score_policy" and so on.
+      agents: of each role that sees only some agents' rows, the numbers of these agents.
     """
     clock = clock or Clock()
     for name, role in roles.items():
         if role.writes:
             with clock.phase(f"score_{name}"):
-                rows = rows.with_fields(**score_role(role, params[name], rows, token_budget))
+                seen = rows_of_agents(rows, agents.get(name))
+                fields = score_role(role, params[name], seen, token_budget) if len(seen.owner) else {}
+                rows = rows.with_fields(**(fields if seen is rows else _on_all_rows(fields, seen, rows, agents[name])))
     return rows
+
+
+def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:
+    """Fields of all rows of this rank, of which a role has written those of some agents."""
+    chosen_b = torch.from_numpy(np.isin(rows.own, agent_numbers(rows, agents))).to(rows.mesh.device)
+    whole = {}
+    for name, some in fields.items():
+        before = rows.batch.get(name)
+        width = rows.batch.tokens.shape[1]
+        written = some.new_zeros(len(rows.own), width, *some.shape[2:]) if before is None else before.clone()
+        fitted = written[chosen_b].zero_()
+        fitted[:, : some.shape[1]] = some[:, :width]
+        written[chosen_b] = fitted
+        whole[name] = written
+    return whole
 
 
 @torch.no_grad()

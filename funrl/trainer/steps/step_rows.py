@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +124,16 @@ def take(rows: Rows, numbers: np.ndarray) -> Rows:
     """Some rows, in the given order; one may come several times. They stay on their ranks."""
     owner = rows.owner[numbers]
     return rows_of(_chosen(rows, numbers, numbers[owner == rows.index]), owner, rows.mesh)
+
+
+def agent_numbers(rows: Rows, agents: Collection[int]) -> np.ndarray:
+    """Numbers of the rows of some agents."""
+    return np.flatnonzero(np.isin(rows.batch.agent.cpu().numpy(), list(agents)))
+
+
+def rows_of_agents(rows: Rows, agents: Collection[int] | None) -> Rows:
+    """The rows of some agents; None: all rows."""
+    return rows if agents is None else take(rows, agent_numbers(rows, agents))
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

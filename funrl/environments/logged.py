@@ -1,0 +1,134 @@
+"""An environment whose answers are those of a log, so that every token of the policy can be compared with it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from funrl.data.prompts import Example
+from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.policy import Policy, RunEndingError
+
+LONGEST_PROMPT = 40  # characters of a prompt in the name of an episode
+
+
+class LoggedEpisode(NamedTuple):
+    """An episode as a run has made it.
+
+    Attributes:
+      number: among those that were run together.
+      seed: of the episode.
+      episode: itself, with its rewards.
+    """
+
+    number: int
+    seed: int
+    episode: Episode
+
+
+class UnlikeTurn(NamedTuple):
+    """A turn that is sampled differently.
+
+    Attributes:
+      episode: which one it is, in words.
+      agent: who speaks.
+      turn: number of the turn in its trajectory.
+      token: number of the first differing token in it.
+      before, now: token ids of the turn.
+    """
+
+    episode: str
+    agent: str
+    turn: int
+    token: int
+    before: Sequence[int]
+    now: Sequence[int]
+
+    def __str__(self) -> str:
+        before, now = (str(ids[self.token]) if self.token < len(ids) else "nothing" for ids in (self.before, self.now))
+        return f"{self.episode}, turn {self.turn} of {self.agent}, token {self.token}: {now} now, {before} in the log"
+
+
+class MissingEpisodeError(RunEndingError):
+    """A log does not have an episode that is to be repeated."""
+
+
+class LoggedEnvironment:
+    """An `Environment` that repeats the episodes of a log: no other environment is called.
+
+    A turn that differs is noted, and what follows is asked for after the tokens of the log. So each turn is compared
+    by itself.
+
+    Attributes:
+      agents: names of the agents, as those of the environment that made the log.
+      unlike: turns that differed.
+      compared: number of the turns that were sampled again.
+    """
+
+    def __init__(self, agents: Sequence[str] = ()):
+        """Begin without a log; `open` gives one."""
+        self.agents = tuple(agents)
+        self.unlike: list[UnlikeTurn] = []
+        self.compared = 0
+        self._logged: Mapping[int, LoggedEpisode] = {}
+
+    def open(self, episodes: Sequence[LoggedEpisode]) -> None:
+        """Repeat these episodes from now on; nothing has differed yet."""
+        self._logged = {logged.seed: logged for logged in episodes}
+        self.unlike = []
+        self.compared = 0
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Repeat the episode of a seed.
+
+        Raises:
+          MissingEpisodeError: the log does not have it.
+        """
+        logged = self._logged.get(seed)
+        if logged is None:
+            raise MissingEpisodeError(
+                f"the log has no episode of the prompt {example.text!r:.{LONGEST_PROMPT}} with the seed {seed}: it is "
+                "of another run, or prompts, --seed or the steps before it are not as they were"
+            )
+        name = f"episode {logged.number} ({example.text!r:.{LONGEST_PROMPT}})"
+        again = await self._repeated(policy, logged.episode, name)
+        ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in logged.episode.ends]
+        turn_rewards = {again[node]: reward for node, reward in logged.episode.turn_rewards.items()}
+        return dataclasses.replace(logged.episode, ends=ends, turn_rewards=turn_rewards)
+
+    async def _repeated(self, policy: Policy, episode: Episode, name: str) -> dict[Node, Node]:
+        """The nodes of an episode, sampled again where the policy sampled them; all that are ready at a time."""
+        tasks: dict[Node, asyncio.Task[Node]] = {}
+        for end in episode.ends:
+            for node in end.nodes():
+                if node not in tasks:
+                    parent = None if node.parent is None else tasks[node.parent]
+                    tasks[node] = asyncio.create_task(self._again(policy, end, node, parent, name))
+        try:
+            nodes = await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return dict(zip(tasks, nodes, strict=True))
+
+    async def _again(
+        self, policy: Policy, end: Trajectory, node: Node, parent: asyncio.Task[Node] | None, name: str
+    ) -> Node:
+        """A node of a trajectory as it is now, or as it was where the turn differs."""
+        before = None if parent is None else await parent
+        if not node.sampled:
+            return dataclasses.replace(node, parent=before)
+        if before is None or node.sampling is None or node.seed is None:
+            raise ValueError(f"{name}: a sampled node has no request, so it cannot be sampled again")
+        _, longer = await policy.request(dataclasses.replace(end, leaf=before), node.sampling, node.seed)
+        self.compared += 1
+        now = list(longer.leaf.tokens)
+        if now == list(node.tokens):
+            return longer.leaf
+        token = next((i for i, (a, b) in enumerate(zip(node.tokens, now, strict=False)) if a != b), None)
+        turn = sum(earlier.sampled for earlier in node.path()[:-1])
+        first = min(len(now), len(node.tokens)) if token is None else token
+        self.unlike.append(UnlikeTurn(name, end.agent, turn, first, list(node.tokens), now))
+        return dataclasses.replace(node, parent=before)
