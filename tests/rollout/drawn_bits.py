@@ -14,6 +14,7 @@ from lockstep_ranks import run_ranks
 
 from funrl import trees
 from funrl.batch import Batch
+from funrl.mesh.launch import view
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.mesh.rules import GENERATE, STORED, fully_sharded, layouts, shard
 from funrl.models import decoder_config, decoder_model
@@ -292,5 +293,13 @@ def packed(written, numbers, multiple):
 
 
 def on_this_rank(mesh):
-    """`run_ranks` on a real rank: the whole mesh where it is asked for, or this rank alone."""
-    return lambda program, sizes: [program(mesh if Mesh(dict(sizes)).world > 1 else SINGLE)]
+    """`run_ranks` on a real rank: its own mesh, as many copies of a smaller one as there is room for, or it alone."""
+
+    def run(program, sizes):
+        sizes = dict(sizes)
+        if sizes == mesh.sizes:
+            return [program(mesh)]
+        world = Mesh(sizes).world
+        return [program(view(mesh, sizes | {"data": mesh.world // world * sizes["data"]}) if world > 1 else SINGLE)]
+
+    return run

@@ -14,11 +14,14 @@ from funrl import trees
 from funrl.algos.core import Loss
 from funrl.algos.metrics import Sum, token_mean_of
 from funrl.batch import TOKEN_INT, Batch, map_fields
+from funrl.compiled_kernels.exact import packs
+from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.fields import FIELDS
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.jobs.build import build
+from funrl.trainer.loop import learn_batch
 from funrl.trainer.steps.micro import mini_batches, own_micro_batches
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
@@ -246,3 +249,15 @@ def test_a_pass_has_the_mini_batches_of_the_schedule(rows, minibatches, sizes):
     assert [len(part) for part in parts] == sizes
     order = np.concatenate(parts).tolist()
     assert order != list(range(rows)) and sorted(order) == list(range(rows))
+
+
+@pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
+def test_an_update_frees_the_packed_copies_of_what_the_weights_were():
+    run, state = begin(small_job(GRPO, minibatches=1), single())
+    rows, state, _ = scored_of(run, state)
+    before = set(packs._KNOWN)
+    weights = {x.untyped_storage()._cdata for x in trees.leaves(state.roles["policy"].params)}
+    gradients(run, state, rows)
+    assert weights & (set(packs._KNOWN) - before)
+    learn_batch(run, state, rows)
+    assert not weights & set(packs._KNOWN)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch, with_rows_spread
+from funrl.compiled_kernels.exact.packs import forget
 from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
 from funrl.trainer.steps.clock import Clock
@@ -175,6 +176,7 @@ def _updated(
             suspects = Suspects(numbers, None if odd is None else odd.text)
             monitor.skips.add(error, update.what, update.name, pieces.rows, pieces.part, suspects)
             return state, {}
+    forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:
         monitor.skips.made(update.name)
     return state, metrics
