@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
-from funrl.compiled_kernels.exact.structures import Step, StepAdapter, StepLayer, StepModel
+from funrl.compiled_kernels.exact.structures import StepAdapter, StepCall, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
@@ -272,7 +272,7 @@ class PackedDecoder:
             or not logits_MV.is_contiguous()
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
-        step = Step(
+        step = StepCall(
             tokens=N,
             width=tables_SP.shape[1],
             drawn=M,

@@ -119,7 +119,7 @@ class NativeEngine:
         self.paused = False
         self.model = model
         self.adapters: dict[str, LoadedAdapter] = {}
-        self._numbers = itertools.count()  # of adapters; none is used twice
+        self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._cache_bytes = options.cache_bytes
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
@@ -194,7 +194,7 @@ class NativeEngine:
         """Remove an adapter.
 
         Raises:
-          KeyError: there is none of this name.
+          KeyError: no adapter has this name.
           ValueError: an unfinished request names it.
         """
         adapter = self.adapters[name]
