@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.step_trace import StepTrace, pointers_of
-from funrl.compiled_kernels.exact.structures import Step, StepAdapter, StepLayer, StepModel
+from funrl.compiled_kernels.exact.structures import StepAdapter, StepCall, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
     BITS,
@@ -276,7 +276,7 @@ class PackedDecoder:
         ):
             raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
         trace = pointers_of(self.trace)
-        step = Step(
+        step = StepCall(
             tokens=N,
             width=tables_SP.shape[1],
             drawn=M,

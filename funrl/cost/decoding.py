@@ -26,7 +26,7 @@ from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.backends import PassWork, TorchBackend
 from funrl.rollout.native.engine import NativeEngine, page_tokens, pass_tokens
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.build import Generator
+from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 
 

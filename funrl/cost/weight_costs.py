@@ -19,7 +19,8 @@ from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer import offload
-from funrl.trainer.jobs.build import Generator, Parts
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.steps.roles import bases
 

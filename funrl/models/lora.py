@@ -59,7 +59,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
         apply=functools.partial(_apply, model, layer),
         layer=layer,
         rebuild=functools.partial(_rebuild, model, lora),
-        abilities=model.abilities._replace(compiled_step="adapters are merged for it"),
+        abilities=model.abilities._replace(compiled_step="it computes a base, and adapters that are loaded beside it"),
         adapters=Adapters(lora, model),
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.exact.low_rank import low_rank_linear
+from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
 from funrl.compiled_kernels.linear import linear
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -40,6 +40,11 @@ class LowRank(NamedTuple):
         return self.weight.device
 
     @property
+    def factors(self) -> ThinFactors:
+        """The factors as matrices."""
+        return ThinFactors(self.a.flatten(1), self.b.flatten(0, -2), self.scale)
+
+    @property
     def plain(self) -> Tensor:
         """W without any factors."""
         return self.weight if isinstance(self.weight, Tensor) else self.weight.plain
@@ -53,11 +58,9 @@ def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     bias = None if bias is None else bias.flatten()
     if isinstance(weight, Tensor):
         return linear(x, weight.reshape(-1, x.shape[-1]), bias)
-    a = weight.a.flatten(1)
-    b = weight.b.flatten(0, -2)
     if isinstance(weight.weight, Tensor) and weight.tokens is None:
-        return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), a, b, weight.scale, bias)
-    return add_factors(multiply(x, weight.weight, bias), linear(x, a), weight)
+        return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), weight.factors, bias)
+    return add_factors(multiply(x, weight.weight, bias), linear(x, weight.a.flatten(1)), weight)
 
 
 def add_factors(out: Tensor, inner: Tensor, weight: LowRank) -> Tensor:

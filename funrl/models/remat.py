@@ -24,6 +24,7 @@ _SAVED = (
     "flash_attn::",
     "funrl::varlen_attention",
     "funrl::exact_linear",
+    "funrl::exact_low_rank",
     "funrl::chunk_states",
     "funrl::grouped_linear",
     "funrl::choose_experts",

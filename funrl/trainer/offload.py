@@ -19,7 +19,8 @@ from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
 from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer.jobs.build import Generator, Parts
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.steps.roles import Role, RoleState, bases
 from funrl.trainer.steps.state import State
 

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.gate import gated
+from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.compiled_kernels.linear import linear, linear_in_parts
 from funrl.compiled_kernels.norm import rms_norm, rms_norm_reference
@@ -54,6 +55,16 @@ CASES = {
     "gelu": ([(3, 50), (3, 50)], lambda a, b: gated(a, b, "gelu"), lambda a, b: F.gelu(a, approximate="tanh") * b),
     "product": ([(2, 5, 24), (9, 24), (9,)], linear, F.linear),
     "product in parts": ([(5, 24), (9, 24)], lambda x, w: linear_in_parts(x, w, 8), F.linear),
+    "product with an adapter": (
+        [(2, 5, 24), (9, 24), (3, 24), (9, 3)],
+        lambda x, w, a, b: low_rank_linear(x, w, ThinFactors(a, b, 0.7)),
+        lambda x, w, a, b: F.linear(x, w + 0.7 * b @ a),
+    ),
+    "product with an adapter and a bias, in parts": (
+        [(5, 24), (40, 24), (17, 24), (40, 17), (40,)],
+        lambda x, w, a, b, bias: low_rank_linear(x, w, ThinFactors(a, b, 2.5), bias, parts=8),
+        lambda x, w, a, b, bias: F.linear(x, w + 2.5 * b @ a, bias),
+    ),
 }  # fmt: skip
 
 
@@ -114,6 +125,7 @@ def test_what_traces_sees_operators_of_torchs_core(name):
 @pytest.mark.parametrize("call", [
     lambda o: (o.exact_linear, (draw(5, 24), draw(9, 24), draw(9), 8, False)),
     lambda o: (o.exact_linear, (draw(5, 24, dtype=torch.bfloat16), draw(9, 24, dtype=torch.bfloat16), None, 1, True)),
+    lambda o: (o.exact_low_rank, (draw(5, 24), draw(9, 24), draw(9), [draw(3, 24), draw(9, 3)], 0.5, 8)),
     lambda o: (o.exact_norm, (draw(5, 8), draw(8), 1e-6, 0.0)),
     lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
     lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
@@ -140,3 +152,11 @@ def test_a_selective_checkpoint_sees_products_and_keeps_their_bits():
     assert again[1] and torch.equal(again[0], linear(x, w)) and "funrl::exact_linear" in seen
     got, expected = (torch.autograd.grad(y.sum(), (x, w)) for y in (again[0], linear(x, w)))
     assert all(map(torch.equal, got, expected))
+
+
+def test_a_frozen_weight_has_no_gradient_and_the_others_are_the_same():
+    x, w, a, b = (draw(*shape, seed=i).requires_grad_() for i, shape in enumerate([(5, 24), (9, 24), (3, 24), (9, 3)]))
+    whole = torch.autograd.grad(low_rank_linear(x, w, ThinFactors(a, b, 0.7)).sum(), (x, a, b))
+    out = low_rank_linear(x, w.detach(), ThinFactors(a, b, 0.7))
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (x, a, b)), whole))
+    assert torch.equal(out, linear(x, w) + linear(0.7 * linear(x, a), b))

@@ -132,29 +132,29 @@ def test_a_draw(number):
 FAULTS = {
     "products by torch": lambda m: m.setattr(
         low_rank, "exact_low_rank",
-        lambda x, w, bias, a, b, scale, parts: (
-            exact_linear(x, w, bias, parts, False) + scale * (x @ a.T) @ b.T, None,
+        lambda x, w, bias, ab, scale, parts: (
+            exact_linear(x, w, bias, parts, False) + scale * (x @ ab[0].T) @ ab[1].T, None,
         ),
     ),
     "the scale after the second factor": lambda m: m.setattr(
         low_rank, "exact_low_rank",
-        lambda x, w, bias, a, b, scale, parts: (
+        lambda x, w, bias, ab, scale, parts: (
             exact_linear(x, w, bias, parts, False)
-            + scale * exact_linear(exact_linear(x, a, None, parts, False), b, None, 1, False),
+            + scale * exact_linear(exact_linear(x, ab[0], None, parts, False), ab[1], None, 1, False),
             None,
         ),
     ),
     "the first factor in one part": lambda m: m.setattr(
         low_rank, "exact_low_rank",
-        lambda x, w, bias, a, b, scale, parts: (
+        lambda x, w, bias, ab, scale, parts: (
             exact_linear(x, w, bias, parts, False)
-            + exact_linear(scale * exact_linear(x, a, None, 1, False), b, None, 1, False),
+            + exact_linear(scale * exact_linear(x, ab[0], None, 1, False), ab[1], None, 1, False),
             None,
         ),
     ),
     "merged weights": lambda m: m.setattr(
         low_rank, "exact_low_rank",
-        lambda x, w, bias, a, b, scale, parts: (exact_linear(x, w + scale * b @ a, bias, parts, False), None),
+        lambda x, w, bias, ab, scale, parts: (exact_linear(x, w + scale * ab[1] @ ab[0], bias, parts, False), None),
     ),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
     role, engine = run.parts.roles["policy"], generator.engine
     params = role.whole(state.roles["policy"].params, run.frozen)
     metrics = certify(role.placed, params, engine, state.version, probes=True)
-    assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] == 0
+    assert metrics["sync/verified"] == 1.0 and metrics["sync/probe_gap"] < 1e-12
     assert all(map(is_trained, engine.weights.names)) and len(engine.weights.names) == 28
     assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen["base"])))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -11,14 +13,16 @@ from funrl.compiled_kernels.exact.operators import exact_low_rank
 from funrl.compiled_kernels.linear import linear, product, sum_of_products
 
 
+class ThinFactors(NamedTuple):
+    """The matrix scale B A of low rank: A [R, K], B [N, R] and a number."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    scale: float
+
+
 def low_rank_linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    a_RK: Tensor,
-    b_NR: Tensor,
-    scale: float,
-    bias_N: Tensor | None = None,
-    parts: int = 1,
+    x: Tensor, weight_NK: Tensor, factors: ThinFactors, bias_N: Tensor | None = None, parts: int = 1
 ) -> Tensor:
     """W x + bias + B (scale A x), for x [..., K]; differentiable.
 
@@ -28,13 +32,14 @@ def low_rank_linear(
     Args:
       parts: where it computes exactly, equal parts in which the sums over K are taken, as in `linear_in_parts`.
     """
+    a_RK, b_NR, scale = factors
     if not computes_exactly(x, weight_NK, a_RK, b_NR):
         return linear(x, weight_NK, bias_N) + linear(scale * linear(x, a_RK), b_NR)
     rows = x.flatten(0, -2)
     if torch.is_grad_enabled():
-        out_MN, _ = _ExactLowRank.apply(rows, weight_NK, bias_N, a_RK, b_NR, scale, parts)
+        out_MN, _ = _ExactLowRank.apply(rows, weight_NK, bias_N, a_RK, b_NR, (scale, parts))
     else:
-        out_MN, _ = exact_low_rank(rows, weight_NK, bias_N, a_RK, b_NR, scale, parts)
+        out_MN, _ = exact_low_rank(rows, weight_NK, bias_N, [a_RK, b_NR], scale, parts)
     return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
 
@@ -46,12 +51,12 @@ class _ExactLowRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x_MK, weight_NK, bias_N, a_RK, b_NR, scale, parts):
-        return exact_low_rank(x_MK, weight_NK, bias_N, a_RK, b_NR, scale, parts)
+    def forward(x_MK, weight_NK, bias_N, a_RK, b_NR, options):
+        return exact_low_rank(x_MK, weight_NK, bias_N, [a_RK, b_NR], *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x_MK, weight_NK, _, a_RK, b_NR, ctx.scale, _ = inputs
+        x_MK, weight_NK, _, a_RK, b_NR, (ctx.scale, _) = inputs
         _, inner_MR = output
         ctx.mark_non_differentiable(inner_MR)
         ctx.save_for_backward(x_MK, weight_NK, a_RK, b_NR, inner_MR)
@@ -72,4 +77,4 @@ class _ExactLowRank(torch.autograd.Function):
             d_bias = grad_MN.sum(0)
         if needs_b:
             d_b = sum_of_products(grad_MN, inner_MR)
-        return d_x, d_weight, d_bias, d_a, d_b, None, None
+        return d_x, d_weight, d_bias, d_a, d_b, None

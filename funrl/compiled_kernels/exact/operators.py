@@ -6,6 +6,7 @@ functions that call them: `linear`, `low_rank_linear`, `rms_norm`, `rotate` and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,23 +33,23 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, wid
 
 
 @kernel_operator(
-    "exact_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale, int parts)"
+    "exact_low_rank(Tensor x, Tensor weight, Tensor? bias, Tensor[] factors, float scale, int parts)"
     " -> (Tensor, Tensor)",
-    lambda x, weight, bias, a, b, scale, parts: (
+    lambda x, weight, bias, factors, scale, parts: (
         x.new_empty(x.shape[0], weight.shape[0]),
-        x.new_empty(x.shape[0], a.shape[0]),
+        x.new_empty(x.shape[0], factors[0].shape[0]),
     ),
 )
 def exact_low_rank(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, parts: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Sequence[Tensor], scale: float, parts: int
 ) -> tuple[Tensor, Tensor]:
     """x weight^T + bias + u b^T with u = scale x a^T, [M, R], which comes with it; rounded after each product.
 
     Args:
       x, weight, bias, parts: as in `exact_linear`, with [M, K] and [N, K].
-      a: [R, K].
-      b: [N, R].
+      factors: a [R, K] and b [N, R].
     """
+    a, b = factors
     out = exact_linear(x, weight, bias, parts, False)
     inner = exact_linear(x, a, None, parts, False).mul_(scale)
     return out.add_(exact_linear(inner, b, None, 1, False)), inner

@@ -28,7 +28,7 @@ class StepModel(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class StepCall(ctypes.Structure):
     """Tokens of a call, and where its results go."""
 
     _fields_ = [

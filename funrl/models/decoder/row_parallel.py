@@ -33,8 +33,8 @@ def multiply_and_sum(x: Tensor, weight: Weight, mesh: Mesh, split: bool) -> Tens
     if isinstance(weight, Tensor):
         return _sums(x, [weight.reshape(-1, x.shape[-1])], mesh, split)[0]
     if mesh.size("tensor") == 1 and isinstance(weight.weight, Tensor) and weight.tokens is None:
-        factors = (weight.a.flatten(1), weight.b.flatten(0, -2), weight.scale)
-        return low_rank_linear(x, weight.weight.reshape(-1, x.shape[-1]), *factors, parts=parts_of(x.shape[-1]))
+        plain = weight.weight.reshape(-1, x.shape[-1])
+        return low_rank_linear(x, plain, weight.factors, parts=parts_of(x.shape[-1]))
     adapters: list[LowRank] = []
     inside: Weight = weight
     while not isinstance(inside, Tensor):

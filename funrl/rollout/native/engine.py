@@ -121,7 +121,7 @@ class NativeEngine:
         self.paused = False
         self.model = model
         self.adapters: dict[str, LoadedAdapter] = {}
-        self._numbers = itertools.count()  # of adapters; none is used twice
+        self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._cache_bytes = options.cache_bytes
         self._free_share = FREE_SHARE / options.engines
@@ -197,7 +197,7 @@ class NativeEngine:
         """Remove an adapter.
 
         Raises:
-          KeyError: there is none of this name.
+          KeyError: no adapter has this name.
           ValueError: an unfinished request names it.
         """
         adapter = self.adapters[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,9 +13,7 @@ from funrl import trees
 from funrl.algos.core import Loss
 from funrl.algos.reading import reads
 from funrl.compiled_kernels.flash_kernel import attention_by
-from funrl.mesh.launch import ranks_per_node, view
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.plan import Plan, plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
@@ -24,23 +21,14 @@ from funrl.models.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
 from funrl.models.deployed import Deployed, deployed
 from funrl.models.huggingface import directories as hf
-from funrl.models.lora import decoder_of, first_trained, on_base, trained_part
+from funrl.models.lora import decoder_of, first_trained, on_base
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
-from funrl.models.weight_dtypes import cast_weights, weight_dtypes
+from funrl.models.weight_dtypes import cast_weights
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
-from funrl.rollout.engine import Engine
-from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.joint_engine import JointEngine
-from funrl.rollout.native.adapter_engine import AdapterEngine
-from funrl.rollout.native.engine import NativeEngine, native_engine
-from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.vllm.client import vllm_client
-from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.frozen_agents import (
-    FrozenAgent,
     earlier_self,
     first_selves,
     load_first,
@@ -48,9 +36,9 @@ from funrl.trainer.jobs.frozen_agents import (
     open_frozen_agents,
     open_policies,
 )
+from funrl.trainer.jobs.generator import BASE_VERSION, Generator, policy_generator
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
-from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
@@ -58,59 +46,6 @@ from funrl.trainer.steps.optimizer import make_optimizer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
-
-BASE_VERSION = 0  # of the weights that adapters stand on
-ENGINE_TIMEOUT_S = 600.0  # where no flag says
-
-
-class AdaptedBase(NamedTuple):
-    """The engine that has the base of the policy's adapters, and how its weights come to it, once.
-
-    Attributes:
-      engine: without adapters.
-      to_engine: the plan from the base's stored layouts to the engine's.
-    """
-
-    engine: NativeEngine
-    to_engine: Plan
-
-
-class Generator(NamedTuple):
-    """The engine, and how the policy's weights come to it.
-
-    Attributes:
-      engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
-      to_engine: the plan from the policy's stored layouts to the engine's; where the engine takes merged adapters, from
-        those of the weights that these are merged in.
-      proof: that the engine holds the weights of the newest sync.
-      base: None where the engine's weights are the whole policy.
-      frozen: models of agents that do not learn, by name.
-      policies: engines of second policies, by their roles.
-    """
-
-    engine: Engine
-    mesh: Mesh
-    to_engine: Plan
-    proof: SyncProof
-    base: AdaptedBase | None = None
-    frozen: Mapping[str, FrozenAgent] = {}
-    policies: Mapping[str, NativeEngine] = {}
-
-    @property
-    def whole(self) -> Engine:
-        """The engine that has a whole model: `engine`, or that of the base."""
-        return self.engine if self.base is None else self.base.engine
-
-    @property
-    def to_whole(self) -> Plan:
-        """The plan from a whole model's stored layouts to those of `whole`."""
-        return self.to_engine if self.base is None else self.base.to_engine
-
-    @property
-    def serving(self) -> Engine:
-        """The engine that answers for all agents."""
-        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
-        return JointEngine(self.engine, others) if others else self.engine
 
 
 class Parts(NamedTuple):
@@ -267,51 +202,6 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
         return RouterLosses()
     rate = settings.routers.router_bias_rate if routers.biased else 0.0
     return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
-
-
-def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
-    """Make an engine for the policy, without weights yet. Every rank calls it.
-
-    Args:
-      placed: the model that the run begins with.
-      policy: the same with adapters, where the policy has some: a native engine adds them to the base, and for others
-        they are merged.
-    """
-    mesh = view(placed.mesh, job.generate_sizes)
-    settings = job.settings
-    decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
-    max_rows = settings.engines.decode_rows
-    compiled = settings.models.compile == "on" or (settings.models.compile == "auto" and mesh.device.type == "cuda")
-    if settings.engines.engine == "vllm":
-        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
-        engine = vllm_engine(placed.model, mesh, job.dtype, options=options)
-    elif settings.engines.engine == "vllm_server":
-        url = parts(settings.engines.engine_url)[int(mesh.index(mesh.row_axes))]
-        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
-        timeout_s = settings.engines.engine_timeout or ENGINE_TIMEOUT_S
-        engine = vllm_client(url, placed.model, mesh, dtype=job.dtype, options=options, timeout_s=timeout_s)
-    elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
-        engine = hf_engine(placed.model, mesh, job.dtype)
-    else:
-        engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
-        if policy.model.adapters is not None:
-            return _adapted_generator(job, engine, placed, policy)
-    return Generator(engine, mesh, _plan_to(engine, placed.stored, job), proof=SyncProof())
-
-
-def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:
-    """A generator whose engine adds the policy's adapters to the base."""
-    assert policy.model.adapters is not None
-    engine = AdapterEngine(base, job.main_role, policy.model.adapters.lora)
-    to_engine = _plan_to(engine, trained_part(policy.model, policy.stored), job)
-    to_base = AdaptedBase(base, _plan_to(base, placed.stored, job))
-    return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
-
-
-def _plan_to(engine: Engine, stored: trees.Tree, job: Job) -> Plan:
-    wanted = engine.weights.layouts
-    return plan(stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -513,8 +403,9 @@ def settle_proof(parts: Parts) -> None:
 
 
 def proof_metrics(parts: Parts) -> dict[str, float]:
-    """Metrics of the proofs that have ended since the last call."""
-    return {} if parts.generator is None else parts.generator.proof.take()
+    """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
+    generator = parts.generator
+    return {} if generator is None else {"sync/bytes": float(generator.sync_bytes), **generator.proof.take()}
 
 
 def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:

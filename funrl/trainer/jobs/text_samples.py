@@ -30,7 +30,8 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.build import Parts, policy_generator, sync
+from funrl.trainer.jobs.build import Parts, sync
+from funrl.trainer.jobs.generator import policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout, text_after

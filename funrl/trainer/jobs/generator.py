@@ -1,0 +1,134 @@
+"""The engine of a run, and how weights come to it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.mesh.launch import ranks_per_node, view
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan, plan
+from funrl.models import Placed
+from funrl.models.lora import trained_part
+from funrl.models.model import Layer
+from funrl.models.weight_dtypes import weight_dtypes
+from funrl.rollout.engine import Engine
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.joint_engine import JointEngine
+from funrl.rollout.native.adapter_engine import AdapterEngine
+from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.sync_proof import SyncProof
+from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
+from funrl.trainer.jobs.frozen_agents import FrozenAgent, native_options
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.settings.declaration import parts
+
+BASE_VERSION = 0  # of the weights that adapters stand on
+ENGINE_TIMEOUT_S = 600.0  # where no flag says
+
+
+class AdaptedBase(NamedTuple):
+    """The engine that has the base of the policy's adapters, and how its weights come to it, once.
+
+    Attributes:
+      engine: without adapters.
+      to_engine: the plan from the base's stored layouts to the engine's.
+    """
+
+    engine: NativeEngine
+    to_engine: Plan
+
+
+class Generator(NamedTuple):
+    """The engine, and how the policy's weights come to it.
+
+    Attributes:
+      engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
+      to_engine: the plan from the policy's stored layouts to the engine's; where the engine takes merged adapters, from
+        those of the weights that these are merged in.
+      proof: that the engine holds the weights of the newest sync.
+      base: None where the engine's weights are the whole policy.
+      frozen: models of agents that do not learn, by name.
+      policies: engines of second policies, by their roles.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    to_engine: Plan
+    proof: SyncProof
+    base: AdaptedBase | None = None
+    frozen: Mapping[str, FrozenAgent] = {}
+    policies: Mapping[str, NativeEngine] = {}
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of the weights that each sync gives to this rank's engine."""
+        weights = self.engine.weights
+        dtypes = trees.leaves(weight_dtypes(weights.layouts, weights.dtype))
+        shapes = (layout.local_shape(weights.mesh.rank) for layout in trees.leaves(weights.layouts))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+
+    @property
+    def whole(self) -> Engine:
+        """The engine that has a whole model: `engine`, or that of the base."""
+        return self.engine if self.base is None else self.base.engine
+
+    @property
+    def to_whole(self) -> Plan:
+        """The plan from a whole model's stored layouts to those of `whole`."""
+        return self.to_engine if self.base is None else self.base.to_engine
+
+    @property
+    def serving(self) -> Engine:
+        """The engine that answers for all agents."""
+        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+        return JointEngine(self.engine, others) if others else self.engine
+
+
+def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
+    """Make an engine for the policy, without weights yet. Every rank calls it.
+
+    Args:
+      placed: the model that the run begins with.
+      policy: the same with adapters, where the policy has some: a native engine adds them to the base, and for others
+        they are merged.
+    """
+    mesh = view(placed.mesh, job.generate_sizes)
+    settings = job.settings
+    decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
+    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
+    max_rows = settings.engines.decode_rows
+    compiled = settings.models.compile == "on" or (settings.models.compile == "auto" and mesh.device.type == "cuda")
+    if settings.engines.engine == "vllm":
+        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
+        engine = vllm_engine(placed.model, mesh, job.dtype, options=options)
+    elif settings.engines.engine == "vllm_server":
+        url = parts(settings.engines.engine_url)[int(mesh.index(mesh.row_axes))]
+        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
+        timeout_s = settings.engines.engine_timeout or ENGINE_TIMEOUT_S
+        engine = vllm_client(url, placed.model, mesh, dtype=job.dtype, options=options, timeout_s=timeout_s)
+    elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
+        engine = hf_engine(placed.model, mesh, job.dtype)
+    else:
+        engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
+        if policy.model.adapters is not None:
+            return _adapted_generator(job, engine, placed, policy)
+    return Generator(engine, mesh, _plan_to(engine, placed.stored, job), proof=SyncProof())
+
+
+def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:
+    """A generator whose engine adds the policy's adapters to the base."""
+    assert policy.model.adapters is not None
+    engine = AdapterEngine(base, job.main_role, policy.model.adapters.lora)
+    to_engine = _plan_to(engine, trained_part(policy.model, policy.stored), job)
+    to_base = AdaptedBase(base, _plan_to(base, placed.stored, job))
+    return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
+
+
+def _plan_to(engine: Engine, stored: trees.Tree, job: Job) -> Plan:
+    wanted = engine.weights.layouts
+    return plan(stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
