@@ -63,7 +63,6 @@ def test_tokens_of_other_weights_are_counted_apart():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"compile": "on"}, "--compile=on"),
     ({"lora_rank": 2}, "merged adapters"),
     ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
 ])  # fmt: skip
