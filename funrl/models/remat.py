@@ -24,6 +24,8 @@ _SAVED = (
     "flash_attn::",
     "funrl::varlen_attention",
     "funrl::exact_linear",
+    "funrl::exact_grouped_linear",
+    "funrl::exact_head_products",
     "funrl::chunk_states",
     "funrl::grouped_linear",
     "funrl::choose_experts",
