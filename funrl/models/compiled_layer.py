@@ -29,8 +29,10 @@ def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Cal
     """
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    options = {"emulate_precision_casts": True} if backend == "inductor" and device == "cpu" else None
-    compiled = torch.compile(plain, fullgraph=True, backend=backend, options=options)
+    if backend == "inductor" and device == "cpu":
+        compiled = torch.compile(plain, fullgraph=True, options={"emulate_precision_casts": True})
+    else:
+        compiled = torch.compile(plain, fullgraph=True, backend=backend)
 
     def layer(config, mesh, params, x_BTD, context):
         before = _graphs()
