@@ -42,7 +42,7 @@ def compile_layer(
         return plain
     from funrl.models.compiled_layer import compiled_layer
 
-    return compiled_layer(plain, note, backend)
+    return compiled_layer(plain, note, backend, device)
 
 
 def is_compiled(model: Model, mode: str, device: str) -> bool:

@@ -11,20 +11,28 @@ import torch._dynamo
 from torch._dynamo.decorators import mark_unbacked
 
 from funrl.compiled_kernels.attention import flash_attention
+from funrl.compiled_kernels.exact.dispatch import has_kernels
 from funrl.models.model import Layer
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
-torch._dynamo.assume_constant_result(flash_attention)  # it cannot follow an import that fails
+for constant in (flash_attention, has_kernels):  # it cannot follow an import that fails, nor a compiler of C++
+    torch._dynamo.assume_constant_result(constant)
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 )
 
 
-def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Callable) -> Layer:
-    """The layer, compiled by `backend`; `note` receives what was compiled and how long it took."""
+def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Callable, device: str) -> Layer:
+    """The layer, compiled by `backend`; `note` receives what was compiled and how long it took.
+
+    On a CPU 16-bit numbers are rounded where the plain layer rounds them, so that the results have its bits.
+    """
     # Training, scoring, prefill and decode, each with and without a mask and for one row or many: more than dynamo's 8.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    if backend == "inductor" and device == "cpu":
+        compiled = torch.compile(plain, fullgraph=True, options={"emulate_precision_casts": True})
+    else:
+        compiled = torch.compile(plain, fullgraph=True, backend=backend)
 
     def layer(config, mesh, params, x_BTD, context):
         before = _graphs()

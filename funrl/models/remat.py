@@ -25,6 +25,8 @@ _SAVED = (
     "funrl::varlen_attention",
     "funrl::exact_linear",
     "funrl::exact_low_rank",
+    "funrl::exact_grouped_linear",
+    "funrl::exact_head_products",
     "funrl::chunk_states",
     "funrl::grouped_linear",
     "funrl::choose_experts",

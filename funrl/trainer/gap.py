@@ -58,8 +58,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return "there are no C++ kernels here"
     if settings.engines.engine != "native":
         return f"--engine={settings.engines.engine} has kernels of its own"
-    if settings.models.compile == "on":
-        return "--compile=on fuses the trainer's operations"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"
     if isinstance(sums, str):

@@ -9,6 +9,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.gate import gated
 from funrl.compiled_kernels.exact.low_rank import ThinFactors, low_rank_linear
+from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
+from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
+from funrl.compiled_kernels.grouped_linear import grouped_linear, grouped_linear_in_parts, head_products
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.compiled_kernels.linear import linear, linear_in_parts
 from funrl.compiled_kernels.norm import rms_norm, rms_norm_reference
@@ -38,6 +41,16 @@ def wide(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def groups(fn):
+    """Products of 4, 0 and 3 rows, and of 2 that belong to no group."""
+
+    def reference(x, w):
+        return torch.cat((x[:4] @ w[0].T, x[4:7] @ w[2].T, x.new_zeros(2, w.shape[1])))
+
+    return fn, reference
+
+
+ENDS = torch.tensor([4, 4, 7], dtype=torch.int32)
 # name -> shapes of the arguments, the function, and the same by operators of torch
 CASES = {
     "norm": ([(5, 33), (33,)], lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: rms_norm_reference(x, w, 1e-6)),
@@ -54,6 +67,29 @@ CASES = {
     "silu": ([(7, 19), (7, 19)], gated, lambda a, b: F.silu(a) * b),
     "gelu": ([(3, 50), (3, 50)], lambda a, b: gated(a, b, "gelu"), lambda a, b: F.gelu(a, approximate="tanh") * b),
     "product": ([(2, 5, 24), (9, 24), (9,)], linear, F.linear),
+    "products of groups": ([(9, 24), (3, 10, 24)], *groups(lambda x, w: grouped_linear(x, w, ENDS))),
+    "products of groups in parts": (
+        [(9, 24), (3, 10, 24)], *groups(lambda x, w: grouped_linear_in_parts(x, w, ENDS, 4)),
+    ),
+    "products of heads": (
+        [(5, 3, 7), (3, 12, 7)],
+        lambda x, w: head_products(x, w, 2, 11, False), lambda x, w: torch.einsum("mhk,hnk->mhn", x, w[:, 2:11]),
+    ),
+    "products of heads, transposed": (
+        [(5, 3, 9), (3, 12, 7)],
+        lambda x, w: head_products(x, w, 2, 11, True), lambda x, w: torch.einsum("mhk,hkn->mhn", x, w[:, 2:11]),
+    ),
+    "norm in parts": (
+        [(5, 48), (48,)],
+        lambda x, w: scale_rows(x, square_sums(x, 8), w, NormNumbers(48, 1e-2, 0.0)),
+        lambda x, w: rms_norm_reference(x, w, 1e-2),
+    ),
+    "norm in parts with an offset": (
+        [(5, 40), (40,)],
+        lambda x, w: scale_rows(x, square_sums(x, 8), w, NormNumbers(40, 1e-2, 1.0)),
+        lambda x, w: rms_norm_reference(x, w, 1e-2, 1.0),
+    ),
+    "sigmoid": ([(5, 19)], sigmoid, torch.sigmoid),
     "product in parts": ([(5, 24), (9, 24)], lambda x, w: linear_in_parts(x, w, 8), F.linear),
     "product with an adapter": (
         [(2, 5, 24), (9, 24), (3, 24), (9, 3)],
@@ -95,7 +131,7 @@ def test_finite_differences(name):
     assert torch.autograd.gradcheck(CASES[name][1], [x.requires_grad_() for x in arguments(name)])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "groups" not in name])
 def test_a_row_depends_on_no_other_row_and_on_no_thread(name):
     _, fn, _ = CASES[name]
     inputs = arguments(name, torch.float32)
@@ -112,7 +148,10 @@ def test_a_row_depends_on_no_other_row_and_on_no_thread(name):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "product in parts"])
+CORE = [name for name in CASES if "parts" not in name and "products of" not in name]
+
+
+@pytest.mark.parametrize("name", CORE)
 def test_what_traces_sees_operators_of_torchs_core(name):
     _, fn, reference = CASES[name]
     inputs = arguments(name)
@@ -130,11 +169,33 @@ def test_what_traces_sees_operators_of_torchs_core(name):
     lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
     lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
     lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), True)),
+    lambda o: (o.exact_grouped_linear, (draw(9, 24), draw(3, 10, 24), ENDS, 8, False)),
+    lambda o: (o.exact_grouped_linear, (draw(9, 4).bfloat16(), draw(3, 10, 4).bfloat16(), ENDS, 1, True)),
+    lambda o: (o.exact_head_products, (draw(5, 3, 7), draw(3, 12, 7), 2, 11, False)),
+    lambda o: (o.exact_head_products, (draw(5, 3, 9), draw(3, 12, 7), 2, 11, True)),
+    lambda o: (o.exact_softmax, (draw(5, 8),)),
+    lambda o: (o.exact_sigmoid, (draw(5, 8),)),
+    lambda o: (o.exact_largest, (draw(5, 8), 3)),
+    lambda o: (o.exact_square_sums, (draw(5, 8).bfloat16(), 4)),
+    lambda o: (o.exact_scale_rows, (draw(5, 8), draw(5).exp(), draw(8), 16, 1e-6, 0.0)),
     lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), False)),
 ])  # fmt: skip
 def test_shapes_without_numbers(call):
     operator, inputs = call(torch.ops.funrl)
     torch.library.opcheck(operator.default, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_softmax_and_the_largest_numbers():
+    x = draw(40, 37).requires_grad_()
+    got, expected = softmax(x), x.softmax(-1)
+    assert (got - expected).abs().max() < 1e-15
+    assert (
+        torch.autograd.grad(got.square().sum(), x)[0] - torch.autograd.grad(expected.square().sum(), x)[0]
+    ).abs().max() < 1e-15
+    assert torch.equal(softmax(x[3:4]), got[3:4])
+    assert torch.equal(largest(x, 5), x.topk(5).indices)
+    assert largest(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]]), 4).tolist() == [[1, 2, 4, 3]]
+    assert largest(torch.tensor([[1.0, torch.nan, -torch.inf, 2.0]]), 3).tolist() == [[1, 3, 0]]
 
 
 def test_a_selective_checkpoint_sees_products_and_keeps_their_bits():

@@ -72,7 +72,6 @@ def test_tokens_of_other_weights_are_counted_apart():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"compile": "on"}, "--compile=on"),
     ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
     ({"engine": "hf", "dtype": "float32", "lora_rank": 2}, "--engine=hf"),
 ])  # fmt: skip

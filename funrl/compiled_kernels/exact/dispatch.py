@@ -20,19 +20,27 @@ _TRANSPARENT = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 def computes_exactly(*tensors: Tensor) -> bool:
     """True if plain tensors of one dtype on the CPU go to the C++ functions.
 
-    What is simulated, traced, compiled or transformed by `torch.func` sees operators of torch's core instead.
+    What is simulated, traced or transformed by `torch.func` sees operators of torch's core instead; torch.compile sees
+    the functions as operators, which it does not look into.
     """
     first = tensors[0]
     dtype = first.dtype
+    if dtype not in BITS or any(x.dtype != dtype or x.device.type != "cpu" for x in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return has_kernels()
     return (
-        dtype in BITS
-        and all(type(x) is Tensor and x.dtype == dtype and x.device.type == "cpu" for x in tensors)
-        and not torch.compiler.is_compiling()
+        all(type(x) is Tensor for x in tensors)
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_function_stack()  # such as a checker of types
         and (not torch._C._len_torch_dispatch_stack() or _transparent_modes())
         and kernels_work()
     )
+
+
+def has_kernels() -> bool:
+    """`kernels_work` as a constant of what is compiled; see `compiled_layer`."""
+    return kernels_work()
 
 
 @functools.cache

@@ -19,7 +19,8 @@ def exact_square_sums(x: Tensor, parts: int) -> Tensor:
     x = x.contiguous()
     M, D = x.shape
     out = x.new_empty(M, dtype=real_of(x.dtype))
-    library().funrl_square_sums(BITS[x.dtype], x.data_ptr(), out.data_ptr(), M, D, parts, torch.get_num_threads())
+    sizes = (M, D, parts, torch.get_num_threads())
+    library().funrl_square_sums(BITS[x.dtype], x.data_ptr(), out.data_ptr(), *sizes)
     return out
 
 
@@ -34,5 +35,6 @@ def exact_scale_rows(x: Tensor, totals: Tensor, weight: Tensor, size: int, eps: 
     weight = weight.contiguous()
     out = torch.empty_like(x)
     pointers = (y.data_ptr() for y in (x, totals, weight, out))
-    library().funrl_scale_rows(BITS[x.dtype], *pointers, *x.shape, size, eps, offset, torch.get_num_threads())
+    numbers = (size, eps, offset, torch.get_num_threads())
+    library().funrl_scale_rows(BITS[x.dtype], *pointers, *x.shape, *numbers)
     return out

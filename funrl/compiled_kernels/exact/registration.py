@@ -23,7 +23,7 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
         operator = getattr(torch.ops.funrl, name).default
 
         def call(*args: Any) -> Any:
-            return operator(*args) if is_watched() else fn(*args)
+            return operator(*args) if torch.compiler.is_compiling() or is_watched() else fn(*args)
 
         return call
 

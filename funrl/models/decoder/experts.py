@@ -170,7 +170,8 @@ def _exact_sum(experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, 
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     all_BTD = enter(h_BTD, mesh, split)
     way = dispatch_gathered if mesh.size(over) == 1 else dispatch_ragged
-    out_TD = way(experts, mesh, over, params, all_BTD.flatten(0, 1), routes.weights_TK, routes.ids_TK)
+    all_TD = all_BTD.flatten(0, 1)
+    out_TD = way(experts, mesh, over, params, all_TD, weights_TK=routes.weights_TK, ids_TK=routes.ids_TK)
     out_BTD = own_tokens(out_TD.view(all_BTD.shape), mesh, split)
     if not experts.shared:
         return out_BTD
