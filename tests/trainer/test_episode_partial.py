@@ -79,7 +79,7 @@ def job_of(environment=None, **settings):
 
 def run(folder, mesh="dp1", stop_after=None, observer=Stopping, environment=None, **settings):
     """Metrics by step, notes and the weights at the end."""
-    job = job_of(environment, mesh=mesh, **{"steps": 4, "eval_every": 4} | settings)
+    job = job_of(environment, mesh=mesh, **{"steps": 4, "eval_every": 2} | settings)
 
     def program(mesh):
         observe = observer(folder, stop_after)
