@@ -191,7 +191,7 @@ class ResumablePolicy(LoggedPolicy):
         before = _CALLERS.get()
         if task not in before:
             _CALLERS.set((*before, task))
-        self._callers[task] = [one for one in before if one is not task]
+        self._callers[task] = [caller for caller in before if caller is not task]
 
     async def _park(self, call: _OpenCall) -> None:
         if self._renewed is None:

@@ -83,14 +83,14 @@ def to_json(value: object) -> str:
 
 def record_from_json(value: Any) -> EpisodeRecord:
     """The record that `to_json` wrote, as `json.loads` reads it."""
-    nodes, parents, ends, turn_rewards, rest = value
-    return EpisodeRecord(
-        [{name: _value(x) for name, x in fields.items()} for fields in nodes],
-        parents,
-        [(agent, leaf, tools) for agent, leaf, tools in ends],
-        {int(number): reward for number, reward in turn_rewards.items()},
-        rest,
-    )
+    record = EpisodeRecord(*value)
+    by_node = {
+        name: {int(number): x for number, x in field.items()}
+        for name, field in record._asdict().items()
+        if isinstance(field, Mapping) and name != "rest"
+    }
+    nodes = [{name: _value(x) for name, x in fields.items()} for fields in record.nodes]
+    return record._replace(nodes=nodes, ends=[(agent, leaf, tools) for agent, leaf, tools in record.ends], **by_node)
 
 
 def _plain(value: object) -> Any:

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from selection import quick
 from small_chats import SETUP, engine_of, examples_of
 from test_run import PROMPTS, Talk, run
 
@@ -264,7 +263,8 @@ def of_mesh(mesh, renewed):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("renewed", [False, True], ids=["alive", "from records"])
-@pytest.mark.parametrize("sizes", quick(["dp2", "tp2"], []))
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["dp2", "tp2"])
 def test_replicas_and_tensor_ranks(sizes, renewed):
     def program(mesh):
         return gather_objects(of_mesh(mesh, renewed), mesh)

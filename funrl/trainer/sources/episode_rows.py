@@ -163,6 +163,8 @@ def rollout_of_episodes(
       prompts: number of the prompts of all ranks.
       sampling: of the policy's replies.
     """
+    if engine.proof is not None:
+        engine.proof.settle()
     mesh = engine.mesh
     count = prompts * sampling.samples
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
