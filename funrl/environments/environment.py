@@ -57,3 +57,19 @@ class MessageEnvironment(Protocol):
     async def close(self) -> None:
         """Free what it holds. Called once, however the episode ends."""
         ...
+
+
+class PlainEnvironment(Protocol):
+    """A `MessageEnvironment` whose methods are plain: each call is in a thread, beside the engine."""
+
+    def reset(self, example: Example, seed: int) -> tuple[Sequence[Message], Tools]:
+        """As of `MessageEnvironment`."""
+        ...
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """As of `MessageEnvironment`."""
+        ...
+
+    def close(self) -> None:
+        """As of `MessageEnvironment`."""
+        ...

@@ -182,7 +182,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else embedded.environment()
-    rewards = (embedded.reward,) if environment is None else ()
+    rewards = () if embedded.reward is None else (embedded.reward,)
     check_workers(settings, rewards)
     weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))
     return Task(
