@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from funrl.data.prompts import Example
 from funrl.rollout.episodes import Episode, Message
@@ -36,6 +36,15 @@ class ScoringEnvironment(Protocol):
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[float | None]:
         """A reward of each episode, which replaces those of all its agents; None: unscored."""
+        ...
+
+
+@runtime_checkable
+class PromptingEnvironment(Protocol):
+    """An environment with prompts of its own, for a run without --prompts."""
+
+    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
+        """Records as those of --prompts: each has a "prompt" and further fields. The seed is that of the run."""
         ...
 
 

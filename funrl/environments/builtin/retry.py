@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages, message_environment
+from funrl.environments.answer_rewards import answer_reward
 from funrl.environments.environment import Environment
 from funrl.loading import load_function
-from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
-from funrl.rewards.load import load_rewards
+from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Message
 from funrl.rollout.policy import Tools
 
@@ -49,11 +48,11 @@ class Retry:
         return example_messages(example), ()
 
     def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
-        """Verify an answer. The reward of an episode is that of its last answer."""
+        """Verify an answer. The reward of an episode is that of the answer that ends it."""
         scored = self.verify(self._example, message["content"])
         self._left -= 1
         ended = scored.reward >= 1 or self._left == 0
-        return [{"role": "user", "content": scored.verdict}], scored.reward if ended else None, ended
+        return [{"role": "user", "content": scored.verdict}], scored.reward if ended else 0.0, ended
 
     def close(self) -> None:
         """Nothing is held."""
@@ -63,6 +62,8 @@ def retry(
     reward: str | Reward = "exact", attempts: int = 3, verdict: str | Callable[..., str] = VERDICT
 ) -> Environment:
     """An environment of several attempts at each prompt; the reward of an episode is that of its last attempt.
+
+    It is 0 if a limit ends the episode before.
 
     Args:
       reward: a reward function, or what --reward names: "exact", "math", "FILE.py:function". An answer that it gives 1
@@ -77,23 +78,13 @@ def retry(
     """
     if attempts < 1:
         raise ValueError(f"attempts={attempts}: the policy needs at least 1")
-    functions = load_rewards(reward) if isinstance(reward, str) else reward_functions([reward])
-    if len(functions) != 1:
-        raise ValueError(f"reward={reward}: the verdict on an answer needs one reward, not {len(functions)}")
-    (function,) = functions
+    of_answer = answer_reward(reward)
     if isinstance(verdict, str) and ".py:" in verdict:
         verdict = load_function("env_args", verdict)
 
     def verify(example: Example, answer: str) -> ScoredAnswer:
         messages = example.messages if example.conversational else None
-        row = Completed(example.text, answer, example.fields, messages=messages)
-        if function.awaited:  # a step is in a thread of its own
-            (outcome,) = asyncio.run(awaited_outcomes(function, [row]))
-        else:
-            (outcome,) = outcomes(function, [row])
-        if isinstance(outcome, Failure):
-            raise RewardError(*outcome)
         text = verdict if isinstance(verdict, str) else verdict(example.text, answer, **example.fields)
-        return ScoredAnswer(float(outcome), text)
+        return ScoredAnswer(of_answer(example.text, answer, example.fields, messages), text)
 
     return message_environment(lambda: Retry(verify, attempts))

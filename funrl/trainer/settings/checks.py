@@ -33,6 +33,7 @@ from funrl.trainer.settings.scorers import (
     check_environment,
     has_environment,
     model_path,
+    own_environment,
     scorers_of,
     weights_by_name,
 )
@@ -117,7 +118,7 @@ def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects
     Raises:
       SettingsError: they do not.
     """
-    if settings.examples.prompts is None:
+    if settings.examples.prompts is None and own_environment(settings, given) is None:
         refuse_idle_data(settings)
         if settings.rewards.reward is not None:
             raise SettingsError(f"--reward={settings.rewards.reward} needs --prompts=FILE.jsonl")

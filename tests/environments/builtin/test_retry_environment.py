@@ -22,7 +22,7 @@ def other_side(environment):
 def test_a_wrong_answer_gets_a_verdict_and_the_last_one_the_reward():
     steps = replies(other_side(retry("exact", attempts=3)), "5", "3", "4")
     assert steps == [([{"role": "user", "content": VERDICT}], reward, ended) for reward, ended in
-                     [(None, False), (None, False), (1.0, True)]]  # fmt: skip
+                     [(0.0, False), (0.0, False), (1.0, True)]]  # fmt: skip
     assert replies(other_side(retry("exact", attempts=2)), "5", "3")[-1][1:] == (0.0, True)
     assert replies(other_side(retry("exact")), "4")[-1][1:] == (1.0, True)
 
@@ -35,13 +35,13 @@ def test_a_reward_may_be_awaited_and_the_verdict_a_function(tmp_path):
     (tmp_path / "own.py").write_text("def say(prompt, completion, answer):\n    return f'{completion}, not {answer}'")
     environment = retry(awaited, attempts=2, verdict=f"{tmp_path}/own.py:say")
     first, second = replies(other_side(environment), "5", "2")
-    assert first[0][0]["content"] == "5, not 4" and first[1] is None and second[1] == 0.5
+    assert first[0][0]["content"] == "5, not 4" and first[1] == 0.0 and second[1] == 0.5
 
 
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="attempts=0"):
         retry("exact", attempts=0)
-    with pytest.raises(ValueError, match="one reward, not 2"):
+    with pytest.raises(ValueError, match="one reward here, not 2"):
         retry("exact,format")
     with pytest.raises(LoadError, match="no such file"):
         retry("absent.py:score")
