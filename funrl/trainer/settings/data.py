@@ -22,7 +22,8 @@ class ExampleSettings:
     task: str = flag(
         "arithmetic",
         "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder; "
-        "calculator: products, by calls of a tool; retry: sums, again after a verdict",
+        "calculator: products, by calls of a tool; retry: products, again after verdicts; "
+        "programs: written again after failed tests",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
