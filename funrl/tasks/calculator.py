@@ -21,8 +21,10 @@ from funrl.data.prompts import Prompt
 from funrl.tasks.arithmetic import Split, is_held_out
 from funrl.tasks.conversations import (
     CONVERSATIONS,
+    END_OF_CALL,
     IMITATION_FLAGS,
     IMITATION_STEPS,
+    call_begin,
     chat_model,
     chat_tokenizer,
     has_chat_tokenizer,
@@ -33,8 +35,7 @@ from funrl.tasks.task import EmbeddedTask
 if TYPE_CHECKING:
     from funrl.environments.environment import Environment
 
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token each, as are those of the template
-END_OF_CALL = '"}}</tool_call>'
+CALL = call_begin("calculator", "expression")
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
 SMALLEST, LARGEST = 11, 99  # factors
 CALLS_SHARE = 0.2  # share of the conversations that call the tool

@@ -27,6 +27,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 SMALLEST_HEAD = 16
+END_OF_CALL = '"}}</tool_call>'  # one token, as is the begin of a call
 IMITATION_STEPS = 400  # of `funrl sft` on conversations of a demonstrator
 CONVERSATIONS = 25_600
 IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
@@ -59,6 +60,11 @@ def chat_model(head: int, vocab: int, positions: int = 64) -> Config:
     from funrl.models.flat import with_fields  # here, for flags are read without torch
 
     return with_fields(model_config(max(head, SMALLEST_HEAD)), vocab=vocab, max_positions=positions)
+
+
+def call_begin(tool: str, argument: str) -> str:
+    """Begin of a call of a tool with one argument, whose text and `END_OF_CALL` follow."""
+    return f'<tool_call>{{"name": "{tool}", "arguments": {{"{argument}": "'
 
 
 def demonstrated(

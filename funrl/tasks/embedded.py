@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from funrl.tasks.task import EmbeddedTask
 
 # The second is the first, for a decoder with experts; from the third on they have environments.
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs")
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs", "search")
 
 
 @functools.cache
 def embedded_task(name: str) -> EmbeddedTask:
     """The task of one of `TASK_NAMES`."""
-    from funrl.tasks import arithmetic, calculator, programs, retry  # here, for flags are read without numpy
+    from funrl.tasks import arithmetic, calculator, programs, retry, search  # here, for flags are read without numpy
 
     with_environments = {
         "calculator": calculator.calculator_task,
         "retry": retry.retry_task,
         "programs": programs.programs_task,
+        "search": search.search_task,
     }
     return with_environments[name]() if name in with_environments else arithmetic.arithmetic_task(name)
 

@@ -23,7 +23,7 @@ class ExampleSettings:
         "arithmetic",
         "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder; "
         "calculator: products, by calls of a tool; retry: products, again after verdicts; "
-        "programs: written again after failed tests",
+        "programs: written again after failed tests; search: questions, by a search of documents",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
