@@ -39,6 +39,7 @@ class SharedKeywords(TypedDict, total=False):
     judge_template: TextValue | None
     judge_pattern: TextValue
     judge_max_new_tokens: WholeValue
+    agents: TextValue | None
     episode_turns: WholeValue
     episode_tokens: WholeValue | None
     env_timeout: NumberValue

@@ -25,6 +25,7 @@ from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.cost.step_text import describe_step, parts_left_out
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
     MOVES,
@@ -41,9 +42,10 @@ from funrl.cost.tracing.estimate import (
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
-from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
+from funrl.cost.weight_costs import agent_bytes, engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
+from funrl.environments.agents import AgentMap, parse_agents
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
@@ -56,20 +58,17 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import embedded_texts
-from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
-from funrl.trainer.jobs.models import located, lora_of, models_of
+from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
 from funrl.trainer.jobs.prepare import texts_kind
 from funrl.trainer.jobs.sampling import new_tokens, samplings
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.scorers import has_environment, model_path
+from funrl.trainer.settings.scorers import model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
-from funrl.trainer.sources.judging import JudgeJob
-from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import Rows, moved
 
@@ -127,6 +126,8 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
+    agents = parse_agents(settings.environments.agents)
+    fields |= {"agents": agents, "agent_models": agent_models(settings, agents, model, None, read_model)}
     return RLJob(**fields, task=task, sampling=sampling, eval_sampling=sampling, judge=judge)
 
 
@@ -201,6 +202,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
+        agents = agent_bytes(job, parts)
+        job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
         axes = axes_of(mesh)
@@ -208,28 +211,29 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, _ = engine_bytes(job, parts, parts.generator)
-            phases = {name: plus(costs, {"weights": engine}) for name, costs in phases.items()}
-            phases["reshard"] = resharding(job, parts, parts.generator, rests)
+            phases = {name: plus(costs, {"weights": engine + agents}) for name, costs in phases.items()}
+            served = rests | {"weights": rests["weights"] + agents}
+            phases["reshard"] = resharding(job, parts, parts.generator, served)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
             if isinstance(job, RLJob) and judge is not None and judge.model.pages:
-                verdicts = judging(job, judge, parts, tokens, engine + sum(rests.values()), hardware)
+                verdicts = judging(job, judge, parts, tokens, engine + sum(served.values()), hardware)
                 axes |= verdicts.axes
-                phases = with_judge_phase(phases, verdicts, rests | {"weights": rests["weights"] + engine})
+                phases = with_judge_phase(phases, verdicts, served | {"weights": served["weights"] + engine})
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
     return Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
-        step=_describe(job, tokens),
+        step=describe_step(job, tokens),
         tokens=width,
         phases=phases,
         axes=axes,
         parameters=trees.count(job.models[job.main_role].shapes),
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
-        left_out=_left_out(job, judge, hardware),
+        left_out=parts_left_out(job, judge, hardware),
     )
 
 
@@ -243,6 +247,11 @@ def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[s
     """
     with_verdicts = {"generate": phases["generate"], "score_judge": plus(judge.costs, resting)} | phases
     return {name: plus(costs, {"weights": judge.weights}) for name, costs in with_verdicts.items()}
+
+
+def _without_agents(job: Job) -> Job:
+    """The job without the frozen agents, whose replies are not traced."""
+    return dataclasses.replace(job, agents=AgentMap(), agent_models={}) if isinstance(job, RLJob) else job
 
 
 def check_width(job: Job, tokens: int) -> int:
@@ -263,48 +272,6 @@ def check_width(job: Job, tokens: int) -> int:
             f"{positions} positions"
         )
     return tokens + job.sampling.max_new_tokens
-
-
-def _describe(job: Job, tokens: int) -> str:
-    """Describe a step in words."""
-    count = job.settings.run.batch_prompts
-    if isinstance(job, TextJob):
-        texts = len(TEXT_FIELDS[job.task.kind])
-        each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
-        return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
-    rows = count * job.sampling.samples
-    width = tokens + job.sampling.max_new_tokens
-    return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
-
-
-def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
-    """Describe the parts of a step that are not counted."""
-    settings = job.settings
-    out = ["rewards"] * isinstance(job, RLJob) + [
-        "tokenizer",
-        "files",
-        f"the evaluation every {settings.evaluation.eval_every} steps",
-    ]
-    if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
-        out.append(
-            f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
-        )
-    if isinstance(job, RLJob) and not job.models[job.main_role].pages:
-        out.append("generation, which runs transformers' own code")
-    if isinstance(job, RLJob) and settings.engines.probe_sync_every:
-        out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
-    if judge is not None and not judge.model.pages:
-        out.append("the judge, which runs transformers' own code")
-    if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
-        out.append("the selection of each prompt's best and worst sample for training")
-    if isinstance(job, RLJob) and has_environment(settings):
-        out.append("turns and branches of episodes beyond one reply, and their environments")
-    if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
-        out.append("the rows of demonstrations, one per prompt")
-    if settings.devices.offload:
-        copies = "the time of offloading copies" if hardware.accelerator else "it does nothing on a CPU"
-        out.append(f"--offload={settings.devices.offload}: {copies}")
-    return tuple(out)
 
 
 def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
@@ -340,13 +307,16 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     some = learned(min(mini, TRACED * piece))
     if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
         resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
-        resting += engine_bytes(job, whole, whole.generator)[0]
-        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting)
+        resting += engine_bytes(job, whole, whole.generator)[0] + agent_bytes(job, whole)
+        engines = 1 + len(whole.generator.frozen)
+        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting) / engines
         phases["generate"] = Costs({"other": {}})
         if job.models[job.main_role].pages:
             phases["generate"] = generation(
                 EngineWork(job, parts.generator, whole.generator, prompt_tokens=tokens, room=room, hardware=hardware)
             )
+            caches = (engines - 1) * phases["generate"].peak.get("cache", 0.0)  # of frozen agents, as much each
+            phases["generate"] = plus(phases["generate"], {"cache": caches})
     scores = at_rows(scored, local, scoring)
     phases |= with_moves(job, plan, scores, some.token_bytes)
     again = MOVES[1] in phases  # the step keeps the rows as scored

@@ -44,6 +44,25 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
     return own, shared
 
 
+def agent_bytes(job: Job, parts: Parts) -> float:
+    """Bytes of the weights of frozen agents: those of their engines, and the copies that a checkpoint holds."""
+    if parts.generator is None:
+        return 0.0
+    role = parts.roles[parts.main_role]
+    kept = role.stored
+    nbytes = 0.0
+    for agent in parts.generator.frozen.values():
+        nbytes += _local_bytes(agent.engine.weights.layouts, job.dtype)
+        if agent.declared.every:
+            nbytes += _local_bytes(kept, job.master if role.base is not None else job.dtype)
+    return nbytes
+
+
+def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:
+    """Bytes of a rank's shards."""
+    return float(dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in trees.leaves(layouts)))
+
+
 def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
     """Cost of a sync: the engine's old copy is freed first, and a few buckets are sent at once.
 

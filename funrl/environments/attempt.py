@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from numbers import Real
 
 from funrl.rollout.episodes import Episode, Trajectory
-from funrl.rollout.policy import LimitReached, Policy
+from funrl.rollout.policy import LimitReached, Policy, UnknownAgentError
 
 CLEAN_UP_S = 5.0  # for an environment to clean up after its time is over
 LONGEST_PROBLEM = 2000  # characters
@@ -80,6 +80,9 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
       clock: bounds the time of the environment.
 
     Returns: the episode; its status is "failed" if the environment raised, took too long or gave something else.
+
+    Raises:
+      UnknownAgentError: the environment starts an agent that the run does not know.
     """
     with clock.attempt() as expired:
         task = asyncio.ensure_future(_guarded(run, policy))
@@ -151,6 +154,8 @@ async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Epi
     except LimitReached as limit:
         ends = policy.ends()
         episode = Episode(ends, dict.fromkeys((end.agent for end in ends), None), status=limit.status)
+    except UnknownAgentError:
+        raise
     except (Exception, SystemExit) as error:
         return failed_episode(problem_text("the environment", error))
     problem = episode_problem(episode)

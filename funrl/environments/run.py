@@ -99,6 +99,7 @@ def run_episodes(
 
     Raises:
       RuntimeError, FloatingPointError: as the engine raises them.
+      UnknownAgentError: an environment starts an agent that `setup.models` lacks.
     """
     begin = time.perf_counter()
     if limits.fixed:
@@ -233,7 +234,10 @@ class _Runner:
 
     async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
         clock = EpisodeClock(self._limits.environment_s)
-        policy = Policy(functools.partial(self._complete, number, clock), self._setup, seed, self._limits)
+        models = self._setup.models or {}
+        complete = functools.partial(self._complete, number, clock)
+        frozen = {agent: functools.partial(complete, model=model) for agent, model in models.items() if model}
+        policy = Policy(complete, self._setup, seed, self._limits, frozen)
         self.attempts += 1
         try:
             return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
@@ -241,12 +245,18 @@ class _Runner:
             self.environment_s += clock.environment_s
 
     async def _complete(
-        self, number: int, clock: EpisodeClock, prompt: Sequence[int], sampling: Sampling, *request: int
+        self,
+        number: int,
+        clock: EpisodeClock,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *request: int,
+        model: str = "",
     ) -> Completion:
         self._beginning.discard(number)
         self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
         with clock.policy():
-            completion = await self.resident.complete(prompt, sampling, *request)
+            completion = await self.resident.complete(prompt, sampling, *request, model=model)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         return completion
 

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +38,10 @@ class LimitReached(Exception):
     def __init__(self, status: Status, message: str):
         super().__init__(message)
         self.status: Status = status
+
+
+class UnknownAgentError(ValueError):
+    """An environment starts an agent that the run does not know. It ends the run, as each episode would fail."""
 
 
 class ReadReply(NamedTuple):
@@ -77,10 +82,12 @@ class PolicySetup(NamedTuple):
     Attributes:
       sampling: of a reply; `max_new_tokens` bounds each reply, `samples` is ignored.
       chat: renders messages and reads replies; None: everything is token ids, and messages are empty.
+      models: agent -> the model that answers for it, as `Request.model`; None: any agent is the policy.
     """
 
     sampling: Sampling
     chat: Chat | None = None
+    models: Mapping[str, str] | None = None
 
 
 class EpisodeLimits(NamedTuple):
@@ -113,7 +120,14 @@ EPISODE_LIMITS = EpisodeLimits()
 class Policy:
     """The policy of one episode. Calls of `sample` may run concurrently."""
 
-    def __init__(self, complete: Complete, setup: PolicySetup, seed: int, limits: EpisodeLimits = EPISODE_LIMITS):
+    def __init__(
+        self,
+        complete: Complete,
+        setup: PolicySetup,
+        seed: int,
+        limits: EpisodeLimits = EPISODE_LIMITS,
+        frozen: Mapping[str, Complete] = MappingProxyType({}),
+    ):
         """Make it.
 
         Args:
@@ -121,8 +135,10 @@ class Policy:
           setup: how it samples and renders.
           seed: of the episode, as of a request; see `call_seed`.
           limits: of its trajectories.
+          frozen: complete prompts of the agents that a frozen model answers for.
         """
         self._complete = complete
+        self._frozen = frozen
         self._setup = setup
         self._seed = seed
         self._limits = limits
@@ -141,7 +157,9 @@ class Policy:
 
         Raises:
           ValueError: there is no content, or messages cannot be rendered.
+          UnknownAgentError: the run does not know the agent.
         """
+        self._check_agent(agent)
         tokens, messages = tokens_or_messages(content)
         if messages:
             tokens = self._chat().opening(messages, tools)
@@ -197,9 +215,11 @@ class Policy:
         asked = self._asked(max_tokens, stop)
         tokens = trajectory.token_ids()
         room = self._room(trajectory, len(tokens))
-        request_seed = self._call_seed(tokens, asked, seed)
+        model = (self._setup.models or {}).get(trajectory.agent, "")
+        request_seed = self._call_seed(tokens, asked, model=model, seed=seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        completion = await self._complete(tokens, sampling, request_seed, _computed(trajectory))
+        complete = self._frozen[trajectory.agent] if model else self._complete
+        completion = await complete(tokens, sampling, request_seed, _computed(trajectory))
         chat = self._setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
@@ -226,6 +246,15 @@ class Policy:
         """Trajectories of this episode that end with a sampled turn which no other continues."""
         continued = {id(node) for end in self._sampled for node in end.leaf.path()[:-1]}
         return [end for end in self._sampled if id(end.leaf) not in continued]
+
+    def _check_agent(self, agent: str) -> None:
+        models = self._setup.models
+        if models is not None and agent not in models:
+            known = ", ".join(f"{name}:{'frozen' if model else 'policy'}" for name, model in models.items())
+            raise UnknownAgentError(
+                f"the environment starts agent {agent!r}, and the run knows {known}; name it in --agents and, if the "
+                "environment has one, in its attribute `agents`"
+            )
 
     def _chat(self) -> Chat:
         if self._setup.chat is None:
@@ -261,15 +290,15 @@ class Policy:
             )
         return room
 
-    def _call_seed(self, tokens: list[int], asked: Sampling, seed: int | None) -> int:
+    def _call_seed(self, tokens: list[int], asked: Sampling, *, model: str, seed: int | None) -> int:
         """Seed of a call's noise; counts the call."""
-        key = call_key(tokens, asked)
+        key = call_key(tokens, asked, model)
         if seed is not None:
             return call_seed(self._seed, key, "seed", seed)
         ordinal = self._calls[key]
         self._calls[key] += 1
         default = dataclasses.replace(self._setup.sampling, samples=1)
-        if ordinal == 0 and asked == default and tokens == self._first:
+        if ordinal == 0 and not model and asked == default and tokens == self._first:
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
 
@@ -283,10 +312,11 @@ def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list
     return tokens, messages
 
 
-def call_key(tokens: Sequence[int], asked: Sampling) -> bytes:
-    """Digest of what a call of the policy asks for: all tokens of the path, and its sampling parameters."""
+def call_key(tokens: Sequence[int], asked: Sampling, model: str = "") -> bytes:
+    """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""
     digest = hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16)
     digest.update(repr(asked).encode())
+    digest.update(model.encode())
     return digest.digest()
 
 

@@ -28,6 +28,7 @@ class Request(NamedTuple):
       computed: first tokens of the prompt whose keys and values an earlier request has computed: those of its prompt
         and completion but the last token. A native engine finds all of them again, also those in no whole page, and
         counts what it has to compute again.
+      model: name of the frozen model that completes it, where an engine has several; "": the policy.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Request(NamedTuple):
     begun: Completion | None = None
     most: int | None = None
     computed: int = 0
+    model: str = ""
 
 
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
@@ -145,7 +147,7 @@ def check_requests(config: ModelConfig, requests: Iterable[Request], taken: Cont
       taken: numbers of unfinished requests.
     """
     seen: set[int] = set()
-    for number, prompt, sampling, seed, begun, most, _ in requests:
+    for number, prompt, sampling, seed, begun, most, *_ in requests:
         if number in seen or number in taken:
             raise ValueError(f"request {number} is in use already; give each request a number of its own")
         seen.add(number)

@@ -27,6 +27,10 @@ GROWTH = 4  # of the tokens that are reserved, as the cache of a native engine b
 CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 
+class FirstRankError(RuntimeError):
+    """The program beside the engine has failed on the first rank of a replica; raised on the others."""
+
+
 class _Orders(NamedTuple):
     """Calls of the engine before it is stepped.
 
@@ -63,14 +67,16 @@ class ResidentEngine:
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
 
-    async def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0) -> Completion:
+    async def complete(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0, model: str = ""
+    ) -> Completion:
         """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
 
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
         number = self._count
-        request = Request(number, prompt, sampling, seed, computed=computed)
+        request = Request(number, prompt, sampling, seed, computed=computed, model=model)
         self._engine.check([request])
         self._count += 1
         self._new[number] = request
@@ -170,7 +176,8 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
     Returns: the program's result on the first rank; None on the others.
 
     Raises:
-      RuntimeError, FloatingPointError: as the engine raises them; on a rank that follows, also if the first has failed.
+      RuntimeError, FloatingPointError: as the engine raises them.
+      FirstRankError: on a rank that follows, where the program has failed.
     """
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
@@ -182,7 +189,7 @@ def run_beside(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], A
         if orders.end:
             engine.cancel(orders.cancel)
             if orders.end != "done":
-                raise RuntimeError(f"the first rank of this replica has failed: {orders.end}")
+                raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
             return None
         if not orders.idle:
             for _ in _iterations(engine, orders, mesh):

@@ -31,6 +31,7 @@ from funrl.trainer.jobs.datasets import (
     prompts_of,
     rewarded_task,
 )
+from funrl.trainer.jobs.frozen_agents import load_first
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import Models, located, models_of
 from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
@@ -126,6 +127,8 @@ def run_inference(
     placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
     sync(parts, State({job.main_role: RoleState(params, ())}))
+    assert parts.generator is not None
+    load_first(parts.generator.frozen, placed, params, parts.generator.to_engine, trains=False)
     del params
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)

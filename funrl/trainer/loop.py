@@ -29,7 +29,7 @@ from funrl.trainer import offload
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
-from funrl.trainer.checkpoints.weight_digests import FrozenDigests, role_digests, with_first_digests
+from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_check
 from funrl.trainer.jobs.build import (
@@ -39,6 +39,7 @@ from funrl.trainer.jobs.build import (
     first_weights,
     frozen_weights,
     proof_metrics,
+    renewed,
     resumed_proof,
     settle_proof,
     sync,
@@ -68,14 +69,8 @@ from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-ENDING = (
-    RewardError,
-    CurriculumError,
-    FilterError,
-    NotFiniteError,
-    SyncError,
-    GapError,
-)  # a run ends with what it learned
+# A run ends with what it learned.
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)
 
 
 class Outcome(NamedTuple):
@@ -129,15 +124,15 @@ def train_loop(
       source: makes the source.
       pool: this rank's reward workers, of `open_rewards`; None: it has none, and runs the functions itself.
 
-    Returns: how it ended. A reward function that fails, gradients that are not finite one after the other, or an engine
-      that does not hold the trainer's weights ends the run too, with everything learned so far saved.
+    Returns: how it ended. What is in `ENDING` ends the run too, with everything learned so far saved.
     """
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         digests = FrozenDigests()
         if trainer.folder is not None:
             roles = role_digests(trainer.parts.roles, trainer.frozen, mesh)
-            digests = FrozenDigests(roles, adapter_facts(job, trainer.parts, trainer.frozen))
+            adapters = adapter_facts(job, trainer.parts, trainer.frozen)
+            digests = FrozenDigests(roles, adapters, agent_digests(trainer.parts))
             job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, digests)
     parts = trainer.parts
     folder = trainer.folder
@@ -391,10 +386,11 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
 def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, State, dict[str, float]]:
     """A step without an update, as the source's metric `SKIPPED` asks for: its rows, the state, metrics of the rows.
 
-    Weights, optimizers and the advantage chain's state stay what they are, and so does the engine.
+    Weights, optimizers, the advantage chain's state and the engine stay what they are.
     """
+    state = renewed(trainer.parts, state._replace(step=state.step + 1), trainer.frozen)
     metrics = {} if trainer.job.algorithm.example == "pair" else described_rows(trainer, drawn)  # its source says them
-    return drawn, state._replace(step=state.step + 1), metrics
+    return drawn, state, metrics
 
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
@@ -417,7 +413,7 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     roles, metrics = learn(trainer.parts.roles, state.roles, rows, plan, frozen=trainer.frozen, monitor=monitor)
     if trainer.skips is not None:
         metrics |= trainer.skips.take()
-    return state._replace(roles=roles, step=plan.step), metrics
+    return renewed(trainer.parts, state._replace(roles=roles, step=plan.step), trainer.frozen), metrics
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The dry run of generation: how many rows go together, their cache, and how often."""
 
 import dataclasses
+import itertools
 
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, plain, small, write_config
@@ -138,3 +139,14 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
     assert found["score_judge"].peak["cache"] == alone.peak["cache"]
     with pytest.raises(SettingsError, match=r"it reads 35 tokens and may write 4090 .*, but it has 4096 positions"):
         dry_run.estimate(small("grpo", judge_max_new_tokens=4090, **judge), 8, CPU)
+
+
+def test_frozen_agents_hold_weights_and_caches():
+    """Once in an engine of their own; an earlier self that is renewed once more, for the checkpoint."""
+    jobs = [small("grpo", task="calculator", agents=agents) for agents in (None, "other:frozen", "other:frozen:5")]
+    plain, kept, renewed = (dry_run.estimate(job, 20, CPU).phases for job in jobs)
+    nbytes = trees.count(jobs[0].model.shapes) * jobs[0].dtype.itemsize
+    for phase in ("generate", "reshard", "update_policy"):
+        weights = [phases[phase].peak["weights"] for phases in (plain, kept, renewed)]
+        assert [after - before for before, after in itertools.pairwise(weights)] == [nbytes, nbytes], phase
+    assert kept["generate"].peak["cache"] == 2 * plain["generate"].peak["cache"]

@@ -61,13 +61,14 @@ class NativeOptions(NamedTuple):
 
     Attributes:
       max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: half of the free memory.
+      cache_bytes: bound on the keys and values of one rank; 0: half of the free memory, or a share of it.
       decode: token ids -> text, for stop strings.
       packed: use the compiled decoding step where there is one.
       speculate: bound on the drafted tokens of a request, which continue an earlier occurrence of its last tokens
         (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding) and are sampled in one pass where few rows
         are decoded; 0: no drafts. A draft changes no completion.
       record_routes: let completions have the experts that their tokens went to.
+      engines: number of engines that share the free memory for their caches.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
     """
@@ -78,6 +79,7 @@ class NativeOptions(NamedTuple):
     packed: bool = True
     speculate: int = 0
     record_routes: bool = False
+    engines: int = 1
     static: bool | None = None
 
 
@@ -118,6 +120,7 @@ class NativeEngine:
         self.model = model
         self._backend = backend
         self._cache_bytes = options.cache_bytes
+        self._free_share = FREE_SHARE / options.engines
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
@@ -311,7 +314,7 @@ class NativeEngine:
             mesh = self.weights.mesh
             given = self._cache_bytes
             if not given:
-                free = torch.tensor(FREE_SHARE * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
+                free = torch.tensor(self._free_share * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
                 given = -int(pmax(-free, mesh, "tensor").item())  # the same on all ranks of a replica
             self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
             log.info("the cache may have %d pages of keys and values, %.3g GB", self._limit, given / 1e9)

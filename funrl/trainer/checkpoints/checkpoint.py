@@ -55,6 +55,9 @@ def state_layouts(parts: Parts, state: State) -> dict[str, Layout]:
         role_layouts = {"params": stored, "opt_state": layouts_of(role.opt_state, stored)}
         for part, tree in role_layouts.items():
             layouts |= {f"roles/{name}/{part}/{leaf}": layout for leaf, layout in trees.named(tree)}
+    for name in state.earlier:
+        stored = trees.named(parts.roles[parts.main_role].stored)
+        layouts |= {f"earlier/{name}/params/{leaf}": layout for leaf, layout in stored}
     return layouts
 
 

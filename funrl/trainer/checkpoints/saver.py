@@ -94,7 +94,7 @@ class Saver:
         self.source = source
         self.folder = folder
         self.observer = observer
-        self.frozen = dict(digests.roles)
+        self.frozen = {**digests.roles, **digests.agents}
         self.adapters = dict(digests.adapters)
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.run.save_every)

@@ -64,6 +64,18 @@ def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], m
     return {name: joined_digest(weight_digests(weights[name], roles[name].stored, mesh)) for name in own}
 
 
+def agent_digests(parts: Parts) -> dict[str, str]:
+    """One digest of all weights of each frozen model of agents that stays what it is. Collective."""
+    digests = {}
+    frozen = {} if parts.generator is None else parts.generator.frozen
+    for name, agent in frozen.items():
+        spec = agent.engine.weights
+        if not agent.declared.every:
+            held = trees.from_named(spec.layouts, agent.engine.held_weights())
+            digests[name] = joined_digest(weight_digests(held, spec.layouts, spec.mesh))
+    return digests
+
+
 def joined_digest(digests: Mapping[str, str]) -> str:
     """One digest of the digests of weights."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
@@ -75,10 +87,12 @@ class FrozenDigests(NamedTuple):
     Attributes:
       roles: by role, as `role_digests` takes them.
       adapters: as `base_model.adapter_facts`, of a run in which adapters learn.
+      agents: by the names of the frozen models of agents, as `agent_digests` takes them.
     """
 
     roles: Mapping[str, str] = {}
     adapters: Mapping[str, Any] = {}
+    agents: Mapping[str, str] = {}
 
 
 def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: FrozenDigests) -> Job:

@@ -36,6 +36,14 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
 from funrl.seeds import derived_seed
+from funrl.trainer.jobs.frozen_agents import (
+    FrozenAgent,
+    earlier_self,
+    first_selves,
+    joined_engine,
+    load_first,
+    open_frozen_agents,
+)
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.settings.declaration import parts
@@ -57,12 +65,19 @@ class Generator(NamedTuple):
       engine: on `mesh`.
       to_engine: the plan from the policy's stored layouts, less those of adapters, to the engine's.
       proof: that the engine holds the weights of the newest sync.
+      frozen: models of agents that do not learn, by name.
     """
 
     engine: Engine
     mesh: Mesh
     to_engine: Plan
     proof: SyncProof
+    frozen: Mapping[str, FrozenAgent] = {}
+
+    @property
+    def serving(self) -> Engine:
+        """The engine that answers for all agents."""
+        return joined_engine(self.engine, self.frozen)
 
 
 class Parts(NamedTuple):
@@ -131,6 +146,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
     judge = None
     if isinstance(job, RLJob):
         generator = policy_generator(job, begin, compiled[job.model.layer], note)
+        frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
+        generator = generator._replace(frozen=frozen)
         if job.judge is not None:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
@@ -228,17 +245,23 @@ def policy_generator(job: Job, placed: Placed, layer: Layer, note: Callable[[str
     elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
-        options = NativeOptions(
-            max_rows,
-            cache_bytes,
-            decode,
-            speculate=settings.engines.speculate,
-            record_routes=settings.routers.router_replay,
-        )
-        engine = native_engine(placed.model, mesh, job.dtype, options=options, layer=layer, note=note)
+        engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
     wanted = engine.weights.layouts
     to_engine = plan(placed.stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
     return Generator(engine, mesh, to_engine, proof=SyncProof())
+
+
+def native_options(job: Job) -> NativeOptions:
+    """Options of the native engines of a job."""
+    engines = job.settings.engines
+    return NativeOptions(
+        engines.decode_rows,
+        round((engines.kv_cache_gb or 0) * 1e9),
+        job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True),
+        speculate=engines.speculate,
+        record_routes=job.settings.routers.router_replay,
+        engines=1 + len(job.agents.frozen) if isinstance(job, RLJob) else 1,
+    )
 
 
 def needs_old_scores(job: Job) -> bool:
@@ -267,6 +290,8 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     Args:
       begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.initial_role` takes them over.
     """
+    if parts.generator is not None:
+        load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_engine)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
@@ -322,7 +347,11 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
         if role.optimizer is not None
     }
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
-    return State(states, advantage, source)
+    state = State(states, advantage, source)
+    if parts.generator is None:
+        return state
+    earlier = first_selves(parts.generator.frozen, parts.roles[parts.main_role], weights[parts.main_role])
+    return state._replace(earlier=earlier)
 
 
 def sync(
@@ -335,20 +364,52 @@ def sync(
     """
     if parts.generator is None:
         return state
-    engine = parts.generator.engine
-    to_engine = parts.generator.to_engine
-
-    def weights() -> Iterator[tuple[str, Tensor]]:  # made when they are asked for: the engine's old ones are gone then
-        role = parts.roles[parts.main_role]
-        policy = deployed(role.placed, role.whole(state.roles[parts.main_role].params, frozen or {}))
-        if engine.weights.streamed:
-            yield from policy.exported(engine.weights.names)
-        else:
-            yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=bool(policy.merged)))
-
+    own = state.roles[parts.main_role].params
     with (clock or Clock()).phase("reshard"):
-        engine.load(weights(), state.version + 1)
+        parts.generator.engine.load(policy_weights(parts, parts.generator, own, frozen), state.version + 1)
+        sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)
+
+
+def policy_weights(
+    parts: Parts, generator: Generator, own: trees.Tree, frozen: Mapping[str, trees.Tree] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of the policy as an engine takes them. They are made when they are asked for, when old ones are gone.
+
+    Args:
+      own: its own weights, or those of an earlier self.
+      frozen: weights of the roles that do not learn.
+    """
+    role = parts.roles[parts.main_role]
+    engine = generator.engine
+    policy = deployed(role.placed, role.whole(own, frozen or {}))
+    if engine.weights.streamed:
+        yield from policy.exported(engine.weights.names)
+    else:
+        donate = bool(policy.merged)
+        yield from engine.weights.named(reshard(policy.tree(), generator.to_engine, parts.mesh, donate=donate))
+
+
+def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
+    """Give the engines of earlier selves the weights of the state, where they have others."""
+    for name, earlier in state.earlier.items() if parts.generator is not None else ():
+        assert parts.generator is not None
+        engine = parts.generator.frozen[name].engine
+        if engine.version != earlier.step:
+            engine.load(policy_weights(parts, parts.generator, earlier.params, frozen), earlier.step)
+
+
+def renewed(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
+    """The state after a step, in which earlier selves that are due are the policy, and their engines have them."""
+    if parts.generator is None or not state.earlier:
+        return state
+    own = state.roles[parts.main_role].params
+    role = parts.roles[parts.main_role]
+    every = {name: parts.generator.frozen[name].declared.every for name in state.earlier}
+    due = {name: earlier_self(role, own, state.step) for name, steps in every.items() if state.step % steps == 0}
+    state = state._replace(earlier={**state.earlier, **due})
+    sync_earlier(parts, state, frozen)
+    return state
 
 
 def settle_proof(parts: Parts) -> None:

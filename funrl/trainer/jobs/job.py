@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.data.prompts import Example
+from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
 from funrl.models import Model
 from funrl.models.model import Lora
@@ -169,12 +170,16 @@ class RLJob(BaseJob):
       sampling: of the completions to train on.
       eval_sampling: of those to evaluate.
       judge: the model that writes verdicts, if there is one.
+      agents: models of the environment's agents.
+      agent_models: models of directories among them, by their names in `agents.frozen`.
     """
 
     task: Task
     sampling: Sampling
     eval_sampling: Sampling
     judge: JudgeJob | None = None
+    agents: AgentMap = field(default_factory=AgentMap)
+    agent_models: Mapping[str, Model] = field(default_factory=dict)
 
     @property
     def reward_names(self) -> tuple[str, ...]:

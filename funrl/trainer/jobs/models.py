@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.agents import AgentMap
 from funrl.mesh.launch import device_type
 from funrl.models import Model, decoder_model, with_value_head
 from funrl.models.huggingface import directories as hf
@@ -127,6 +128,43 @@ def models_of(
     if algorithm.divergence is not None and algorithm.divergence.role in directories:
         _check_vocabularies(algorithm, algorithm.divergence.role, models, directories)
     return models, directories
+
+
+def agent_models(
+    settings: Settings,
+    agents: AgentMap,
+    first: Model,
+    tokenizer: Any,
+    read: Callable[[str, str], Model] = hf.check_directory,
+) -> dict[str, Model]:
+    """The models of directories that agents map to, by their names in `agents.frozen`, after a check of all.
+
+    Args:
+      first: the model that the run begins with, which an earlier self is.
+      tokenizer: of the policy; None: others are not compared with it.
+      read: as in `models_of`.
+
+    Raises:
+      SettingsError: there is no such model, or it cannot play.
+    """
+    models = {}
+    for name, frozen in agents.frozen.items():
+        flag = f"agents={settings.environments.agents}"
+        directory = None if frozen.directory is None else str(hf.find_directory(frozen.directory))
+        with blaming(flag):
+            model = first if directory is None else read(directory, settings.models.model_code)
+        problem = ""
+        if not model.generates:
+            problem = "it has a value head and cannot write"
+        elif not model.pages:
+            problem = "the native engine does not generate with it"
+        elif directory and tokenizer is not None and load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+            problem = "its tokenizer is not the policy's, so tokens would not match"
+        if problem:
+            raise SettingsError(f"--{flag}: the model {directory or 'of the policy'}: {problem}; map {name} to another")
+        if directory is not None:
+            models[name] = model
+    return models
 
 
 def directory_of(kind: RoleKind, settings: Settings, learns: bool) -> str | None:

@@ -9,6 +9,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
@@ -30,7 +31,7 @@ from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_pr
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
-from funrl.trainer.jobs.models import Models, first_model, located, lora_of, models_of, reads_policys
+from funrl.trainer.jobs.models import Models, agent_models, first_model, located, lora_of, models_of, reads_policys
 from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
@@ -115,6 +116,7 @@ def rl_job(
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, sampling.max_new_tokens)
+    agents = agents_of(settings, task)
     reading = readers_of(algorithm, roles, task)
     task = fit_prompts(task, settings, sampling.max_new_tokens, reading, roles.tokenizer)
     check_readers(roles.directories, task, algorithm, settings)
@@ -129,8 +131,17 @@ def rl_job(
         sampling=sampling,
         eval_sampling=eval_sampling,
         judge=judge_of(settings, task, devices),
+        agents=agents,
+        agent_models=agent_models(settings, agents, model, roles.tokenizer),
         warmstart_steps=warmstart_steps,
     )
+
+
+def agents_of(settings: Settings, task: Task) -> AgentMap:
+    """The models of the agents of a task's environment. Raises: SettingsError, the flag does not fit it."""
+    with blaming(f"agents={settings.environments.agents}"):
+        agents = parse_agents(settings.environments.agents)
+        return agents if task.environment is None else with_environment(agents, task.environment)
 
 
 def text_job(

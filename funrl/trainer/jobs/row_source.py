@@ -23,6 +23,7 @@ from funrl.data.prompts import Example
 from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.agents import with_environment
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.run import EpisodeLimits
@@ -62,7 +63,6 @@ FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 REWARD_TIMEOUT_S = 600.0  # where no flag says
-POLICY = "policy"  # the agent of environments that name none
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
@@ -130,7 +130,7 @@ def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     assert parts.generator is not None
-    working = awake(parts.generator.engine)  # beyond it the memory of its cache is the trainer's
+    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
     return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
 
 
@@ -237,8 +237,11 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     arguments = job.settings.formatting.template_arguments
     chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
-    agents = getattr(environment, "agents", (POLICY,))
-    return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))
+    models = with_environment(job.agents, environment).models
+    trained = tuple(agent for agent, model in models.items() if not model)
+    frozen = tuple(agent for agent, model in models.items() if model)
+    form = RowForm(trained, frozen, pad=job.pad, choices=choices)
+    return EpisodeSetup(environment, chat, limits, form, models)
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
@@ -247,7 +250,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
     generator = parts.generator
     rewards = job.task.rewards
     return RewardedEngine(
-        generator.engine,
+        generator.serving,
         generator.mesh,
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),

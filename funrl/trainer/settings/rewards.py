@@ -94,6 +94,14 @@ class EnvironmentSettings:
         kinds=RL,
         example="turns:1",
     )
+    agents: str | None = flag(
+        None,
+        "the models of an environment's agents, as NAME:policy; NAME:frozen, the weights that the run began with; "
+        "NAME:frozen:N, those of the policy after the newest N steps; or NAME:DIR",
+        kinds=RL,
+        chosen="policy for each",
+        example="policy:policy,other:frozen",
+    )
     episode_turns: int = flag(
         16,
         "maximum replies of the policy in an episode",

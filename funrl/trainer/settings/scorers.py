@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from funrl.environments.agents import parse_agents
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
 SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
-EPISODE_FLAGS = ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
+EPISODE_FLAGS = ("agents", "episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
     "reward_model": "reward models read single completions",
@@ -124,3 +125,10 @@ def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> N
         value = flag_value(settings, name)
         if value != settings_flags()[name].default:
             raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
+    with blaming(f"agents={settings.environments.agents}"):
+        agents = parse_agents(settings.environments.agents)
+    if agents.frozen and settings.engines.engine != "native":
+        raise SettingsError(
+            f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: frozen models are "
+            "served by the native engine; leave --engine out"
+        )

@@ -8,7 +8,7 @@ in one order on every mesh, by episode and then as the environment lists its tra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +21,15 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.run import EpisodeLimits, PolicySetup, episode_groups, run_episodes
+from funrl.environments.run import EpisodeGroup, EpisodeLimits, EpisodeRun, PolicySetup, episode_groups, run_episodes
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.policy import UnknownAgentError
+from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout
+from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
@@ -39,6 +41,7 @@ class RowForm(NamedTuple):
 
     Attributes:
       agents: names of the agents that may have rows.
+      frozen: names of the others, which are not trained.
       pad: id of the padding token.
       dtype: of log-probabilities and scores.
       raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
@@ -48,6 +51,7 @@ class RowForm(NamedTuple):
     """
 
     agents: tuple[str, ...] = ("policy",)
+    frozen: tuple[str, ...] = ()
     pad: int = 0
     dtype: torch.dtype = torch.float32
     raw: bool = False
@@ -63,12 +67,14 @@ class EpisodeSetup(NamedTuple):
       chat: renders messages and reads replies; None: the environment talks in token ids.
       limits: of an episode.
       form: of its rows; its dtype is that of the engine's log-probabilities.
+      models: agent -> the model that answers for it, as `Request.model`; None: all agents are the policy.
     """
 
     environment: Environment
     chat: TemplateChat | None = None
     limits: EpisodeLimits = EpisodeLimits()
     form: RowForm = RowForm()
+    models: Mapping[str, str] | None = None
 
 
 class Transcript(NamedTuple):
@@ -125,17 +131,20 @@ def rewarded_episodes(
       sampling: of the policy's replies.
       seed: of their noise.
 
-    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent;
-      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
+    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent
+      that is trained; and the rows that can be trained on, without those of unscored agents and of groups in which an
+      episode failed.
+
+    Raises:
+      RewardError: an environment starts an agent that the run does not know; raised on every rank.
     """
     mesh = engine.mesh
     count = len(examples) * sampling.samples
     groups = episode_groups(examples, sampling.samples, seed)
-    policy = PolicySetup(sampling, setup.chat)
-    run = run_episodes(engine.engine, mesh, setup.environment, groups, policy, setup.limits)
+    run = _run_everywhere(setup, engine, groups, sampling)
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
-    transcripts = [_transcript(number, episode) for number, episode in run.episodes]
+    transcripts = [_transcript(number, episode, form) for number, episode in run.episodes]
     lengths = torch.zeros(count, dtype=torch.int64)
     for transcript in transcripts:
         lengths[transcript.number] = len(transcript.tokens)
@@ -198,11 +207,27 @@ def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
     return kept_E
 
 
-def _transcript(number: int, episode: Episode) -> Transcript:
-    """An episode that failed has no trajectory, and an empty transcript."""
-    if not episode.ends:
+def _run_everywhere(
+    setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
+) -> EpisodeRun:
+    """Run this replica's episodes; an agent that the run does not know ends it on every rank."""
+    policy = PolicySetup(sampling, setup.chat, setup.models)
+    run = EpisodeRun([], 0.0, 0.0, 0.0, 0)
+    problem = None
+    try:
+        run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
+    except (UnknownAgentError, FirstRankError) as error:
+        problem = str(error)
+    raise_everywhere(problem, (), engine.mesh)
+    return run
+
+
+def _transcript(number: int, episode: Episode, form: RowForm) -> Transcript:
+    """That of the first trained trajectory. An episode that failed has none, and an empty transcript."""
+    trained = [end for end in episode.ends if end.agent not in form.frozen]
+    if not trained:
         return Transcript(number, torch.zeros(0, dtype=torch.int64), [])
-    nodes = episode.ends[0].leaf.path()
+    nodes = trained[0].leaf.path()
     tokens = [token for node in nodes[1:] for token in node.tokens]
     written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written)
@@ -225,11 +250,15 @@ def _facts(table: EpisodeTable) -> Totals:
     return {name: (float(x.sum()), len(x)) for name, x in columns.items()}
 
 
-def paths_of(episode: Episode) -> list[RowPath]:
-    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none."""
+def paths_of(episode: Episode, frozen: Collection[str] = ()) -> list[RowPath]:
+    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none.
+
+    Args:
+      frozen: agents that are not trained, whose trajectories give no rows.
+    """
     paths: list[RowPath] = []
     seen: set[Node] = set()
-    for end in episode.ends:
+    for end in (end for end in episode.ends if end.agent not in frozen):
         nodes = end.leaf.path()
         trained = frozenset(node for node in nodes if node.sampled and node not in seen)
         if trained:
@@ -253,7 +282,7 @@ def rows_of_episodes(
       form: of the rows.
       mesh: of the engines.
     """
-    paths = [paths_of(episode) for _, episode in own]
+    paths = [paths_of(episode, form.frozen) for _, episode in own]
     table, row_counts_E = _episode_table(own, paths, count, form, mesh)
     begins_E = np.cumsum(row_counts_E) - row_counts_E
     owner_B = np.repeat(table.owner, row_counts_E)
@@ -312,9 +341,10 @@ def _episode_table(
     index = int(mesh.index(mesh.row_axes))
     for (number, episode), some in zip(own, paths, strict=True):
         rewards = [episode.rewards.get(agent) for agent in form.agents]
-        unknown = set(episode.agents()) - set(form.agents)
+        unknown = set(episode.agents()) - {*form.agents, *form.frozen}
         if unknown:
-            raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {list(form.agents)}")
+            known = [*form.agents, *form.frozen]
+            raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {known}")
         turns = sum(len(path.trained) for path in some)
         values = [math.nan if reward is None else float(reward) for reward in rewards]
         failed = episode.status in ("failed", "cancelled")

@@ -171,7 +171,7 @@ def run_requests(
         collected = _collect(engine, completions, pending)
     rewarded = generated if pending is None else time.perf_counter()
     times = (generated - start, rewarded - start, float(bool(collected.entries)))
-    last_generated, last_rewarded, has_entries = _raise_everywhere(collected.error, times, mesh)
+    last_generated, last_rewarded, has_entries = raise_everywhere(collected.error, times, mesh)
     entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
     reward_s = min(
         last_rewarded - last_generated, time.perf_counter() - generated
@@ -432,7 +432,7 @@ def first_texts(
     return [texts[i] for i in range(len(numbers))]
 
 
-def _raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
+def raise_everywhere(problem: str | None, numbers: Sequence[float], mesh: Mesh) -> list[float]:
     """Maximum of each number over all ranks; if any rank has a problem, every rank raises it.
 
     That way no rank is left waiting in a collective.

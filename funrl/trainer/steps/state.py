@@ -9,6 +9,18 @@ from funrl import trees
 from funrl.trainer.steps.roles import RoleState
 
 
+class EarlierSelf(NamedTuple):
+    """An earlier self of the policy, with which agents play.
+
+    Attributes:
+      params: this rank's shards of its own weights, in the layouts of the policy's.
+      step: after which it was the policy.
+    """
+
+    params: trees.Tree
+    step: int
+
+
 class State(NamedTuple):
     """A tree: every leaf has a name, such as "roles/policy/params/layers/0/attn/q".
 
@@ -18,6 +30,7 @@ class State(NamedTuple):
       source: where the source is in its data.
       step: steps that are done.
       version: of the weights that the engine has; each load makes it one more.
+      earlier: of each frozen model that is renewed from time to time, what it is now.
     """
 
     roles: Mapping[str, RoleState]
@@ -25,3 +38,4 @@ class State(NamedTuple):
     source: trees.Tree = ()
     step: int = 0
     version: int = 0
+    earlier: Mapping[str, EarlierSelf] = {}

@@ -1,0 +1,187 @@
+"""Agents that frozen models answer for: an earlier self of the policy, one that is renewed, a model of a directory."""
+
+import functools
+
+import pytest
+import torch
+from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, resized, steps_program
+
+from funrl.environments.agents import parse_agents, with_environment
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.models.huggingface import directories as hf
+from funrl.rollout.episodes import Episode
+from funrl.trainer import loop
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.storage.shard_server import CheckpointError
+
+
+class Rivals:
+    """Two agents write in turn after each other's tokens; each earns the share of its tokens that are odd."""
+
+    agents = ("policy", "rival")
+
+    async def run(self, policy, example, seed):
+        mine = policy.start(example.tokens)
+        theirs = policy.start(example.tokens, agent="rival")
+        for _ in range(2):
+            said, mine = await policy.sample(mine, max_tokens=3)
+            answer, theirs = await policy.sample(policy.extend(theirs, said.tokens), max_tokens=3)
+            mine = policy.extend(mine, answer.tokens)
+        own = [node for node in mine.nodes() if node.sampled]
+        rewards = {"policy": self.odd(own), "rival": self.odd(node for node in theirs.nodes() if node.sampled)}
+        return Episode([mine, theirs], rewards)
+
+    def odd(self, nodes):
+        tokens = [token for node in nodes for token in node.tokens]
+        return sum(token % 2 for token in tokens) / len(tokens)
+
+
+def job_of(environment=None, **settings):
+    given = Given(environment=environment or Rivals(), records=[{"prompt": f"{n}+{n}="} for n in range(24)])
+    flags = SMALL | {"samples_per_prompt": 3, "agents": "rival:frozen"} | settings
+    return resized(prepare(settings_of(**flags), functools.partial(GRPO, kl_coef=0.0), given), SIZES)
+
+
+@functools.cache
+def steps_of_mesh(mesh, agents):
+    job = job_of(agents=agents, mesh=mesh)
+    return launch(steps_program(job, 3), job.sizes, "cpu")
+
+
+MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", MESHES)
+def test_frozen_agents_give_the_same_numbers_on_every_mesh(mesh):
+    one, other = steps_of_mesh(mesh, "rival:frozen:2"), steps_of_mesh("dp1", "rival:frozen:2")
+    assert_same(one, other, 1e-9)
+    for metrics in other["metrics"]:
+        assert metrics["episodes/turns"] == 2 and metrics["rollout/logprob_gap_max"] < 1e-10
+
+
+def test_only_the_policys_turns_have_rows():
+    for batch in steps_of_mesh("dp1", "rival:frozen")["batches"]:
+        assert not batch.agent.any() and len(batch.score) == 12
+        assert (batch.mask.sum(1) <= 6).all()
+
+
+def test_an_earlier_self_stays_or_is_renewed():
+    kept, renewed, same = (
+        steps_of_mesh("dp1", f"rival:{role}")["batches"] for role in ("frozen", "frozen:2", "policy")
+    )
+    for one, other in zip(kept[:2], renewed[:2], strict=True):
+        assert torch.equal(one.tokens, other.tokens)  # both are the first weights
+    assert not torch.equal(kept[2].tokens, renewed[2].tokens)
+    assert same[0].agent.max() == 1
+
+
+@pytest.mark.parametrize(
+    "agents,message",
+    [
+        ("opponent:frozen", "the environment has no agent 'opponent'; its agents are policy, rival"),
+        ("rival", "does not name an agent and its role; write NAME:policy, NAME:frozen"),
+        ("rival:frozen,rival:policy", "agent rival is named twice"),
+        ("rival:frozen:0", "'0' is no number of steps"),
+        ("rival:frozen,policy:frozen", "every agent .policy, rival. is frozen, so nothing learns"),
+        ("rival:/no/such/model", "/no/such/model"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused_before_the_run(agents, message):
+    with pytest.raises(ValueError, match=message):
+        job_of(agents=agents)
+
+
+def test_flags_that_do_not_go_with_frozen_agents_are_refused():
+    with pytest.raises(SettingsError, match="--agents=a:frozen does nothing without an environment"):
+        prepare(settings_of(**SMALL | {"agents": "a:frozen"}), GRPO)
+    with pytest.raises(SettingsError, match="frozen models are served by the native engine"):
+        job_of(engine="hf", dtype="float32")
+
+
+def test_agents_that_an_environment_does_not_name_are_those_of_the_map():
+    agents = with_environment(parse_agents("left:policy,right:frozen:3,third:frozen:3"), object())
+    assert agents.models == {"left": "", "right": "right", "third": "right"} and agents.trained == ("left",)
+    assert list(agents.frozen) == ["right"]
+
+
+class Typo(Rivals):
+    """Starts an agent that it does not name."""
+
+    async def run(self, policy, example, seed):
+        await policy.sample(policy.start(example.tokens))
+        await policy.sample(policy.start(example.tokens, agent="rvial"))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_an_agent_that_the_run_does_not_know_ends_it(mesh):
+    job = job_of(Typo(), mesh=mesh, generate_mesh=mesh)
+
+    def program(mesh):
+        return loop.train_loop(job, mesh, Quiet())
+
+    outcome = launch(program, job.sizes, "cpu")
+    assert "starts agent 'rvial', and the run knows policy:policy, rival:frozen; name it in --agents" in outcome.error
+
+
+def trained(folder, **settings):
+    """Train with checkpoints of every step; metrics by step, and the earlier self at the end."""
+    job = job_of(save_every="1", eval_every=1000, **settings)
+    observer = Quiet(str(folder / "checkpoints"))
+    loop.train_loop(job, single(), observer)
+    return {step: metrics["actor/pg_loss"] for step, metrics in observer.steps}, recorded(last(folder)).arrays
+
+
+def last(folder):
+    return list(complete_checkpoints(folder / "checkpoints").values())[-1]
+
+
+@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
+def test_a_run_that_goes_on_meets_the_same_earlier_self(tmp_path, adapters):
+    settings = adapters | {"agents": "rival:frozen:2", "dtype": "float32"}
+    whole, arrays = trained(tmp_path / "whole", steps=5, **settings)
+    trained(tmp_path / "halves", steps=3, **settings)  # the self is that of step 2, the policy of step 3
+    rest, _ = trained(tmp_path / "halves", steps=5, resume=True, run_dir="x", **settings)
+    assert rest == {step: whole[step] for step in (4, 5)}
+    names = [name for name in arrays if name.startswith("earlier/rival/")]
+    assert "earlier/rival/step" in names and len(names) > 1
+    assert all(("lora" in name) == bool(adapters) for name in names if "params" in name)
+
+
+def test_a_run_does_not_go_on_with_another_first_self(tmp_path):
+    trained(tmp_path, steps=1)
+    with pytest.raises(CheckpointError, match="began with other weights of its rival: --seed or the warm start"):
+        trained(tmp_path, steps=2, seed=1, resume=True, run_dir="x")
+
+
+class Told(Rivals):
+    """Keeps the rival's answers."""
+
+    def __init__(self):
+        self.answers = []
+
+    async def run(self, policy, example, seed):
+        episode = await super().run(policy, example, seed)
+        self.answers.append([node.tokens for node in episode.ends[1].nodes() if node.sampled])
+        return episode
+
+
+def answers_of(agents, **settings):
+    environment = Told()
+    run, state = begin(job_of(environment, agents=agents, **settings), single())
+    loop.draw_batch(run, state)
+    return environment.answers
+
+
+def test_a_model_of_a_directory_answers(tmp_path):
+    job = job_of(seed=3)
+    params = job.model.init(torch.Generator().manual_seed(0), torch.float64)
+    hf.save(tmp_path / "model", job.model, params, job.tokenizer)
+    stored = answers_of(f"rival:{tmp_path / 'model'}")
+    assert stored == answers_of("rival:frozen") != answers_of("rival:frozen", seed=3)
