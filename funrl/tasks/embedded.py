@@ -11,19 +11,27 @@ if TYPE_CHECKING:
     from funrl.tasks.task import EmbeddedTask
 
 # The second is the first, for a decoder with experts; from the third on they have environments.
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs", "search")
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs", "search", "guessing")
 
 
 @functools.cache
 def embedded_task(name: str) -> EmbeddedTask:
     """The task of one of `TASK_NAMES`."""
-    from funrl.tasks import arithmetic, calculator, programs, retry, search  # here, for flags are read without numpy
+    from funrl.tasks import (  # here, for flags are read without numpy
+        arithmetic,
+        calculator,
+        guessing,
+        programs,
+        retry,
+        search,
+    )
 
     with_environments = {
         "calculator": calculator.calculator_task,
         "retry": retry.retry_task,
         "programs": programs.programs_task,
         "search": search.search_task,
+        "guessing": guessing.guessing_task,
     }
     return with_environments[name]() if name in with_environments else arithmetic.arithmetic_task(name)
 

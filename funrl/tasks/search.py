@@ -54,7 +54,7 @@ FACTS = {
         "actor baker clerk driver editor farmer guard hunter judge king lawyer mayor nurse pilot smith tailor"
     ),
 }
-WORDS = (*FIRST_NAMES, *LAST_NAMES, *FACTS, *(value for values in FACTS.values() for value in values), "of")
+QUESTION_WORDS = (*FIRST_NAMES, *LAST_NAMES, *FACTS, *(value for values in FACTS.values() for value in values), "of")
 SEARCH = call_begin("search", "query")
 SEARCH_ALPHABET = " :?"
 SEARCHES = 0.25  # share of the conversations that search
@@ -109,7 +109,7 @@ def search_task() -> EmbeddedTask:
         reward=None,
         demonstrations=search_conversations,
         texts={"demonstrations": _right_texts},
-        tokenizer=lambda: chat_tokenizer(SEARCH_ALPHABET, (SEARCH, END_OF_CALL, *WORDS)),
+        tokenizer=lambda: chat_tokenizer(SEARCH_ALPHABET, (SEARCH, END_OF_CALL, *QUESTION_WORDS)),
         is_its_tokenizer=_has_tokenizer,
         model_config=lambda head: chat_model(head, vocab=128),  # 110 are used
         max_new_tokens=12,
@@ -156,4 +156,4 @@ def _right_texts(seed: int, count: int, split: Split = "train") -> list[tuple[An
 
 
 def _has_tokenizer(folder: str | Path) -> bool:
-    return has_chat_tokenizer(folder, SEARCH_ALPHABET, (SEARCH, END_OF_CALL, *WORDS))
+    return has_chat_tokenizer(folder, SEARCH_ALPHABET, (SEARCH, END_OF_CALL, *QUESTION_WORDS))

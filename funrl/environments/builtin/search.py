@@ -16,7 +16,7 @@ from funrl.rewards.call import Reward
 NOTHING = "no document has a word of the query"
 
 
-def search(
+def search_documents(
     documents: str | Sequence[str],
     reward: str | Reward = "exact",
     results: int = 3,

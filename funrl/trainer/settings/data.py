@@ -23,7 +23,8 @@ class ExampleSettings:
         "arithmetic",
         "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder; "
         "calculator: products, by calls of a tool; retry: products, again after verdicts; "
-        "programs: written again after failed tests; search: questions, by a search of documents",
+        "programs: written again after failed tests; search: questions, by a search of documents; guessing: a game of "
+        "two agents",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
