@@ -84,7 +84,7 @@ class EnvironmentSettings:
     env: str | None = flag(
         None,
         "FILE.py:NAME of an environment, which rewards its episodes: a class, a function or a list of tools; or "
-        "module:NAME, as of funrl.environments.builtin",
+        "module:NAME, as of funrl.environments.builtin; textarena:GAME; reasoning_gym:TASK",
         kinds=RL,
     )
     env_args: str | None = flag(

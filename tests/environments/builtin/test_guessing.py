@@ -3,34 +3,10 @@
 import asyncio
 
 import pytest
+from small_policy import Scripted
 
 from funrl.data.prompts import Example
 from funrl.environments.builtin.guessing import NumberGame, guess_the_number
-from funrl.rollout.episodes import Node, Reply, Trajectory
-from funrl.rollout.policy import LimitReached
-
-
-class Scripted:
-    """A policy whose agents say given texts, and that records what they hear."""
-
-    def __init__(self, **texts):
-        self.texts = {agent: list(lines) for agent, lines in texts.items()}
-        self.heard = []
-
-    def start(self, messages, agent="policy"):
-        return Trajectory(agent, Node(None, [1], sampled=False, messages=messages))
-
-    def extend(self, trajectory, messages):
-        return Trajectory(trajectory.agent, Node(trajectory.leaf, [1], sampled=False, messages=messages))
-
-    async def sample(self, trajectory):
-        self.heard.append((trajectory.agent, trajectory.leaf.messages[0]["content"]))
-        if not self.texts[trajectory.agent]:
-            raise LimitReached("tokens", "no more")
-        text = self.texts[trajectory.agent].pop(0)
-        message = {"role": "assistant", "content": text}
-        node = Node(trajectory.leaf, [2], sampled=True)
-        return Reply(message, (), (), [2], "stop"), Trajectory(trajectory.agent, node)
 
 
 def play(policy, turns=3, **fields):
