@@ -5,7 +5,7 @@
     user       5-11            (the other agent has guessed 12)
     assistant  8
 
-The demonstrator mostly names any number, possible or not. In self-play, against itself or an earlier self, the policy
+The demonstrator mostly names any number, possible or not; seldom it names the middle of the bounds. In self-play, against itself or an earlier self, the policy
 learns to name possible ones, and those that leave the other little. Held-out games are against a fixed player, which
 names any possible number: nobody who begins half of the games wins more than 0.56 of them.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LARGEST_NUMBER = 15
 GUESSES = 6  # of each player
 BOUNDS = "{low}-{high}"
-LISTENING = 0.1  # share of the guesses that are within the bounds, besides those that are so by chance
+LISTENING = 0.15  # share of the players who name the middle of the bounds; the others name any number
 GAMES = 4096  # to train on
 GAME_IMITATION_STEPS = 200
 GAME_ALPHABET = "123456789-?"
@@ -63,11 +63,11 @@ def game_conversations(seed: int, count: int) -> list[dict[str, Any]]:
     for prompt in games(seed, count):
         game = NumberGame(prompt.fields["secret"], LARGEST_NUMBER)
         own = prompt.fields["first"] == "policy"
+        listens = rng.random(2) < LISTENING
         messages = []
         ended = False
         while not ended and len(messages) < 2 * GUESSES:
-            low, high = (game.low, game.high) if rng.random() < LISTENING else (1, LARGEST_NUMBER)
-            number = int(rng.integers(low, high + 1))
+            number = (game.low + game.high) // 2 if listens[int(own)] else int(rng.integers(1, LARGEST_NUMBER + 1))
             if own:
                 messages.append({"role": "user", "content": BOUNDS.format(low=game.low, high=game.high)})
                 messages.append({"role": "assistant", "content": str(number)})

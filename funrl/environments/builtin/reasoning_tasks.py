@@ -30,7 +30,7 @@ def reasoning_task(name: str, size: int = 1000, attempts: int = 1, **config: Any
       ValueError: there is no such data set, or it does not take the arguments.
     """
     try:
-        import reasoning_gym
+        import reasoning_gym  # type: ignore[import-not-found]
     except ImportError as error:
         raise LoadError(
             f"reasoning_gym:{name} needs reasoning-gym ({error}): pip install 'funrl[environments]'"
@@ -51,7 +51,7 @@ class _ReasoningTask:
 
     def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
         """The questions of a seed, with their entries in the data set."""
-        import reasoning_gym
+        import reasoning_gym  # type: ignore[import-not-found]
 
         entries = reasoning_gym.create_dataset(**self._config, seed=seed)
         return [
@@ -64,7 +64,7 @@ class _ReasoningTask:
         return await self._conversations.run(policy, example, seed)
 
     def _scored(self, example: Example, reply: str) -> ScoredAnswer:
-        from reasoning_gym.utils import extract_answer
+        from reasoning_gym.utils import extract_answer  # type: ignore[import-not-found]
 
         answer = extract_answer(reply) or reply.strip()
         return ScoredAnswer(float(self._data.score_answer(answer, example.fields["entry"])), VERDICT)

@@ -54,7 +54,7 @@ def search_tool(texts: Sequence[str], results: int, characters: int = 1000) -> C
       LoadError: bm25s is not installed.
     """
     try:
-        import bm25s
+        import bm25s  # type: ignore[import-not-found]
     except ImportError as error:
         raise LoadError(f"search needs bm25s ({error}): pip install 'funrl[environments]'") from error
 
@@ -75,7 +75,7 @@ def search_tool(texts: Sequence[str], results: int, characters: int = 1000) -> C
             return NOTHING
         scores = index.get_scores(known)
         best = np.argsort(-scores, kind="stable")[:results]
-        return "\n".join(texts[n][:characters] for n in best if scores[n] > 0)
+        return "\n".join(str(texts[n])[:characters] for n in best if scores[n] > 0)
 
     return search
 

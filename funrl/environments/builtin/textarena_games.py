@@ -36,7 +36,7 @@ def textarena_game(name: str, players: int = 1, games: int = DEFAULT_GAMES) -> E
       ValueError: the game is not for this number of players.
     """
     try:
-        import textarena
+        import textarena  # type: ignore[import-not-found]
     except ImportError as error:
         raise LoadError(
             f"--env=textarena:{name} needs textarena ({error}): pip install 'funrl[environments]'"
