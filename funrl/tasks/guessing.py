@@ -5,9 +5,9 @@
     user       5-11            (the other agent has guessed 12)
     assistant  8
 
-The demonstrator mostly names any number, possible or not; seldom it names the middle of the bounds. In self-play, against itself or an earlier self, the policy
-learns to name possible ones, and those that leave the other little. Held-out games are against a fixed player, which
-names any possible number: nobody who begins half of the games wins more than 0.56 of them.
+The demonstrator mostly names any number, possible or not; seldom it names the middle of the bounds. In self-play,
+against itself or an earlier self, the policy learns to name possible numbers. Held-out games are against a fixed
+player, which names any possible number: nobody who begins half of the games wins more than 0.56 of them.
 """
 
 from __future__ import annotations
