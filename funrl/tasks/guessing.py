@@ -5,8 +5,8 @@
     user       5-11            (the other agent has guessed 12)
     assistant  8
 
-The demonstrator mostly names any number, possible or not; seldom it names the middle of the bounds. In self-play,
-against itself or an earlier self, the policy learns to name possible numbers. Held-out games are against a fixed
+The demonstrator mostly repeats its first number; seldom it goes on with the middle of the bounds. In self-play, against
+itself or an earlier self, the policy learns to name possible numbers. Held-out games are against a fixed
 player, which names any possible number: nobody who begins half of the games wins more than 0.56 of them.
 """
 
@@ -23,6 +23,7 @@ from funrl.tasks.arithmetic import Split
 from funrl.tasks.conversations import (
     CONVERSATIONS,
     IMITATION_FLAGS,
+    IMITATION_STEPS,
     chat_model,
     chat_tokenizer,
     has_chat_tokenizer,
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
 LARGEST_NUMBER = 15
 GUESSES = 6  # of each player
 BOUNDS = "{low}-{high}"
-LISTENING = 0.15  # share of the players who name the middle of the bounds; the others name any number
+LISTENING = 0.25  # share of the players who go on with the middle of the bounds; the others repeat a number
 GAMES = 4096  # to train on
-GAME_IMITATION_STEPS = 200
 GAME_ALPHABET = "123456789-?"
 GAME_WORDS = tuple(str(number) for number in range(10, LARGEST_NUMBER + 1))
 
@@ -64,15 +64,18 @@ def game_conversations(seed: int, count: int) -> list[dict[str, Any]]:
         game = NumberGame(prompt.fields["secret"], LARGEST_NUMBER)
         own = prompt.fields["first"] == "policy"
         listens = rng.random(2) < LISTENING
+        firsts = rng.integers(1, LARGEST_NUMBER + 1, size=2).tolist()
+        turn = 0
         messages = []
         ended = False
-        while not ended and len(messages) < 2 * GUESSES:
-            number = (game.low + game.high) // 2 if listens[int(own)] else int(rng.integers(1, LARGEST_NUMBER + 1))
+        while not ended and turn < 2 * GUESSES:
+            number = (game.low + game.high) // 2 if turn > 1 and listens[int(own)] else firsts[int(own)]
             if own:
                 messages.append({"role": "user", "content": BOUNDS.format(low=game.low, high=game.high)})
                 messages.append({"role": "assistant", "content": str(number)})
             ended = game.guess(number)
             own = not own
+            turn += 1
         if messages:  # the other has not named it at once
             records.append({"messages": messages})
     return records
@@ -91,7 +94,7 @@ def guessing_task() -> EmbeddedTask:
         is_its_tokenizer=_has_tokenizer,
         model_config=lambda head: chat_model(head, vocab=32),  # 22 are used
         max_new_tokens=2,
-        warmstart_steps=GAME_IMITATION_STEPS,
+        warmstart_steps=IMITATION_STEPS,
         warmstart_demonstrations=CONVERSATIONS,
         warmstart_flags=IMITATION_FLAGS,
         demonstration_field="best",
