@@ -36,7 +36,20 @@ def existing_path(text: str) -> str:
 
 
 def load_function(flag: str, text: str) -> Callable[..., Any]:
-    """The function that "FILE.py:function" or "package.module:function" names.
+    """The function that "FILE.py:function" or "package.module:function" names; see `load_object`.
+
+    Raises:
+      LoadError: as `load_object`; or it cannot be called.
+    """
+    loaded = load_object(flag, text)
+    if not callable(loaded):
+        name = text.rpartition(":")[2]
+        raise LoadError(f"--{flag}={text}: {name!r} is {loaded!r}, which cannot be called; a function is needed")
+    return loaded
+
+
+def load_object(flag: str, text: str) -> Any:
+    """The function or other object that "FILE.py:name" or "package.module:name" names.
 
     A file is run as a module of its own, with its folder on the import path, as Python does with a script. As Python
     does with a module, it is run once in a process, however many of its functions are asked for. A module is looked up
@@ -47,7 +60,7 @@ def load_function(flag: str, text: str) -> Callable[..., Any]:
       text: the value of the flag.
 
     Raises:
-      LoadError: the file is missing or does not import, has no such function, or it cannot be called.
+      LoadError: the file is missing or does not import, or has no such name.
     """
     name, function = locate(flag, text)
     path = Path(name)
@@ -58,10 +71,7 @@ def load_function(flag: str, text: str) -> Callable[..., Any]:
     if not hasattr(module, function):
         there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise LoadError(f"--{flag}={text}: {name} has no {function!r}; its functions: {', '.join(there) or 'none'}")
-    loaded = getattr(module, function)
-    if not callable(loaded):
-        raise LoadError(f"--{flag}={text}: {function!r} is {loaded!r}, which cannot be called; a function is needed")
-    return loaded
+    return getattr(module, function)
 
 
 def locate(flag: str, text: str) -> tuple[str, str]:

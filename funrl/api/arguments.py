@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,8 @@ from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
 from funrl.trainer.settings.settings import settings_flags
 
-GivenEnvironment = str | Path | Environment | Callable[..., Any]  # "FILE.py:NAME", or what `environment_from` takes
+# "FILE.py:NAME", or what `environment_from` takes
+GivenEnvironment = str | Path | Environment | Callable[..., Any] | Sequence[Callable[..., Any]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -238,9 +240,24 @@ def texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: 
     return named
 
 
-def environment_given(env: GivenEnvironment | None) -> tuple[Any, dict[str, str]]:
-    """An environment in an argument, and the flag where it is a text; one of them is None or empty."""
-    return (None, {"env": str(env)}) if isinstance(env, (str, Path)) else (env, {})
+def environment_given(
+    env: GivenEnvironment | None, env_args: str | Mapping[str, Any] | None
+) -> tuple[Any, dict[str, str]]:
+    """An environment in an argument, None where it is a text; and the flags of texts, its arguments included.
+
+    Raises:
+      SettingsError: the arguments are not of JSON.
+    """
+    named = {}
+    if isinstance(env_args, Mapping):
+        try:
+            env_args = json.dumps(dict(env_args))
+        except (TypeError, ValueError) as error:
+            way_out = "give other objects by functools.partial"
+            raise SettingsError(f"env_args={env_args!r:.200}: {error}; {way_out}") from error
+    if env_args is not None:
+        named["env_args"] = env_args
+    return (None, {"env": str(env), **named}) if isinstance(env, (str, Path)) else (env, named)
 
 
 def find_model(model: str | Path) -> Path:

@@ -244,6 +244,7 @@ def train(
     prompts: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     env: GivenEnvironment | None = None,
+    env_args: str | Mapping[str, Any] | None = None,
     eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     curriculum: str | Callable[..., Any] | None = None,
     source: MakeSource | None = None,
@@ -263,7 +264,9 @@ def train(
       prompts: a file, as for --prompts, or dicts like its records; for supervised recipes, texts.
       reward: a value of --reward, such as "FILE.py:function" or "math", or one or several functions; a mapping gives
         the functions' names in metrics.
-      env: "FILE.py:NAME", an environment, or a class or a function such as --env names, instead of `reward`.
+      env: "FILE.py:NAME", an environment, or a class, a function or a list of tools such as --env names, instead of
+        `reward`.
+      env_args: arguments of that class or function by name, whose values JSON has; or a text, as for --env_args.
       eval_data: held-out data, in the same forms as `prompts`; None: a tenth of these.
       curriculum: "FILE.py:function", or a function; see `funrl.trainer.sources.curriculum.weighing`.
       source: (job, parts, frozen weights, clock, observer) -> `Source`; None: the source of prompts and rewards, or of
@@ -283,13 +286,13 @@ def train(
     check_callable("on_step", on_step, {"step": 1, "metrics": {}})
     check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
     values, own = settings_and_arguments(recipe, settings)
-    environment, of_env = environment_given(env)
+    environment, of_env = environment_given(env, env_args)
     given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
     named = texts_given(mesh_text(mesh), model, reward, eval_data, curriculum) | of_env
     algorithm = (
         recipe
         if isinstance(recipe, Algorithm)
-        else composed(recipe, resolved(settings_of(**values, **named), prompts is not None), own)
+        else composed(recipe, resolved(settings_of(**values, **named), prompts is not None or env is not None), own)
     )
     if isinstance(prompts, (str, Path)):
         named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)

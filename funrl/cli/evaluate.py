@@ -113,6 +113,7 @@ def evaluate(
     data: str | Path | Sequence[Mapping[str, Any]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     env: GivenEnvironment | None = None,
+    env_args: str | Mapping[str, Any] | None = None,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
@@ -125,7 +126,7 @@ def evaluate(
       model: a Hugging Face directory, a name in the local cache, or the directory of a run. The flags of a run are the
         defaults of `reward` and `settings`.
       data: prompts in the forms of --prompts, or dicts like their records. None: the run's held-out prompts.
-      reward, env: as in `funrl.train`.
+      reward, env, env_args: as in `funrl.train`.
       step: step of the run's checkpoint; None: the final model, else the newest checkpoint.
       limit: maximum number of prompts, chosen by the seed; None: all.
       output: directory to write; None: runs/evaluate-TIME.
@@ -141,7 +142,7 @@ def evaluate(
     numbers = {"step": step, "limit": limit, "seed": seed}
     step, limit, seed = (checked_value(table[name], value) for name, value in numbers.items())
     stored = find_stored_model(model, step)
-    environment, of_env = environment_given(env)
+    environment, of_env = environment_given(env, env_args)
     given = Given(
         environment=environment,
         rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
@@ -248,7 +249,8 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
         if problem := known[flag].problem(value):
             raise SettingsError(f"--{flag}={value}: {problem}")
     has_data = own.get(data) is not None or given.eval_records is not None
-    if not has_data and not (name == "evaluate" and _holds_out(stored.flags)):
+    own_environment = own.get("env") is not None or given.environment is not None
+    if not has_data and not (name == "evaluate" and (own_environment or _holds_out(stored.flags))):
         raise SettingsError(f"--{data}=FILE is needed: the prompts")
     names = _inherited(name, stored.flags, own, given, has_data)
     taken = {flag: stored.flags.get(flag) for flag in (*names, *(() if has_data else OF_SPLIT))}
@@ -283,13 +285,15 @@ def _inherited(
     if rewarded or name == "generate":
         return prompts
     episodes = flags.get("env") is not None or not has_data
-    return [*INHERITED, *(("env", *EPISODE_FLAGS) if episodes else ())]
+    return [*INHERITED, *(("env", "env_args", *EPISODE_FLAGS) if episodes else ())]
 
 
 def _holds_out(flags: Mapping[str, Any]) -> bool:
     """True if the flags of a run determine its held-out prompts, from files or from the embedded task."""
     if flags.get("prompts") is not None or flags.get("eval_data") is not None:
         return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
+    if flags.get("env") is not None:
+        return True
     return bool(flags) and all(flags.get(flag) is None for flag in ("model", "data", "reward"))
 
 

@@ -117,7 +117,7 @@ def inference_flags(name: str) -> list[Flag]:
         OUTPUT[name],
         table["seed"]._replace(text="seed of the samples"),
     ]
-    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", *EPISODE_FLAGS, *DEVICES)
+    names = (*PROMPTS, *(REWARDS if name == "evaluate" else ()), "env", "env_args", *EPISODE_FLAGS, *DEVICES)
     shared = [table[flag]._replace(requires="", kinds=RUN_KINDS) for flag in names]
     texts = {flag: table[flag].text for flag in SAMPLED[2:]} | SAMPLED_TEXTS
     sampling = [

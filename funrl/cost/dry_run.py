@@ -176,7 +176,8 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
         return max(len(text.tokens) for example in (*texts.examples, *texts.heldout) for text in example.texts)
     if settings.estimate.prompt_tokens is not None:
         return settings.estimate.prompt_tokens
-    if settings.models.model is not None or settings.examples.prompts is not None:
+    own = settings.models.model, settings.examples.prompts, settings.environments.env
+    if any(x is not None for x in own):
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
     embedded = embedded_task(settings.examples.task)

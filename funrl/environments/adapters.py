@@ -19,7 +19,7 @@ from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.calls import call
-from funrl.environments.environment import Environment, MessageEnvironment
+from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
 from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
@@ -28,11 +28,11 @@ from funrl.rollout.policy import LimitReached, Policy
 LONGEST_OUTPUT = 10_000  # characters of a tool's output
 
 
-def message_environment(make: Callable[[], MessageEnvironment]) -> Environment:
+def message_environment(make: Callable[[], MessageEnvironment | PlainEnvironment]) -> Environment:
     """An environment of conversations with one agent.
 
     Args:
-      make: makes the other side, anew for each attempt at an episode; its methods may be plain.
+      make: makes the other side, anew for each attempt at an episode.
 
     The episode's reward is the sum of its turns' rewards; it is unscored if all of them are None. A limit ends the
     conversation before its next turn, with the rewards so far: an environment that counts an unfinished episode as a
@@ -97,7 +97,7 @@ def example_messages(example: Example) -> list[Message]:
 
 
 class _Conversations:
-    def __init__(self, make: Callable[[], MessageEnvironment]):
+    def __init__(self, make: Callable[[], MessageEnvironment | PlainEnvironment]):
         self._make = make
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:

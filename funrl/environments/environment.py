@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from funrl.data.prompts import Example
 from funrl.rollout.episodes import Episode, Message
@@ -39,6 +39,15 @@ class ScoringEnvironment(Protocol):
         ...
 
 
+@runtime_checkable
+class PromptingEnvironment(Protocol):
+    """An environment with prompts of its own, for a run without --prompts."""
+
+    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
+        """Records as those of --prompts: each has a "prompt" and further fields. The seed is that of the run."""
+        ...
+
+
 class MessageEnvironment(Protocol):
     """The other side of one conversation. A new one is made for each attempt at an episode."""
 
@@ -56,4 +65,20 @@ class MessageEnvironment(Protocol):
 
     async def close(self) -> None:
         """Free what it holds. Called once, however the episode ends."""
+        ...
+
+
+class PlainEnvironment(Protocol):
+    """A `MessageEnvironment` whose methods are plain: each call is in a thread, beside the engine."""
+
+    def reset(self, example: Example, seed: int) -> tuple[Sequence[Message], Tools]:
+        """As of `MessageEnvironment`."""
+        ...
+
+    def step(self, message: Message) -> tuple[Sequence[Message], float | None, bool]:
+        """As of `MessageEnvironment`."""
+        ...
+
+    def close(self) -> None:
+        """As of `MessageEnvironment`."""
         ...

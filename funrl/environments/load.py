@@ -1,72 +1,148 @@
-"""Environments that a command line names, or that a caller in Python gives."""
+"""Environments that a command line names, or that a caller in Python gives, with arguments."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from funrl.data.json_lines import DataError
+from funrl.data.prompt_format import template_arguments
 from funrl.environments.adapters import function_environment, message_environment
+from funrl.environments.builtin.reasoning_tasks import reasoning_task
+from funrl.environments.builtin.textarena_games import textarena_game
+from funrl.environments.builtin.tools import rewarded_tools
 from funrl.environments.environment import Environment
-from funrl.loading import LoadError, load_function
+from funrl.loading import LoadError, load_object
 
 FLAG = "env"
+ARGUMENTS = "env_args"
+NO_ARGUMENTS: Mapping[str, Any] = {}
+GAME_LIBRARIES: Mapping[str, Callable[..., Environment]] = {
+    "textarena": textarena_game,
+    "reasoning_gym": reasoning_task,
+}
 
 
-def load_environment(text: str) -> Environment:
-    """The environment that "FILE.py:NAME" names; see `environment_from`.
+def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+    """The environment that "FILE.py:NAME" names, see `environment_from`, or "LIBRARY:NAME", one of `GAME_LIBRARIES`.
 
     Raises:
-      LoadError: it cannot be loaded, or is no environment.
+      LoadError: it cannot be loaded, is no environment, or does not take the arguments.
     """
+    library, _, name = text.partition(":")
+    named = None if library in GAME_LIBRARIES else load_object(FLAG, text)
     try:
-        return environment_from(load_function(FLAG, text))
-    except TypeError as error:
+        if named is None:
+            return _bound(GAME_LIBRARIES[library], arguments, text, first=1)(name)
+        return environment_from(named, arguments)
+    except (TypeError, ValueError) as error:
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def environment_from(given: Environment | Callable[..., Any]) -> Environment:
-    """An environment of an object, a class or a function.
+def environment_arguments(text: str | None) -> dict[str, Any]:
+    """Arguments of an environment: a JSON object, or NAME:VALUE pairs as of --template_arguments.
 
-    | given | environment |
-    |---|---|
-    | an object with `run` | itself |
-    | a class with `run` | an object of it |
-    | a class with `reset`, `step` and `close` | `message_environment` |
-    | a function of no required argument | what it returns, an object with `run` |
-    | another function | `function_environment` |
+    >>> environment_arguments("attempts:3,reward:math")
+    {'attempts': 3, 'reward': 'math'}
+    >>> environment_arguments('{"attempts": 3}')
+    {'attempts': 3}
 
     Raises:
-      TypeError: it has another form.
+      LoadError: the text has neither form.
     """
+    if text is None:
+        return {}
+    try:
+        if not text.lstrip().startswith("{"):
+            return template_arguments(text)
+        return json.loads(text)
+    except (DataError, ValueError) as error:
+        raise LoadError(
+            f"--{ARGUMENTS}={text}: write NAME:VALUE, separated by commas, or a JSON object ({error})"
+        ) from error
+
+
+def environment_from(
+    given: Environment | Callable[..., Any] | Sequence[Callable[..., Any]],
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> Environment:
+    """An environment of an object, a class, a function or a list of tools.
+
+    | given | environment | what gets the arguments |
+    |---|---|---|
+    | an object with `run` | itself | nothing |
+    | a class with `run` | an object of it | the class |
+    | a class with `reset`, `step` and `close` | `message_environment` | the class, for each episode |
+    | a list of functions | `rewarded_tools` | that function |
+    | a function whose required arguments are all given | what it returns, an object with `run` | the function |
+    | another function | `function_environment` | the function, at each call |
+
+    Raises:
+      TypeError: it has another form, or does not take the arguments.
+    """
+    if isinstance(given, (list, tuple)):
+        return _bound(rewarded_tools, arguments, "a list of tools", first=1)(given)
     if isinstance(given, type):
-        kind: Any = given
-        if hasattr(kind, "run"):
-            return kind()
-        missing = [name for name in ("reset", "step", "close") if not hasattr(given, name)]
-        if missing:
-            raise TypeError(
-                f"class {given.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close"
-            )
-        return message_environment(kind)
+        return _of_class(given, arguments)
     if hasattr(given, "run"):
+        if arguments:
+            names = ", ".join(arguments)
+            raise TypeError(f"{type(given).__name__} is an object, which takes no {ARGUMENTS}: {names}; give its class")
         return cast(Environment, given)
     if not callable(given):
         raise TypeError(_advice(given))
-    required = [p for p in inspect.signature(given).parameters.values() if p.default is p.empty]
-    if required:
-        return function_environment(given)
-    environment = given()
+    name = getattr(given, "__name__", repr(given))
+    parameters = inspect.signature(given).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if any(parameter.name not in arguments for parameter in required):
+        return function_environment(_bound(given, arguments, f"{name}()", first=1))
+    environment = _bound(given, arguments, f"{name}()")()
     if not hasattr(environment, "run"):
-        name = getattr(given, "__name__", repr(given))
         raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
     return environment
 
 
+def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
+    make = _bound(kind, arguments, f"class {kind.__name__}")
+    if hasattr(kind, "run"):
+        return make()
+    missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
+    if missing:
+        raise TypeError(f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close")
+    return message_environment(make)
+
+
+def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
+    """A function with its arguments by name.
+
+    Args:
+      what: the function, for messages.
+      first: positional arguments that a caller gives.
+
+    Raises:
+      TypeError: it takes no argument of a name, or needs a further one.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    taken = [p.name for p in parameters[first:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name in arguments:
+        if name not in taken and not more:
+            near = difflib.get_close_matches(name, taken, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{what} takes no argument {name!r}, only {', '.join(taken) or 'none'}{hint}")
+    needed = [p.name for p in parameters[first:] if p.name in taken and p.default is p.empty]
+    missing = [name for name in needed if name not in arguments]
+    if missing and not first:
+        raise TypeError(f"{what} needs {', '.join(missing)}; give --{ARGUMENTS}={missing[0]}:VALUE")
+    return functools.partial(function, **arguments) if arguments else function
+
+
 def _advice(given: object) -> str:
     """Advice on what to write instead of an object that is no environment."""
-    if isinstance(given, (list, tuple)):
-        return "tools need a score of the messages; give tool_environment(tools, score)"
     if hasattr(given, "reset"):
         return f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
-    return "an object with run, a class or a function is needed"
+    return "an object with run, a class, a function or a list of functions is needed"

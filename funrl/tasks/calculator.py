@@ -11,7 +11,6 @@ mostly estimates, by factors rounded to tens; reinforcement learning finds out t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,29 +18,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.data.tokenizer import chat_character_tokenizer
-from funrl.tasks.arithmetic import Split, is_held_out, model_config
+from funrl.tasks.arithmetic import Split, is_held_out
+from funrl.tasks.conversations import (
+    CONVERSATIONS,
+    END_OF_CALL,
+    IMITATION_FLAGS,
+    IMITATION_STEPS,
+    call_begin,
+    chat_model,
+    chat_tokenizer,
+    has_chat_tokenizer,
+    user_prompt,
+)
 from funrl.tasks.task import EmbeddedTask
 
 if TYPE_CHECKING:
     from funrl.environments.environment import Environment
-    from funrl.models.decoder.config import Config
 
-CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token each, as are those of the template
-END_OF_CALL = '"}}</tool_call>'
-ROLE_MARKS = ("<user>", "<assistant>", "<tool>")
+CALL = call_begin("calculator", "expression")
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
 SMALLEST, LARGEST = 11, 99  # factors
 CALLS_SHARE = 0.2  # share of the conversations that call the tool
 TRAINING_PRODUCTS = 4096
-IMITATION_STEPS = 400
-CONVERSATIONS = 25_600
-IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
 
 
 def calculator(expression: str) -> str:
@@ -74,6 +72,13 @@ def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
     rng = np.random.default_rng((seed, 2))
     pairs = rng.integers(SMALLEST, LARGEST + 1, size=(30 * count, 2))
     return pairs[is_held_out(pairs) == (split == "heldout")][:count]
+
+
+def heldout_factors(count: int) -> np.ndarray:
+    """At most `count` different pairs of factors that no training split contains; the same ones for every seed."""
+    pairs = factors(0, 4 * count, "heldout")
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    return pairs[np.sort(first)][:count]
 
 
 def conversations(seed: int, count: int) -> list[dict[str, Any]]:
@@ -112,35 +117,17 @@ def products_to_train(seed: int, count: int = TRAINING_PRODUCTS) -> list[Prompt]
 
 def heldout_products(count: int) -> list[Prompt]:
     """At most `count` different questions that no training split contains; the same ones for every seed."""
-    pairs = factors(0, 4 * count, "heldout")
-    _, first = np.unique(pairs, axis=0, return_index=True)
-    return _prompts(pairs[np.sort(first)][:count])
+    return _prompts(heldout_factors(count))
 
 
 def calculator_tokenizer() -> Any:
     """One token a character, and one for each role and each fixed part of a call."""
-    return chat_character_tokenizer(DIGITS_AND_SIGNS, (*ROLE_MARKS, CALL, END_OF_CALL), CHAT_TEMPLATE, unknown="?")
+    return chat_tokenizer(DIGITS_AND_SIGNS, (CALL, END_OF_CALL))
 
 
 def has_calculator_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's calculator_tokenizer, as that of a run on the task has."""
-    try:
-        content = json.loads((Path(folder) / "calculator_tokenizer.json").read_text())
-        added = {token["content"] for token in content["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return {CALL, END_OF_CALL, *ROLE_MARKS} <= added
-
-
-def calculator_model(head: int) -> Config:
-    """The small decoder that learns the task.
-
-    Args:
-      head: size of a head; keys and values have fewer of a larger size, and as many parameters.
-    """
-    from funrl.models.flat import with_fields  # here, for flags are read without torch
-
-    return with_fields(model_config(head), vocab=32)  # 19 are used; a tensor axis up to 16 divides it
+    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
+    return has_chat_tokenizer(folder, DIGITS_AND_SIGNS, (CALL, END_OF_CALL))
 
 
 def calculator_task() -> EmbeddedTask:
@@ -149,12 +136,12 @@ def calculator_task() -> EmbeddedTask:
         name="calculator",
         training_prompts=products_to_train,
         heldout_prompts=heldout_products,
-        reward=final_product,
+        reward=None,
         demonstrations=conversations,
         texts={"demonstrations": right_calls},
         tokenizer=calculator_tokenizer,
         is_its_tokenizer=has_calculator_tokenizer,
-        model_config=lambda head: calculator_model(max(head, 16)),
+        model_config=lambda head: chat_model(head, vocab=32),  # 19 are used
         max_new_tokens=12,
         warmstart_steps=IMITATION_STEPS,
         warmstart_demonstrations=CONVERSATIONS,
@@ -166,7 +153,4 @@ def calculator_task() -> EmbeddedTask:
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:
-    return [
-        Prompt([{"role": "user", "content": f"{left}*{right}"}], {"answer": str(left * right)})
-        for left, right in pairs.tolist()
-    ]
+    return [user_prompt(f"{left}*{right}", answer=str(left * right)) for left, right in pairs.tolist()]

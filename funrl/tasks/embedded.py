@@ -10,15 +10,30 @@ if TYPE_CHECKING:
 
     from funrl.tasks.task import EmbeddedTask
 
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator")  # the second is the first, for a decoder with experts
+# The second is the first, for a decoder with experts; from the third on they have environments.
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs", "search", "guessing")
 
 
 @functools.cache
 def embedded_task(name: str) -> EmbeddedTask:
     """The task of one of `TASK_NAMES`."""
-    from funrl.tasks import arithmetic, calculator  # here, for flags are read without numpy
+    from funrl.tasks import (  # here, for flags are read without numpy
+        arithmetic,
+        calculator,
+        guessing,
+        programs,
+        retry,
+        search,
+    )
 
-    return calculator.calculator_task() if name == "calculator" else arithmetic.arithmetic_task(name)
+    with_environments = {
+        "calculator": calculator.calculator_task,
+        "retry": retry.retry_task,
+        "programs": programs.programs_task,
+        "search": search.search_task,
+        "guessing": guessing.guessing_task,
+    }
+    return with_environments[name]() if name in with_environments else arithmetic.arithmetic_task(name)
 
 
 def is_embedded_reward(reward: object) -> bool:

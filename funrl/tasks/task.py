@@ -20,7 +20,7 @@ class EmbeddedTask(NamedTuple):
       name: of the data, in reports.
       training_prompts: (seed) -> prompts to train on.
       heldout_prompts: (count) -> at most that many prompts to evaluate on; the same for every seed.
-      reward: (prompt, completion, **fields) -> score.
+      reward: (prompt, completion, **fields) -> score; None: the environment rewards its episodes.
       demonstrations: (seed, count) -> records of an imperfect demonstrator as `funrl sft` reads them, for the warm
         start.
       texts: kind of texts -> (seed, count, split) -> their values in the order of the kind's fields.
@@ -39,7 +39,7 @@ class EmbeddedTask(NamedTuple):
     name: str
     training_prompts: Callable[[int], list[Prompt]]
     heldout_prompts: Callable[[int], list[Prompt]]
-    reward: Callable[..., float]
+    reward: Callable[..., float] | None
     demonstrations: Callable[[int, int], list[dict[str, Any]]]
     texts: Mapping[str, Callable[..., Sequence[Any]]]
     tokenizer: Callable[[], Any]

@@ -42,7 +42,7 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
 from funrl.trainer.settings.declaration import blaming
-from funrl.trainer.settings.scorers import GivenObjects
+from funrl.trainer.settings.scorers import GivenObjects, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import EVAL_SEED, evaluate_heldout
@@ -105,7 +105,7 @@ def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
         if environment is not None:
             return episode_task(name, (), heldout, settings, environment)
         return rewarded_task(name, (), heldout, settings, given)
-    if settings.examples.prompts is None:
+    if settings.examples.prompts is None and own_environment(settings, given.objects) is None:
         task = embedded_prompts(settings, tokenizer)
     else:
         task = prompts_of(settings, tokenizer, given, rewarded=False)

@@ -29,7 +29,7 @@ PAGES = [
     "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
     "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
     "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
-    "docs/environments.md",
+    "docs/environments.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
 ]  # fmt: skip
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
@@ -207,6 +207,8 @@ def test_commands_run(page, lines, tmp_path, monkeypatch):
         pytest.skip("orbax is not installed")
     if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
         pytest.skip("math-verify is not installed")
+    if any("--task=search" in line for line in lines) and find_spec("bm25s") is None:
+        pytest.skip("bm25s is not installed")
     for line in lines:
         words = [str(tmp_path / "TRAINED/checkpoints/step-2") if w == "CHECKPOINT" else w for w in words_of(line)]
         status, printed = run(words, tmp_path)

@@ -4,7 +4,7 @@ import functools
 import json
 
 import pytest
-from small_runs import GRPO, SMALL, Quiet
+from small_runs import GRPO, SMALL, Quiet, begin, scored_batch
 
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.mesh.mesh import single
@@ -43,6 +43,29 @@ def made():
 
 class Half:
     def reset(self): ...
+
+class Counted(Turns):
+    """Turns with a reward of its own for each reply, and prompts of its own."""
+    def __init__(self, worth, sums=20):
+        self.worth, self.sums = worth, sums
+
+    def prompts(self, seed):
+        return [{"prompt": f"{n}+{seed}="} for n in range(self.sums)]
+
+    async def run(self, policy, example, seed):
+        episode = await super().run(policy, example, seed)
+        return Episode(episode.ends, {"policy": self.worth * episode.rewards["policy"]}, status="turns")
+
+def add(left: int, right: int) -> int:
+    """Add.
+
+    Args:
+        left: the first.
+        right: the second.
+    """
+    return left + right
+
+TOOLS = [add]
 '''
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -78,6 +101,22 @@ def test_a_function_of_messages_is_one(files):
     assert metrics_of_step(job)["episodes/turns"] == 2
 
 
+def test_a_list_of_tools_is_one(files):
+    (files / "answers.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) for n in range(20)))
+    job = job_of(files, "TOOLS", chat_template=str(files / "chat.jinja"), prompts=str(files / "answers.jsonl"))
+    batch = scored_batch(*begin(job, single()))[0].batch
+    assert set(batch.score.tolist()) <= {0.0, 1.0} and batch.score.shape == (12,)
+
+
+@pytest.mark.parametrize("arguments", ["worth:0.5", '{"worth": 0.5, "sums": 30}'])
+def test_arguments_and_prompts_of_an_environment(files, arguments):
+    job = job_of(files, "Counted", env_args=arguments, prompts=None, episode_turns=3)
+    assert (scored_batch(*begin(job, single()))[0].batch.score == 1.5).all()
+    sums = 30 if "sums" in arguments else 20
+    texts = [example.text for example in (*job.task.prompts, *job.task.heldout)]
+    assert sorted(texts) == sorted(f"{n}+0=" for n in range(sums)) and job.warmstart_steps == 0
+
+
 def test_flags_bound_the_episodes(files):
     flags = {
         "episode_turns": 4, "episode_tokens": 9, "env_timeout": 2.5, "episode_retries": 3, "max_waiting": 7,
@@ -94,6 +133,16 @@ def test_flags_bound_the_episodes(files):
     [
         ({"env": "own.py:Missing"}, "Missing"),
         ({"env": "own.py:Half"}, "Half lacks step, close"),
+        ({"env": "own.py:Turns", "prompts": None}, "needs --prompts=FILE.jsonl, whose records"),
+        ({"env": "own.py:Counted"}, "class Counted needs worth; give --env_args=worth:VALUE"),
+        ({"env": "own.py:Counted", "env_args": "worht:1"}, "'worht', only worth, sums; did you mean worth"),
+        ({"env": "own.py:made", "env_args": "worth:1"}, r"made\(\) takes no argument 'worth', only none"),
+        (
+            {"env": "own.py:TOOLS", "env_args": "reward:math,format:1"},
+            "takes no argument 'format', only reward, system",
+        ),
+        ({"env": "own.py:TOOLS", "env_args": "reward:absent"}, "env=.*own.py:TOOLS: --reward=absent"),
+        ({"env": "own.py:Counted", "env_args": "{worth}"}, "write NAME:VALUE, separated by commas, or a JSON object"),
         ({"env": "own.py:Turns", "reward": "math"}, "the environment rewards its episodes"),
         (
             {"env": "own.py:Turns", "new_tokens_per_step": 8, "episode_turns": 2},
@@ -121,7 +170,7 @@ def test_pairs_are_refused(files):
 def test_a_flag_without_an_environment_is_refused():
     with pytest.raises(SettingsError, match="--episode_turns=3 does nothing without an environment"):
         check_settings(settings_of(episode_turns=3))
-    with pytest.raises(SettingsError, match="needs --prompts"):
-        check_settings(settings_of(env="own.py:Turns"))
+    with pytest.raises(SettingsError, match="--env_args=a:1 does nothing without --env"):
+        check_settings(settings_of(env_args="a:1", task="calculator"))
     with pytest.raises(SettingsError, match="--reward_weights=2 with --task=calculator"):
         check_settings(settings_of(task="calculator", reward_weights="2"))

@@ -159,6 +159,7 @@ TESTED = {  # flag: the test that fails where it does nothing
         "trainer/test_env_flags.py::test_flags_bound_the_episodes",
     ),
     "env": "trainer/test_env_flags.py::test_an_environment_of_a_file",
+    "env_args": "trainer/test_env_flags.py::test_arguments_and_prompts_of_an_environment",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }
 

@@ -26,8 +26,8 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.environments.environment import Environment
-from funrl.environments.load import environment_from, load_environment
+from funrl.environments.environment import Environment, PromptingEnvironment
+from funrl.environments.load import environment_arguments, environment_from, load_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
@@ -55,7 +55,7 @@ from funrl.trainer.settings.checks import (
 )
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.scorers import environment_flag, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value
 from funrl.trainer.sources.curriculum import names_taken
 
@@ -86,7 +86,10 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         check_rewards(settings, rewarded, given.objects)
     functions = settings.rewards.reward is not None or given.rewards is not None
     environment = given_environment(settings, given)
-    if settings.examples.prompts is None and given.records is None:
+    records = given.records
+    if settings.examples.prompts is None and records is None and environment is not None:
+        records = prompts_of_environment(environment, settings, given)
+    if settings.examples.prompts is None and records is None:
         if functions:
             raise SettingsError("prompts and a reward are given together, or the embedded task has both")
         return embedded_prompts(settings, tokenizer)
@@ -94,8 +97,8 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
-    if given.records is not None:
-        examples: Sequence[Example] = given_prompts(given.records, fields, form, tokenizer)
+    if records is not None:
+        examples: Sequence[Example] = given_prompts(records, fields, form, tokenizer)
     else:
         examples = read_prompts(data_files(settings, "prompts"), "prompts", fields, form, tokenizer)
     train = examples
@@ -111,12 +114,24 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
 
 def given_environment(settings: Settings, given: Given) -> Environment | None:
     """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
-    if given.environment is not None:
-        try:
-            return environment_from(given.environment)
-        except TypeError as error:
-            raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
-    return None if settings.environments.env is None else load_environment(settings.environments.env)
+    if given.environment is None and settings.environments.env is None:
+        return None
+    arguments = environment_arguments(settings.environments.env_args)
+    if given.environment is None:
+        assert settings.environments.env is not None
+        return load_environment(settings.environments.env, arguments)
+    try:
+        return environment_from(given.environment, arguments)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
+
+
+def prompts_of_environment(environment: Environment, settings: Settings, given: Given) -> Sequence[Mapping[str, Any]]:
+    """An environment's own prompts. Raises: SettingsError, it has none."""
+    if isinstance(environment, PromptingEnvironment):
+        return environment.prompts(settings.run.seed)
+    what = environment_flag(settings, given.objects)
+    raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
 
 
 def eval_prompts(
@@ -182,7 +197,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else embedded.environment()
-    rewards = (embedded.reward,) if environment is None else ()
+    rewards = () if embedded.reward is None else (embedded.reward,)
     check_workers(settings, rewards)
     weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))
     return Task(

@@ -39,7 +39,7 @@ from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_token
 from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import model_path
+from funrl.trainer.settings.scorers import model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
 from funrl.trainer.steps.roles import main_role_of, reads_scores
@@ -254,7 +254,14 @@ def texts_kind(algorithm: Algorithm) -> str:
 def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
     """Supervised steps before the first step; by default none but for the embedded task from scratch."""
     examples = settings.examples
-    scratch = all(x is None for x in (settings.models.model, examples.data, examples.prompts, given.records))
+    own = (
+        settings.models.model,
+        examples.data,
+        examples.prompts,
+        given.records,
+        own_environment(settings, given.objects),
+    )
+    scratch = all(x is None for x in own)
     steps = settings.run.warmstart_steps
     if steps is None:
         steps = embedded_task(examples.task).warmstart_steps if scratch else 0

@@ -197,7 +197,9 @@ def _function_digest(function: Callable[..., Any]) -> str:
 
 
 def _environment_digest(environment: Any) -> str:
-    """The digest of the text of an environment's function or class; "" where it is one of this package's."""
+    """The digest of the text of an environment's function, class or tools; "" where it is one of this package's."""
+    if isinstance(environment, (list, tuple)):
+        return "".join(map(_environment_digest, environment))
     code = environment if inspect.isroutine(environment) or isinstance(environment, type) else type(environment)
     return "" if code.__module__.startswith("funrl.") else _function_digest(code)
 

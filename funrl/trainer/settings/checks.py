@@ -33,6 +33,7 @@ from funrl.trainer.settings.scorers import (
     check_environment,
     has_environment,
     model_path,
+    own_environment,
     scorers_of,
     weights_by_name,
 )
@@ -117,7 +118,7 @@ def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects
     Raises:
       SettingsError: they do not.
     """
-    if settings.examples.prompts is None:
+    if settings.examples.prompts is None and own_environment(settings, given) is None:
         refuse_idle_data(settings)
         if settings.rewards.reward is not None:
             raise SettingsError(f"--reward={settings.rewards.reward} needs --prompts=FILE.jsonl")
@@ -130,9 +131,8 @@ def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects
         raise SettingsError(
             f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
         )
-    functions = (
-        1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
-    )  # the embedded task has one
+    # The embedded task has one.
+    functions = 1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
     if settings.rewards.on_reward_error != "stop" and not functions:
         raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
     if not has_environment(settings, given):

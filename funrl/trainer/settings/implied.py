@@ -22,7 +22,8 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
     if settings.rewards.reward_weights is None:
         functions = int(settings.examples.prompts is None and not given)  # of the embedded task
         settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
-    if settings.examples.prompts is None and settings.rewards.reward is None and not given:
+    own = settings.examples.prompts, settings.rewards.reward, settings.environments.env
+    if all(value is None for value in own) and not given:
         default = embedded_task(settings.examples.task).max_new_tokens
     else:
         default = NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS

@@ -83,8 +83,16 @@ class EnvironmentSettings:
 
     env: str | None = flag(
         None,
-        "FILE.py:NAME of an environment, a class or a function, which rewards its episodes",
+        "FILE.py:NAME of an environment, which rewards its episodes: a class, a function or a list of tools; or "
+        "module:NAME, as of funrl.environments.builtin; textarena:GAME; reasoning_gym:TASK",
         kinds=RL,
+    )
+    env_args: str | None = flag(
+        None,
+        "arguments of the class or function that --env names, attempts:3,reward:math, or a JSON object; of a list of "
+        "tools: reward and system",
+        kinds=RL,
+        example="turns:1",
     )
     agents: str | None = flag(
         None,

@@ -87,9 +87,14 @@ def weights_by_name(settings: Settings, functions: int) -> str | None:
     return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in weights)
 
 
+def own_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> str | None:
+    """Name of an environment of a flag or of Python; None: neither."""
+    return given.environment or settings.environments.env
+
+
 def has_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> bool:
     """True if a run makes episodes: with an environment of a flag, of Python, or of the embedded task."""
-    if given.environment or settings.environments.env is not None:
+    if own_environment(settings, given) is not None:
         return True
     examples = settings.examples
     embedded = examples.prompts is None and examples.data is None and not given.prompts
@@ -98,12 +103,14 @@ def has_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> boo
 
 def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> str:
     """The flag that names the environment of a run that has one."""
-    own = given.environment or settings.environments.env
+    own = own_environment(settings, given)
     return f"--task={settings.examples.task}" if own is None else f"--env={own}"
 
 
 def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
+    if settings.environments.env_args is not None and own_environment(settings, given) is None:
+        raise SettingsError(f"--env_args={settings.environments.env_args} does nothing without --env=FILE.py:NAME")
     if not has_environment(settings, given):
         for name in EPISODE_FLAGS:
             value = flag_value(settings, name)
@@ -111,7 +118,6 @@ def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> N
                 raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
         return
     what = environment_flag(settings, given)
-    own = given.environment or settings.environments.env
     if given.reward:
         raise SettingsError(f"a reward function with {what}: {WITHOUT_ENVIRONMENT['reward']}; leave it out")
     for name in WITHOUT_ENVIRONMENT:
@@ -130,5 +136,3 @@ def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> N
             f"--agents={settings.environments.agents} with --new_tokens_per_step: episodes across steps have one "
             "model; leave one of them out"
         )
-    if own is not None and settings.examples.prompts is None and not given.prompts:
-        raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")

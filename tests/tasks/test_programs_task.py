@@ -1,0 +1,36 @@
+"""The embedded task of programs: its explanations, its demonstrator, and the sandbox."""
+
+import pytest
+
+from funrl.environments.builtin.programs import run_tests
+from funrl.tasks import programs as p
+
+
+def test_one_value_has_two_explanations_and_two_values_mostly_one():
+    one = [{"role": "user", "content": "f([7,2,5])==5"}]
+    assert p.explanations(one) == ["f=lambda x:x[2]", "f=lambda x:sorted(x)[1]"]
+    two = [*one, {"role": "assistant"}, {"role": "user", "content": "f([1,8,4]) gives 4, not 8"}]
+    assert p.explanations(two) == []
+    assert p.explanations([*one, {"role": "user", "content": "f([1,4,8]) gives 8, not 4"}]) == [
+        "f=lambda x:sorted(x)[1]"
+    ]
+
+
+@pytest.mark.parametrize("program", ["f=lambda x:x[1]", "f=lambda x:min(x)"])
+def test_the_demonstrator_s_reports_are_those_of_the_sandbox(program):
+    for prompt in p.problems_of_programs(3, 3):
+        tests = prompt.fields["tests"]
+        assert p.known_tests(program, tests) == run_tests(program, tests)
+
+
+def test_programs_pass_their_tests_and_the_demonstrator_mostly_fails():
+    for prompt in p.problems_of_programs(0, 200):
+        assert p.known_tests(prompt.fields["program"], prompt.fields["tests"]).passed
+    replies = [[m["content"] for m in r["messages"][1::2]] for r in p.program_conversations(0, 1000)]
+    solved = [
+        p.known_tests(x[-1], prompt.fields["tests"]).passed
+        for x, prompt in zip(replies, p.problems_of_programs(0, 1000), strict=True)
+    ]
+    assert 0.4 < sum(solved) / len(solved) < 0.65
+    repeated = [len(set(x)) == 1 for x in replies if len(x) > 1]
+    assert sum(repeated) / len(repeated) > 0.7
