@@ -272,6 +272,13 @@ FIELDS = Schema(
         dtype="bool",
         example=_these(True, True, True, True),
     ),
+    unit=Field(
+        "row",
+        "source",
+        "rows of one agent of an episode share a number: they are one sequence; in a micro-batch from 1",
+        dtype="int",
+        example=_these(*range(EXAMPLE_ROWS)),
+    ),
     turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_two_turns),
     rollout_logp=Field("token", "source", "nats, by the engine that sampled", example=_negative),
     version=Field(

@@ -16,7 +16,8 @@ _PIECES = {
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of value_of",
-    "masks": "clean in_order rounding sequence_sums to_own_tokens total where_masked",
+    "masks": "clean in_order on_tokens_of_sequence rounding row_or_episode_sums sequence_sums sums_by_sequence"
+    " to_own_tokens total where_masked",
     "checking": "check check_order",
     "guarding": "described name_of",
     "reading": "CountError reads run_advantage run_function",

@@ -79,7 +79,8 @@ def turn_center() -> Advantage:
     """Subtract from each turn's number the mean of the group's turns of that place, on [B, T].
 
     x[i, k] - mean over the rows j of the group that have a turn k of x[j, k]. All tokens of a turn have its number, as
-    `to_turns` gives it. A turn that no other row of the group has gets exactly 0, as do equal numbers.
+    `to_turns` gives it. A turn that no other row of the group has gets exactly 0, as do equal numbers. An agent's
+    episode is one row here: where it branched, its number is the mean over its turns of that place.
 
     Needs: turn [B, T], group [B].
     """
@@ -87,18 +88,20 @@ def turn_center() -> Advantage:
     def centre(x_BT: Tensor, batch: Batch) -> Tensor:
         mask_BT = batch.mask
         turns = _turns_of(batch, mask_BT)
-        across = batch.across.rows
+        across = batch.across
         following_BT = next_sampled(where_masked(turns.of_token + 1, mask_BT).double(), mask_BT)
         ends_BT = mask_BT & (following_BT != turns.of_token + 1)
-        group_R = across.sums(batch.across.own(batch.group)[:, None])
         centred_BT = where_masked(x_BT, mask_BT)
         for turn in range(_count(turns, batch)):
             here_BT = ends_BT & (turns.of_token == turn)
-            numbers_R = (across.sums(here_BT) > 0).nonzero().squeeze(1)
-            values_R = across.sums(where_masked(x_BT, here_BT))
-            groups = groups_of(group_R[numbers_R])
-            means_R = values_R.index_copy(0, numbers_R, group_mean(values_R[numbers_R], groups))
-            mean_B1 = across.own(means_R)[:, None].to(x_BT.dtype)
+            counts_U = across.sums(here_BT)
+            numbers_U = (counts_U > 0).nonzero().squeeze(1)
+            values_U = across.sums(where_masked(x_BT, here_BT)) / counts_U.clamp_min(1)
+            groups = groups_of(batch.group[numbers_U])
+            means_U = values_U.index_copy(0, numbers_U, group_mean(values_U[numbers_U], groups))
+            compared_U = torch.zeros_like(means_U).index_copy(0, numbers_U, (groups.size > 1).to(means_U.dtype))
+            own_B1 = where_masked(x_BT, here_BT).sum(1, keepdim=True)  # a row has at most one turn of a place
+            mean_B1 = torch.where(across.own(compared_U)[:, None] > 0, across.own(means_U)[:, None].to(own_B1), own_B1)
             centred_BT = torch.where(mask_BT & (turns.of_token == turn), centred_BT - mean_B1, centred_BT)
         return centred_BT
 

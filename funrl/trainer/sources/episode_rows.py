@@ -1,8 +1,9 @@
 """From prompts to episodes, and from episodes to rows on the ranks that ran them.
 
-A row is a path from the root to a leaf, with as many sampled spans as it has turns. A node that several rows share is
-trained in the first of them, and is context in the others: each sampled node is trained exactly once. Rows are numbered
-in one order on every mesh, by episode and then as the environment lists its trajectories.
+A row is a path from the root to a leaf, with as many sampled spans as it has turns. A trajectory that another one goes
+on from is a part of that row and no row of its own. A node that several rows share is trained in the first of them, and
+is context in the others: each sampled node is trained exactly once. Rows are numbered in one order on every mesh, by
+episode and then as the environment lists its trajectories.
 """
 
 from __future__ import annotations
@@ -226,15 +227,19 @@ def _facts(table: EpisodeTable) -> Totals:
 
 
 def paths_of(episode: Episode) -> list[RowPath]:
-    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none."""
+    """The rows of an episode in canonical order.
+
+    A trajectory without a sampled node of its own gives none, nor does one whose last reply others went on from: it
+    does not matter how much of a path an environment lists again.
+    """
     paths: list[RowPath] = []
+    sampled = [[node for node in end.leaf.path() if node.sampled] for end in episode.ends]
+    continued = {node for nodes in sampled for node in nodes[:-1]}
     seen: set[Node] = set()
-    for end in episode.ends:
-        nodes = end.leaf.path()
-        trained = frozenset(node for node in nodes if node.sampled and node not in seen)
-        if trained:
-            last = max(i for i, node in enumerate(nodes) if node in trained)
-            paths.append(RowPath(end, nodes[: last + 1], trained))  # context after it is read by nobody
+    for end, nodes in zip(episode.ends, sampled, strict=True):
+        trained = frozenset(nodes) - seen
+        if trained and nodes[-1] not in continued:
+            paths.append(RowPath(end, nodes[-1].path(), trained))  # context after it is read by nobody
             seen |= trained
     return paths
 
