@@ -5,9 +5,9 @@ Trees of replies are laid out with a row for each leaf, as a run has them, with 
 
 import pytest
 import torch
+from reply_trees import Layout, random_forest, spread
 from tables import ROWS, rows_preference
 from test_named import SAMPLED, VARIANTS, compose
-from reply_trees import Layout, random_forest, spread
 
 from funrl import trees
 from funrl.algos import Signal, apply_advantage
@@ -35,7 +35,8 @@ OF_PATHS = {"ppo", "prime", "vapo", "pf_ppo", "otb", "fipo"}  # recipes with suc
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),
-    **{f"scattered {n}": lambda f, n=n: f.scattered(n) for n in (1, 2)},
+    "scattered": lambda forest: forest.scattered(1),
+    "otherwise scattered": lambda forest: forest.scattered(2),
 }
 PIECES = [row for row in ROWS if id(row) not in OF_PAIRS]
 RECIPES = [name for name in {**SAMPLED, **VARIANTS} if compose(name).example == "row"]

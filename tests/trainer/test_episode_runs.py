@@ -91,11 +91,12 @@ def steps_of_mesh(name, mesh, steps=2):
 MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
 
 
+NAMES = ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "turns", "sequences"))]
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ppo", "turns", "sequences"))]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_episodes_give_the_same_numbers_on_every_mesh(name, mesh):
     one, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
     assert_same(one, other, 1e-9)
