@@ -22,6 +22,8 @@ from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import EngineWork, generation
+from funrl.cost.descriptions import left_out, step_text
+from funrl.cost.episode_turns import with_waiting
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
@@ -41,6 +43,7 @@ from funrl.cost.tracing.estimate import (
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
+from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
@@ -56,7 +59,6 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import embedded_texts
-from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import located, lora_of, models_of
@@ -65,11 +67,9 @@ from funrl.trainer.jobs.sampling import new_tokens, samplings
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.scorers import has_environment, model_path
+from funrl.trainer.settings.scorers import model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
-from funrl.trainer.sources.judging import JudgeJob
-from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import Rows, moved
 
@@ -204,9 +204,14 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
+        episodes = None
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, _ = engine_bytes(job, parts, parts.generator)
+            held = engine + sum(rests.values())
+            phases["generate"], episodes = with_waiting(
+                job, parts.generator, phases["generate"], tokens, held, hardware
+            )
             phases = {name: plus(costs, {"weights": engine}) for name, costs in phases.items()}
             phases["reshard"] = resharding(job, parts, parts.generator, rests)
             if job.settings.engines.verify_sync:
@@ -221,14 +226,15 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     return Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
-        step=_describe(job, tokens),
+        step=step_text(job, tokens),
         tokens=width,
         phases=phases,
         axes=axes,
         parameters=trees.count(job.models[job.main_role].shapes),
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
-        left_out=_left_out(job, judge, hardware),
+        left_out=left_out(job, judge, hardware),
+        episodes=episodes,
     )
 
 
@@ -256,54 +262,15 @@ def check_width(job: Job, tokens: int) -> int:
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
         return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
-    if tokens + job.sampling.max_new_tokens > positions:
+    turns = turns_of(job.settings)
+    width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+    if width > positions:
+        more = f", --assume_turns={turns.replies} and --assume_turn_tokens={turns.context}" if turns.gaps else ""
         raise SettingsError(
-            f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the model's "
-            f"{positions} positions"
+            f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens}{more} are more than the "
+            f"model's {positions} positions"
         )
-    return tokens + job.sampling.max_new_tokens
-
-
-def _describe(job: Job, tokens: int) -> str:
-    """Describe a step in words."""
-    count = job.settings.run.batch_prompts
-    if isinstance(job, TextJob):
-        texts = len(TEXT_FIELDS[job.task.kind])
-        each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
-        return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
-    rows = count * job.sampling.samples
-    width = tokens + job.sampling.max_new_tokens
-    return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
-
-
-def _left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
-    """Describe the parts of a step that are not counted."""
-    settings = job.settings
-    out = ["rewards"] * isinstance(job, RLJob) + [
-        "tokenizer",
-        "files",
-        f"the evaluation every {settings.evaluation.eval_every} steps",
-    ]
-    if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
-        out.append(
-            f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
-        )
-    if isinstance(job, RLJob) and not job.models[job.main_role].pages:
-        out.append("generation, which runs transformers' own code")
-    if isinstance(job, RLJob) and settings.engines.probe_sync_every:
-        out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
-    if judge is not None and not judge.model.pages:
-        out.append("the judge, which runs transformers' own code")
-    if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
-        out.append("the selection of each prompt's best and worst sample for training")
-    if isinstance(job, RLJob) and has_environment(settings):
-        out.append("turns and branches of episodes beyond one reply, and their environments")
-    if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
-        out.append("the rows of demonstrations, one per prompt")
-    if settings.devices.offload:
-        copies = "the time of offloading copies" if hardware.accelerator else "it does nothing on a CPU"
-        out.append(f"--offload={settings.devices.offload}: {copies}")
-    return tuple(out)
+    return width
 
 
 def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
@@ -344,7 +311,15 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         phases["generate"] = Costs({"other": {}})
         if job.models[job.main_role].pages:
             phases["generate"] = generation(
-                EngineWork(job, parts.generator, whole.generator, prompt_tokens=tokens, room=room, hardware=hardware)
+                EngineWork(
+                    job,
+                    parts.generator,
+                    whole.generator,
+                    prompt_tokens=tokens,
+                    room=room,
+                    hardware=hardware,
+                    turns=turns_of(settings),
+                )
             )
     scores = at_rows(scored, local, scoring)
     phases |= with_moves(job, plan, scores, some.token_bytes)

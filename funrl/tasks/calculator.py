@@ -162,6 +162,7 @@ def calculator_task() -> EmbeddedTask:
         demonstration_field="answer",
         readable=None,
         environment=calculator_environment,
+        turns=(2, 6),  # <tool>, four digits, <assistant>
     )
 
 
