@@ -186,7 +186,7 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         "model", "hardware", "devices", "mesh", "generate_mesh", "fsdp", "step", "run", "phases", "fits", "peak",
-        "suggestions", "not_counted", "device_calls",
+        "suggestions", "not_counted", "device_calls", "episodes",
     }  # fmt: skip
     assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)
     phase = found["phases"]["update_policy"]
