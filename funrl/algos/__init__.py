@@ -34,6 +34,8 @@ _PIECES = {
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
+    "advantages.steps": "hierarchical_center learn_observations role_baseline step_groups turn_length_penalty"
+    " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage",
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
     "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
@@ -47,8 +49,8 @@ _PIECES = {
     "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
-    "losses.likelihood": "demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
-    " negative_log_likelihood restrict sampled_tokens uncertain_likelihood",
+    "losses.likelihood": "acted_tokens demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
+    " negative_log_likelihood observed_tokens restrict sampled_tokens uncertain_likelihood",
     "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs"
     " hinge_pairs ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
     "losses.pairs": "best_and_worst chosen compared gold online_pairs pair_metrics pair_sums pairs_present side_by_side"

@@ -116,7 +116,7 @@ def test_episodes_have_the_trainers_log_probabilities_and_the_native_engines_num
     batch = made["vllm"]
     gap = (batch.rollout_logp - batch.old_logp)[batch.mask].abs()
     assert 0 < gap.max() < 1e-5 and batch.mask.sum() > 60
-    assert name == "calculator" or not batch.episode_first.all() and batch.agent.max() == 1
+    assert name == "calculator" or (not batch.episode_first.all() and batch.agent.max() == 1)
     exact = batch._replace(rollout_logp=batch.old_logp)  # a native engine's, whose gap is 0
     chosen = bounded()
     torch.testing.assert_close(golden(chosen, batch), golden(chosen, exact), rtol=1e-5, atol=1e-5)

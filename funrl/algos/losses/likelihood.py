@@ -104,3 +104,13 @@ def sampled_tokens(batch: Batch) -> Tensor:
 def imitated_tokens(batch: Batch) -> Tensor:
     """The tokens that `mark_positives` marked; for `restrict`."""
     return batch.imitated
+
+
+def observed_tokens(batch: Batch) -> Tensor:
+    """The tokens that `learn_observations` put into the mask; for `restrict`."""
+    return batch.observed
+
+
+def acted_tokens(batch: Batch) -> Tensor:
+    """The tokens that the policy sampled, after `learn_observations`; for `restrict`."""
+    return ~batch.observed
