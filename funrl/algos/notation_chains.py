@@ -76,7 +76,7 @@ def _turn_gae(a: Mapping[str, Any]) -> str:
 def _step_groups(a: Mapping[str, Any]) -> str:
     returns = rf"R_k = \sum_{{j \geq k}} {power(a['gamma'], 'j - k')} r_j".replace("  ", " ")
     centred = r"R_k - \operatorname{mean}_{\mathrm{state}}(R)"
-    if "None" not in a["eps"]:
+    if a["eps"] is not None:
         centred = rf"\frac{{{centred}}}{{\operatorname{{std}}_{{\mathrm{{state}}}}(R) + {a['eps']}}}"
     return rf"x_i + {with_number(a['weight'], f'({centred})')} ; {returns} ; k = \mathrm{{turn}}(t)"
 

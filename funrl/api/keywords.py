@@ -150,6 +150,7 @@ class TrainKeywords(SharedKeywords, total=False):
     center: NumberValue
     clip_high: NumberValue
     clip_low: NumberValue | None
+    decay: NumberValue
     decay_steps: WholeValue
     desirable: NumberValue
     deviation: TruthValue
@@ -182,7 +183,10 @@ class TrainKeywords(SharedKeywords, total=False):
     margin: NumberValue | TruthValue | None
     negative: NumberValue
     normalize: TruthValue
+    observation_coef: NumberValue
     on_policy: TruthValue
+    others: TruthValue
+    outcome_coef: NumberValue
     overlong_buffer: WholeValue | None
     overlong_coef: NumberValue
     peak: NumberValue
@@ -193,6 +197,7 @@ class TrainKeywords(SharedKeywords, total=False):
     positive: NumberValue
     power: NumberValue
     process_coef: NumberValue
+    proposers: WholeValue
     raw_tail: TruthValue
     rest: TruthValue
     safe_ratio: NumberValue | None
@@ -201,9 +206,13 @@ class TrainKeywords(SharedKeywords, total=False):
     second_moment: NumberValue
     smoothing: NumberValue | None
     std_eps: NumberValue
+    step_coef: NumberValue
     tau: NumberValue
     threshold: NumberValue
     to_reference: TruthValue
+    turn_buffer: WholeValue | None
+    turn_coef: NumberValue
+    turn_limit: WholeValue | None
     turns: TruthValue
     undesirable: NumberValue
     valley: NumberValue

@@ -13,10 +13,13 @@ from funrl import algos
 
 def with_agents(batch):
     """Agents of episodes: rows 0, 2 and 4 are of one group, and 0 and 4 of one agent; states that recur."""
+    rows = torch.arange(len(batch.group))
+    turns = torch.zeros_like(batch.mask, dtype=torch.int64) if batch.get("turn") is None else batch.turn
+    own = batch.across.own(rows)
     return batch._replace(
-        agent=torch.tensor([0, 1, 1, 0, 0, 1, 2]),
-        episode=torch.tensor([0, 1, 1, 2, 3, 1, 4]),
-        state=torch.where(batch.mask, (batch.turn + torch.arange(7)[:, None] // 3) % 2, 0) + 1000,
+        agent=torch.tensor([0, 1, 1, 0, 0, 1, 2])[rows % 7],
+        episode=torch.tensor([0, 1, 1, 2, 3, 1, 4])[rows % 7] + 5 * (rows // 7),
+        state=torch.where(batch.mask, (turns + own[:, None] // 3) % 2, 0) + 1000,
         author=torch.where(batch.mask, 1, torch.arange(batch.mask.shape[1]).expand(batch.mask.shape) % 5),
     )
 

@@ -103,7 +103,7 @@ SERVE = {  # name: the rows that fail if it is wrong
     "groups_with": "turn_center",
     "turn_count": "turn_center",
     "turn_returns": "to_turns",
-    "turns_of": "to_turns",
+    "row_turns": "to_turns",
     "on_tokens_of_sequence": "sequence_ratio",
     "row_or_episode_sums": "importance_weights",
     "sequence_sums": "sequence_mean",
@@ -170,7 +170,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner |= {"call_text", "node_of"}  # of explanations
     inner |= {"reverse_linear_scan"}
     inner |= {"units_of", "by_unit", "episode_fields", "episodes_of"}  # of chains on rows of episodes
-    inner |= {"turns_of", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
+    inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
     inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():

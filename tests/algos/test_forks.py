@@ -25,13 +25,15 @@ ALONG_PATHS = {
     "reward_to_go": "rewards that follow on its path",
     "to_turns": "rewards of later turns of its path",
     "turn_gae": "the next turn of its path",
+    "step_groups": "returns of a step's path",
+    "turn_relative": "the last turn of a path",
     "to_last_token": "the end of each path has the outcome",
     "token_rewards": "as to_last_token",
     "kl_in_reward": "its row of the table begins with to_last_token",
     "future_weighted": "ratios of what follows on its path",
     "optimal_token_baseline": "gradients of what was sampled before it",
 }
-OF_PATHS = {"ppo", "prime", "vapo", "pf_ppo", "otb", "fipo"}  # recipes with such pieces
+OF_PATHS = {"ppo", "prime", "vapo", "pf_ppo", "otb", "fipo", "gigpo"}  # recipes with such pieces
 OF_PAIRS = {id(row) for row in rows_preference.ROWS}
 LAYOUTS = {
     "single": lambda forest: forest.single(),

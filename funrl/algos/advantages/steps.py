@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl.algos.advantages.baselines import check_eps
 from funrl.algos.advantages.groups import group_mean, group_std, groups_of
-from funrl.algos.advantages.turns import check_factors, groups_with, turn_count, turn_returns, turns_of
+from funrl.algos.advantages.turns import check_factors, groups_with, turn_count, turn_returns, row_turns
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.losses.ratios import either
 from funrl.algos.masks import where_masked
@@ -48,7 +48,7 @@ def step_groups(weight: float = 1.0, gamma: float = 0.95, eps: float | None = No
     check_eps("step_groups", eps)
 
     def add_steps(x_B: Tensor, batch: Batch) -> Tensor:
-        turns = turns_of(batch, batch.mask)
+        turns = row_turns(batch, batch.mask)
         returns_BT = turn_returns(batch.score.to(x_B.dtype), batch, gamma)
         state_BT = batch.get("state")
         state_BT = torch.zeros_like(turns.of_token) if state_BT is None else state_BT.long()
@@ -97,7 +97,7 @@ def turn_relative(outcome_weight: float = 1.0, eps: float = 1e-6) -> Advantage:
 
     def compare(x_B: Tensor, batch: Batch) -> Tensor:
         mask_BT = batch.mask
-        turns = turns_of(batch, mask_BT)
+        turns = row_turns(batch, mask_BT)
         across = batch.across
         outcome_BT = across.own(x_B)[:, None].expand(mask_BT.shape)
         reward_BT = batch.get("token_reward")
@@ -143,7 +143,7 @@ def turn_length_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advanta
         raise ValueError(f"turn_length_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
     def punish(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
-        turns = turns_of(batch, batch.mask)
+        turns = row_turns(batch, batch.mask)
         lengths_BT = turns.on_tokens(turns.sums(torch.ones_like(turns.mask, dtype=signal.x.dtype)))
         penalty_BT = factor * (lengths_BT - (limit - buffer)).clamp_min(0) / buffer
         at_ends_BT = where_masked(penalty_BT, turns.ends())

@@ -19,8 +19,8 @@ from funrl.algos.scan import reverse_linear_scan
 from funrl.batch import Batch
 
 
-class Turns(NamedTuple):
-    """Turns of rows. A row has at most as many as tokens: K = T.
+class RowTurns(NamedTuple):
+    """RowTurns of rows. A row has at most as many as tokens: K = T.
 
     Attributes:
       of_token: [B, T] int64, turn of each token.
@@ -73,7 +73,7 @@ def to_turns(gamma: float = 1.0) -> Advantage:
 def turn_returns(x_B: Tensor, batch: Batch, gamma: float) -> Tensor:
     """The discounted rewards of each token's turn and of later ones, [B, T]; see `to_turns`."""
     mask_BT = batch.mask
-    turns = turns_of(batch, mask_BT)
+    turns = row_turns(batch, mask_BT)
     reward_BT = batch.get("token_reward")
     own_B1 = batch.across.own(x_B)[:, None]
     outcome_BT = torch.where(last_of(mask_BT) & mask_BT, own_B1, torch.zeros_like(own_B1))
@@ -94,7 +94,7 @@ def turn_center() -> Advantage:
 
     def centre(x_BT: Tensor, batch: Batch) -> Tensor:
         mask_BT = batch.mask
-        turns = turns_of(batch, mask_BT)
+        turns = row_turns(batch, mask_BT)
         across = batch.across
         ends_BT = turns.ends()
         centred_BT = where_masked(x_BT, mask_BT)
@@ -133,7 +133,7 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
 
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
-        turns = turns_of(batch, signal.mask)
+        turns = row_turns(batch, signal.mask)
         rewards_BK = turns.sums(signal.x)
         values_BK, present_BK = turns.first(where_masked(batch.value, signal.mask).to(signal.x.dtype))
         following_BK = next_sampled(values_BK, present_BK)
@@ -145,14 +145,14 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
     return Advantage(lambda: (), update)
 
 
-def turns_of(batch: Batch, mask_BT: Tensor) -> Turns:
+def row_turns(batch: Batch, mask_BT: Tensor) -> RowTurns:
     """The turns of a rank's rows; tokens that do not count are in the first. Without `turn` a row is one turn."""
     turn_BT = batch.get("turn")
     none_BT = torch.zeros_like(mask_BT, dtype=torch.int64)
-    return Turns(none_BT if turn_BT is None else torch.where(mask_BT, turn_BT.long(), none_BT), mask_BT)
+    return RowTurns(none_BT if turn_BT is None else torch.where(mask_BT, turn_BT.long(), none_BT), mask_BT)
 
 
-def turn_count(turns: Turns, batch: Batch) -> int:
+def turn_count(turns: RowTurns, batch: Batch) -> int:
     """The largest number of turns of a row, of all ranks."""
     return 1 + int(batch.across.rows.sums(turns.of_token.amax(1, keepdim=True)).max())
 

@@ -1,8 +1,8 @@
 """GiGPO: GRPO over episodes, and within it over their steps that were taken in one state.
 
 References: Feng et al., 2025, https://arxiv.org/abs/2505.10978.
-verl: none; verl-agent, the authors' fork, has it with states by the environment's observation. ROLL has it too. TRL has
-  none.
+verl: none; verl-agent, the authors' fork, has it, with states by the environment's observation, as ROLL has.
+TRL: none.
 
 Without an environment there is one step in one state, and this is Dr. GRPO's advantage times 1 + step_coef.
 """
