@@ -210,7 +210,6 @@ class TrainKeywords(SharedKeywords, total=False):
     tau: NumberValue
     threshold: NumberValue
     to_reference: TruthValue
-    turn_buffer: WholeValue | None
     turn_coef: NumberValue
     turn_limit: WholeValue | None
     turns: TruthValue

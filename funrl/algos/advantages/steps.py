@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl.algos.advantages.baselines import check_eps
 from funrl.algos.advantages.groups import group_mean, group_std, groups_of
-from funrl.algos.advantages.turns import check_factors, groups_with, turn_count, turn_returns, row_turns
+from funrl.algos.advantages.turns import check_factors, groups_with, row_turns, turn_count, turn_returns
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.losses.ratios import either
 from funrl.algos.masks import where_masked

@@ -24,7 +24,6 @@ def gigpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     kl_coef: float = 0.01,
-    entropy_coef: float = 0.0,
 ) -> Algorithm:
     """Group-in-group policy optimisation.
 
@@ -34,10 +33,9 @@ def gigpo(
       deviation: divide both advantages by the deviation of what they are compared with.
       clip_low, clip_high: how far the ratio of a token may fall below and rise above 1.
       kl_coef: factor of the KL in the loss, in units of advantage per nat; 0: none, and no reference.
-      entropy_coef: factor of the entropy bonus, in units of advantage per nat.
     """
     episode = (group_center(), group_scale()) if deviation else (group_center(),)
-    surrogate = with_regularizers(clipped_surrogate(clip_low, clip_high), kl_coef, entropy_coef)
+    surrogate = with_regularizers(clipped_surrogate(clip_low, clip_high), kl_coef)
     return Algorithm(
         advantage=chain(*episode, step_groups(step_coef, gamma, 1e-6 if deviation else None)),
         losses={"policy": reduce(surrogate, sequence_mean())},

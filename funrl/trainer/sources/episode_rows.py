@@ -365,7 +365,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
     for row, (episode, path) in enumerate(flat):
         begin = turns = 0
-        said: list[int] = []  # since the reply before
+        context: list[int] = []  # since the reply before
         for node in path.nodes:
             here = slice(begin, begin + len(node.tokens))
             tokens[row, here] = torch.as_tensor(node.tokens, dtype=TOKEN_INT)
@@ -379,11 +379,11 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
-                state[row, here] = _digest(episode.states.get(node, said))
+                state[row, here] = _digest(episode.states.get(node, context))
             elif not node.sampled and turns and node not in read:
                 read.add(node)
                 author[row, here] = _author(node)
-            said = [] if node.sampled else [*said, *node.tokens]
+            context = [] if node.sampled else [*context, *node.tokens]
             if node.routes is not None and form.choices:
                 routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
             begin = here.stop
