@@ -27,6 +27,7 @@ from funrl.algos import (
     weighted,
 )
 from funrl.algos.losses.value_loss import clipped_value_loss
+from funrl.algos.recipes import recipe
 from funrl.algos.recipes.dapo import dapo
 from funrl.environments.adapters import single_turn
 from funrl.mesh.launch import launch
@@ -72,6 +73,7 @@ def sequences():
 
 
 RECIPES = {"grpo": functools.partial(GRPO, kl_coef=0.02), "ppo": PPO, "turns": turns, "sequences": sequences}
+RECIPES |= {name: recipe(name) for name in ("gigpo", "mt_grpo", "rae", "echo")}
 
 
 def episode_job(compose, environment, **settings):
@@ -91,7 +93,7 @@ def steps_of_mesh(name, mesh, steps=2):
 MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
 
 
-NAMES = ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "turns", "sequences"))]
+NAMES = ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")]
 
 
 @pytest.mark.gloo
