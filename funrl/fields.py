@@ -207,6 +207,10 @@ def _two_turns(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(shape[1]) >= shape[1] // 2).long().expand(shape)
 
 
+def _authors(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.where(torch.arange(shape[1]) == shape[1] - 2, 2, example_mask().long())
+
+
 def _mask_as_int(draw: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return example_mask().long()
 
@@ -272,7 +276,28 @@ FIELDS = Schema(
         dtype="bool",
         example=_these(True, True, True, True),
     ),
+    unit=Field(
+        "row",
+        "source",
+        "rows of one agent of an episode share a number: they are one sequence; in a micro-batch from 1",
+        dtype="int",
+        example=_these(*range(EXAMPLE_ROWS)),
+    ),
     turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_two_turns),
+    author=Field(
+        "token",
+        "source",
+        "of what follows an episode's first reply: 1 the policy, 2 a tool, 3 others; each in one row; else 0",
+        dtype="int",
+        example=_authors,
+    ),
+    state=Field(
+        "token",
+        "source",
+        "digest of the state in which a reply was sampled, below 2^31",
+        dtype="int",
+        example=_two_turns,
+    ),
     rollout_logp=Field("token", "source", "nats, by the engine that sampled", example=_negative),
     version=Field(
         "token",
@@ -344,6 +369,13 @@ FIELDS = Schema(
     ),
     imitated=Field(
         "token", "advantage", "tokens of successful completions, made by mark_positives()", dtype="bool", example=_mask
+    ),
+    observed=Field(
+        "token",
+        "advantage",
+        "tokens that the policy read and learns to predict, made by learn_observations()",
+        dtype="bool",
+        example=_even_places,
     ),
     entropy_coefficient=Field("token", "advantage", "factor of an adaptive entropy bonus, made by adapt_entropy()"),
     kl_baseline=Field("token", "advantage", "nats, KTO's reference point, made by reference_point()"),

@@ -16,7 +16,8 @@ _PIECES = {
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
     "metrics": "Max Mean Metric PieceError Sum divide mean_over_tokens merge token_mean_of value_of",
-    "masks": "clean in_order rounding sequence_sums to_own_tokens total where_masked",
+    "masks": "clean in_order on_tokens_of_sequence rounding row_or_episode_sums sequence_sums sums_by_sequence"
+    " to_own_tokens total where_masked",
     "checking": "check check_order",
     "guarding": "described name_of",
     "reading": "CountError reads run_advantage run_function",
@@ -33,6 +34,8 @@ _PIECES = {
     "advantages.several_rewards": "decoupled_groups parse_weights weighted_scores",
     "advantages.shaping": "Controller adaptive_kl clip_reward fixed_kl kl_in_reward last_of overlong_penalty"
     " running_normalise stop_properly to_last_token to_tokens token_rewards",
+    "advantages.steps": "hierarchical_center learn_observations role_baseline step_groups turn_length_penalty"
+    " turn_relative",
     "advantages.teacher_rewards": "teacher_advantage",
     "advantages.token_baselines": "implicit_rewards label_outcomes optimal_token_baseline slot_baseline token_slots",
     "advantages.token_selection": "adapt_entropy covariance keep_highest_entropy mark_positives noise"
@@ -46,8 +49,8 @@ _PIECES = {
     "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
-    "losses.likelihood": "demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
-    " negative_log_likelihood restrict sampled_tokens uncertain_likelihood",
+    "losses.likelihood": "acted_tokens demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"
+    " negative_log_likelihood observed_tokens restrict sampled_tokens uncertain_likelihood",
     "losses.pair_losses": "PairLoss apo_down_pairs apo_zero_pairs bco_pairs check_beta discopop_pairs exo_pairs"
     " hinge_pairs ipo_pairs nca_pairs robust_pairs sigmoid_pairs smoothed sppo_pairs",
     "losses.pairs": "best_and_worst chosen compared gold online_pairs pair_metrics pair_sums pairs_present side_by_side"

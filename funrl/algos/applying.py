@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import Units, by_unit, episode_fields, units_of
+from funrl.algos.advantages.units import Units, by_unit, choose_rows, episode_fields, units_of
 from funrl.algos.core import Advantage, Signal, run_piece
 from funrl.algos.metrics import Metric, PieceError
-from funrl.batch import Batch, declare, kind_of, select
+from funrl.batch import Batch, declare, kind_of
 from funrl.kinds import Value, line_places
 
 
@@ -25,7 +25,7 @@ def first_signal(batch: Batch) -> Signal:
 
 
 def apply_advantage(
-    advantage: Advantage, state: Any, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = select
+    advantage: Advantage, state: Any, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = choose_rows
 ) -> tuple[Batch, Any, dict[str, Metric]]:
     """Run a chain on a batch.
 

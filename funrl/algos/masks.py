@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funrl.batch import Batch, map_fields, schema_of, with_rows_spread
 
-PLACES = ("tokens", "mask", "positions", "segments")  # fields that describe the layout, outside the mask too
+PLACES = ("tokens", "mask", "positions", "segments", "unit")  # fields that describe the layout, outside the mask too
 
 
 def where_masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -72,3 +72,55 @@ def to_own_tokens(x_BS: Tensor, mask_BT: Tensor, segments_BT: Tensor | None = No
     """Give every masked token the value of its own sequence: from the shape of `sequence_sums` to [B, T]."""
     x_BT = x_BS.expand(mask_BT.shape) if segments_BT is None else x_BS.gather(1, segments_BT.long())
     return where_masked(x_BT, mask_BT)
+
+
+def sums_by_sequence(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
+    """The sum of x over the masked tokens of each sequence; all rows of an agent's episode are one sequence.
+
+    Returns: a table like that of `sequence_sums`, for `on_tokens_of_sequence`. Where rows are not packed, an episode
+      has its sum at its first row, and 0 at the others.
+    """
+    segments_BT = batch.get("segments")
+    unit_BT = batch.get("unit")
+    if unit_BT is None:
+        return sequence_sums(x_BT, mask_BT, segments_BT)
+    if segments_BT is not None:
+        return sequence_sums(x_BT, mask_BT, unit_BT)
+    sums_B1 = sequence_sums(x_BT, mask_BT)
+    return torch.zeros_like(sums_B1).index_add(0, _first_rows(unit_BT), sums_B1)
+
+
+def on_tokens_of_sequence(table_BS: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
+    """Give every masked token the value of its sequence: from the table of `sums_by_sequence` to [B, T]."""
+    segments_BT = batch.get("segments")
+    unit_BT = batch.get("unit")
+    if unit_BT is None:
+        return to_own_tokens(table_BS, mask_BT, segments_BT)
+    if segments_BT is not None:
+        return to_own_tokens(table_BS, mask_BT, unit_BT)
+    return to_own_tokens(table_BS[_first_rows(unit_BT)], mask_BT)
+
+
+def _first_rows(unit: Tensor) -> Tensor:
+    """[B] the first row of each row's unit; units are [B] or on tokens [B, T]."""
+    return first_of_equal(unit if unit.dim() == 1 else unit[:, 0])
+
+
+def first_of_equal(x_B: Tensor) -> Tensor:
+    """[B] int64, the place of the first number that equals each; nothing leaves the device.
+
+    Example: first_of_equal([7, 3, 7]) is [0, 1, 0].
+    """
+    return (x_B[:, None] == x_B).to(torch.uint8).argmax(1)
+
+
+def row_or_episode_sums(x_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
+    """The sum of x over the masked tokens of each row, or of all rows of its agent's episode, for pieces of a chain.
+
+    Returns: [b, 1], a number for each of a rank's rows.
+    """
+    sums_b1 = sequence_sums(x_BT, mask_BT)
+    across = batch.across
+    if across.by_row is None:
+        return sums_b1
+    return across.own(across.sums(sums_b1))[:, None].to(sums_b1.dtype)

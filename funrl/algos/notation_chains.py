@@ -73,6 +73,14 @@ def _turn_gae(a: Mapping[str, Any]) -> str:
     return rf"\sum_{{j \geq k}} {power(base, 'j - k')} \delta_j ; {delta} ; k = \mathrm{{turn}}(t)"
 
 
+def _step_groups(a: Mapping[str, Any]) -> str:
+    returns = rf"R_k = \sum_{{j \geq k}} {power(a['gamma'], 'j - k')} r_j".replace("  ", " ")
+    centred = r"R_k - \operatorname{mean}_{\mathrm{state}}(R)"
+    if a["eps"] is not None:
+        centred = rf"\frac{{{centred}}}{{\operatorname{{std}}_{{\mathrm{{state}}}}(R) + {a['eps']}}}"
+    return rf"x_i + {with_number(a['weight'], f'({centred})')} ; {returns} ; k = \mathrm{{turn}}(t)"
+
+
 def _batch_scale(a: Mapping[str, Any]) -> str:
     rows = "" if a["alone"] == "True" else r"_{|G| > 1}"
     return rf"\frac{{x_i}}{{\operatorname{{std}}{rows}(x) + {a['eps']}}}"
@@ -255,6 +263,21 @@ STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
     "reward_to_go": _reward_to_go,
     "gae": _gae,
     "turn_gae": _turn_gae,
+    "step_groups": _step_groups,
+    "turn_relative": (
+        r"\frac{r_{i,k} - \operatorname{mean}_G(r_k)}{\operatorname{std}_G(r_k) + <eps>} + <outcome_weight> x_i"
+        r" \operatorname{before\ the\ last\ turn}, x_i \operatorname{in\ it}"
+    ),
+    "hierarchical_center": (
+        r"x_i - \operatorname{mean}_P(x) ; P = \mathrm{same\ agent\ of\ the\ group\ if\ agent} < <proposers>,"
+        r" \mathrm{else\ others\ of\ the\ episode}"
+    ),
+    "role_baseline": r"x_i - b_{\mathrm{agent}} ; b \leftarrow <decay> b + (1 - <decay>) x_i",
+    "turn_length_penalty": lambda a: (
+        rf"{_of_signal(a)} - {with_number(a['factor'], '')}\sum_k \max(0, "
+        rf"\frac{{n_k - ({a['limit']} - {a['buffer']})}}{{{a['buffer']}}})"
+    ),
+    "learn_observations": r"m_t \leftarrow 1 \operatorname{on\ what\ tools\ wrote}",
     "turn_center": r"x_{i,k} - \operatorname{mean}_G(x_k) ; k = \mathrm{turn}(t)",
     "length_adaptive": r"\lambda_i ; \lambda_i = \max(0, 1 - \frac{1}{<alpha> |o_i|})",
     "optimal_token_baseline": _optimal_token_baseline,
@@ -282,6 +305,8 @@ STEPS: dict[str, Formula] = {  # the result of a piece of an advantage chain
 TO_TOKENS = (
     "to_tokens",
     "to_turns",
+    "step_groups",
+    "turn_relative",
     "to_last_token",
     "teacher_advantage",
     "reference_point",

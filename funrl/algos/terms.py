@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funrl.algos.guarding import defined_at, described, guarded, name_of
+from funrl.algos.masks import on_tokens_of_sequence, sums_by_sequence
 from funrl.algos.metrics import Max, Mean, Metric, PieceError, Sum, token_mean_of
 from funrl.batch import Batch, seen_of
 
@@ -125,6 +127,9 @@ def episodes_of(reduction: Reduction, batch: Batch) -> EpisodeTokens | None:
         return None
     count = batch.get("episode_tokens")
     first = batch.get("episode_first")
+    if count is None and first is not None and batch.get("unit") is not None:  # the mask is a part of what was counted
+        ones_BT = torch.ones_like(batch.mask, dtype=torch.float64)
+        count = on_tokens_of_sequence(sums_by_sequence(ones_BT, batch.mask, batch), ones_BT > 0, batch)
     if count is None or first is None:
         return None
     return EpisodeTokens(*(x if x.dim() == 2 else x[:, None].expand(batch.mask.shape) for x in (count, first)))

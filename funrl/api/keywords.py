@@ -45,6 +45,9 @@ class SharedKeywords(TypedDict, total=False):
     env_timeout: NumberValue
     episode_retries: WholeValue
     max_waiting: WholeValue
+    assume_turns: WholeValue | None
+    assume_turn_tokens: WholeValue | None
+    assume_tool_seconds: NumberValue | None
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue
@@ -148,6 +151,7 @@ class TrainKeywords(SharedKeywords, total=False):
     center: NumberValue
     clip_high: NumberValue
     clip_low: NumberValue | None
+    decay: NumberValue
     decay_steps: WholeValue
     desirable: NumberValue
     deviation: TruthValue
@@ -180,7 +184,10 @@ class TrainKeywords(SharedKeywords, total=False):
     margin: NumberValue | TruthValue | None
     negative: NumberValue
     normalize: TruthValue
+    observation_coef: NumberValue
     on_policy: TruthValue
+    others: TruthValue
+    outcome_coef: NumberValue
     overlong_buffer: WholeValue | None
     overlong_coef: NumberValue
     peak: NumberValue
@@ -191,6 +198,7 @@ class TrainKeywords(SharedKeywords, total=False):
     positive: NumberValue
     power: NumberValue
     process_coef: NumberValue
+    proposers: WholeValue
     raw_tail: TruthValue
     rest: TruthValue
     safe_ratio: NumberValue | None
@@ -199,9 +207,12 @@ class TrainKeywords(SharedKeywords, total=False):
     second_moment: NumberValue
     smoothing: NumberValue | None
     std_eps: NumberValue
+    step_coef: NumberValue
     tau: NumberValue
     threshold: NumberValue
     to_reference: TruthValue
+    turn_coef: NumberValue
+    turn_limit: WholeValue | None
     turns: TruthValue
     undesirable: NumberValue
     valley: NumberValue

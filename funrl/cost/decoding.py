@@ -1,5 +1,7 @@
 """Costs of generation: prefill, then one token per row and iteration, traced with the engine's own backend.
 
+Later turns of episodes read their context and go on.
+
 Prompts and completions have maximum length, so rows that start together end together: continuous batching becomes waves
 of rows.
 """
@@ -20,6 +22,7 @@ from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.tracer import Tracer
+from funrl.cost.tracing.turns import ONE_REPLY, Turns
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, scale_of
 from funrl.rollout.native.adapter_engine import AdapterEngine
@@ -39,6 +42,7 @@ class EngineWork(NamedTuple):
       prompt_tokens: tokens of a prompt.
       room: bytes of the cache if no flag gives its size.
       hardware: hardware of each rank.
+      turns: of the episodes that it completes.
     """
 
     job: RLJob
@@ -47,6 +51,7 @@ class EngineWork(NamedTuple):
     prompt_tokens: int
     room: float
     hardware: Hardware
+    turns: Turns = ONE_REPLY
 
 
 def generation(work: EngineWork) -> Costs:
@@ -71,18 +76,26 @@ def completions(work: EngineWork, sampling: Sampling) -> Costs:
 def waves(work: EngineWork, sampling: Sampling) -> list[tuple[int, int]]:
     """Waves of completions of one rank of the engine, all of full length: (number of waves, rows of each)."""
     job = work.job
+    rows = own_prompts(job, work.whole.mesh) * sampling.samples
+    most = min(rows, job.settings.engines.decode_rows, rows_in_cache(work, sampling)[0])
+    if work.turns.replies > 1:
+        most = min(most, job.settings.environments.max_waiting)
+    full, rest = divmod(rows, max(1, most))
+    return [(full, max(1, most))] + [(1, rest)] * (rest > 0)
+
+
+def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
+    """Rows of full length that the cache of one rank has room for, and bytes of the pages of one."""
+    job = work.job
     generator = work.whole
     assert isinstance(generator.whole, NativeEngine)
     model = generator.whole.model
-    rows = own_prompts(job, generator.mesh) * sampling.samples
     page = _page_tokens(work.hardware)
-    pages = -(-(work.prompt_tokens + sampling.max_new_tokens) // page)
+    pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
     assert model.init_cache is not None
     row_bytes = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
     given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
-    most = max(1, min(rows, job.settings.engines.decode_rows, int(given // row_bytes)))
-    full, rest = divmod(rows, most)
-    return [(full, most)] + [(1, rest)] * (rest > 0)
+    return int(given // row_bytes), row_bytes
 
 
 def own_prompts(job: RLJob, mesh: Mesh) -> int:
@@ -98,12 +111,13 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
       sampling: of its completions.
       count: rows that are decoded together.
     """
-    job, generator, _, prompt_tokens, _, hardware = work
+    job, generator, _, prompt_tokens, _, hardware, turns = work
     model = job.model
     mesh = generator.mesh
     wanted = generator.whole.weights.layouts
     page = _page_tokens(hardware)
-    length = prompt_tokens + sampling.max_new_tokens
+    length = turns.row_tokens(prompt_tokens, sampling.max_new_tokens)
+    middle = prompt_tokens + (length - prompt_tokens) // 2
     each = -(-length // page)
     assert model.init_cache is not None
     cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
@@ -120,6 +134,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     at_once = min(prompt_tokens, most)
     fresh = count / sampling.samples  # prompts of a wave: their completions share one prefill
     prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
+    answered = min(max(1, most // max(1, turns.context)), count)  # rows that read the context of a later turn together
 
     def pass_work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
@@ -139,9 +154,16 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             backend.resize(count * each)
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
-            draw(backend.forward(pass_work(count, 1, prompt_tokens + sampling.max_new_tokens // 2)))
+            draw(backend.forward(pass_work(count, 1, middle)))
+        if turns.gaps and turns.context:
+            with tracer.phase("extend"):
+                draw(backend.forward(pass_work(answered, min(turns.context, most), middle)))
     passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
-    whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], sampling.max_new_tokens))
+    steps = turns.replies * sampling.max_new_tokens
+    whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], steps))
+    if "extend" in tracer.phases:
+        extends = turns.gaps * math.ceil(count / answered) * -(-turns.context // most)
+        whole = after(whole, times(tracer.phases["extend"], extends))
     return plus(whole, {"weights": -float(trees.nbytes((params, factors)))})
 
 

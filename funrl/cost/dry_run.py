@@ -22,10 +22,11 @@ from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import EngineWork, generation
+from funrl.cost.descriptions import left_out, step_text
+from funrl.cost.episode_turns import with_waiting
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
-from funrl.cost.step_text import describe_step, parts_left_out
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
     MOVES,
@@ -42,6 +43,7 @@ from funrl.cost.tracing.estimate import (
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
+from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes, resharding, role_weights, verifying, without_offloaded
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
@@ -210,11 +212,16 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
+        episodes = None
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, _ = engine_bytes(job, parts, parts.generator)
-            phases = {name: plus(costs, {"weights": engine + agents}) for name, costs in phases.items()}
             served = rests | {"weights": rests["weights"] + agents}
+            held = engine + sum(served.values())
+            phases["generate"], episodes = with_waiting(
+                job, parts.generator, phases["generate"], tokens, held, hardware
+            )
+            phases = {name: plus(costs, {"weights": engine + agents}) for name, costs in phases.items()}
             phases["reshard"] = resharding(job, parts, parts.generator, served)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
@@ -228,14 +235,15 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     return Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
-        step=describe_step(job, tokens),
+        step=step_text(job, tokens),
         tokens=width,
         phases=phases,
         axes=axes,
         parameters=trees.count(job.models[job.main_role].shapes),
         trained=trees.count(parts.roles[job.main_role].stored),
         useful={name: share for name, share in useful.items() if name in phases},
-        left_out=parts_left_out(job, judge, hardware),
+        left_out=left_out(job, judge, hardware),
+        episodes=episodes,
     )
 
 
@@ -268,12 +276,15 @@ def check_width(job: Job, tokens: int) -> int:
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
         return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
-    if tokens + job.sampling.max_new_tokens > positions:
+    turns = turns_of(job.settings)
+    width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+    if width > positions:
+        more = f", --assume_turns={turns.replies} and --assume_turn_tokens={turns.context}" if turns.gaps else ""
         raise SettingsError(
-            f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens} are more than the model's "
-            f"{positions} positions"
+            f"--prompt_tokens={tokens} and --max_new_tokens={job.sampling.max_new_tokens}{more} are more than the "
+            f"model's {positions} positions"
         )
-    return tokens + job.sampling.max_new_tokens
+    return width
 
 
 def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
@@ -315,7 +326,15 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         phases["generate"] = Costs({"other": {}})
         if job.models[job.main_role].pages:
             phases["generate"] = generation(
-                EngineWork(job, parts.generator, whole.generator, prompt_tokens=tokens, room=room, hardware=hardware)
+                EngineWork(
+                    job,
+                    parts.generator,
+                    whole.generator,
+                    prompt_tokens=tokens,
+                    room=room,
+                    hardware=hardware,
+                    turns=turns_of(settings),
+                )
             )
             caches = (engines - 1) * phases["generate"].peak.get("cache", 0.0)  # of frozen agents, as much each
             phases["generate"] = plus(phases["generate"], {"cache": caches})

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.batch import TOKEN_INT, Batch
+from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, TextJob
+from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
@@ -65,15 +68,19 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         batch = trees.map(lambda x: x.expand(own, *x.shape[1:]).clone(), row)
         other = torch.arange(rows) % 2 == 1 if "mismatched" in needed.required else None
         return batch._replace(length=row.length.expand(rows).clone(), mismatched=other)
-    length = tokens + job.sampling.max_new_tokens
+    turns = turns_of(job.settings)
+    reply = job.sampling.max_new_tokens
+    length = turns.row_tokens(tokens, reply)
+    begins = turns.begins(tokens, reply)
     shape = (own, -(-length // 8) * 8)
     wide = torch.promote_types(job.dtype, torch.float32)
     choices = job.model.abilities.choices
     at_T = torch.arange(shape[1])
+    written_T = torch.stack([(at_T >= begin) & (at_T < begin + reply) for begin in begins]).any(0)
     score_B = torch.arange(rows).remainder(2).to(wide)
     return Batch(
         tokens=torch.arange(math.prod(shape), dtype=TOKEN_INT).remainder(job.model.config.vocab).view(shape),
-        mask=((at_T >= tokens) & (at_T < length)).expand(shape).clone(),
+        mask=written_T.expand(shape).clone(),
         length=torch.full((rows,), length, dtype=torch.int64),
         group=torch.arange(rows) // job.sampling.samples,
         score=score_B,
@@ -83,4 +90,21 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
         routes=torch.zeros(*shape, choices, dtype=TOKEN_INT) if job.settings.routers.router_replay else None,
         greedy_score=score_B if "greedy_score" in reads(job.algorithm).required else None,
         demonstration=torch.zeros(shape, dtype=torch.bool) if learns_from_demonstrations(job.algorithm) else None,
+        **(_episode_fields(job, shape, begins, wide) if has_environment(job.settings) else {}),
     )
+
+
+def _episode_fields(job: Job, shape: tuple[int, int], begins: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The fields per token that rows of episodes have besides, as far as the algorithm reads them.
+
+    Args:
+      shape: [own rows, T].
+      begins: of each reply.
+    """
+    read = reads(job.algorithm)
+    turn_T = (torch.arange(shape[1])[:, None] >= torch.tensor(begins[1:])).sum(1)
+    fields = {
+        "turn": turn_T.to(TOKEN_INT).expand(shape).clone(),
+        "token_reward": torch.zeros(shape, dtype=dtype),
+    }
+    return {name: x for name, x in fields.items() if name in read.required | read.optional}

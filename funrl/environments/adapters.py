@@ -108,14 +108,18 @@ class _Conversations:
             policy.answered((messages, tools))
             trajectory = policy.start(messages, tools)
             rewards: dict[Node, float] = {}
+            states: dict[Node, str] = {}
             status: Status = "done"
             ended = False
             while not ended:
+                state = getattr(environment, "state", None)
                 try:
                     reply, trajectory = await policy.sample(trajectory)
                 except LimitReached as limit:
                     status = limit.status
                     break
+                if state is not None:
+                    states[trajectory.leaf] = state
                 message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
                 messages, reward, ended = await call(environment.step, message)
                 policy.answered((messages, reward, ended))
@@ -124,7 +128,8 @@ class _Conversations:
                 if not ended:
                     trajectory = policy.extend(trajectory, messages)
             total = math.fsum(rewards.values()) if rewards else None
-            return Episode([_to_last_turn(trajectory)], {trajectory.agent: total}, rewards, status=status)
+            end = _to_last_turn(trajectory)
+            return Episode([end], {trajectory.agent: total}, rewards, status=status, states=states)
         finally:
             await call(environment.close)
 

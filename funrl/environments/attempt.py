@@ -136,8 +136,8 @@ def episode_problem(episode: object) -> str:
         if end.agent not in episode.rewards:
             return f"there is no reward of agent {end.agent}, only of {list(episode.rewards)}; None: unscored"
     nodes = {node for end in episode.ends for node in end.nodes() if node.sampled}
-    if not set(episode.turn_rewards) <= nodes:
-        return "a turn's reward is not of a sampled node of the episode's trajectories"
+    if not {*episode.turn_rewards, *episode.states} <= nodes:
+        return "a turn's reward or state is not of a sampled node of the episode's trajectories"
     numbers = {f"reward of {agent}": reward for agent, reward in episode.rewards.items() if reward is not None}
     numbers |= {"part " + name: part for name, part in episode.parts.items()}
     numbers |= {f"reward of turn {n}": reward for n, reward in enumerate(episode.turn_rewards.values())}

@@ -49,7 +49,10 @@ class PromptingEnvironment(Protocol):
 
 
 class MessageEnvironment(Protocol):
-    """The other side of one conversation. A new one is made for each attempt at an episode."""
+    """The other side of one conversation. A new one is made for each attempt at an episode.
+
+    It may have an attribute `state`, a text that names the state in which the policy replies next (`Episode.states`).
+    """
 
     async def reset(self, example: Example, seed: int) -> tuple[Sequence[Message], Tools]:
         """Begin; returns the first messages, and descriptions of the tools that the chat template shows."""

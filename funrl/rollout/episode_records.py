@@ -26,7 +26,7 @@ class EpisodeRecord(NamedTuple):
       nodes: fields of each node, parents before children.
       parents: index of each node's parent; `ROOT_PARENT`: it has none.
       ends: (agent, index of the leaf, tools) of each trajectory.
-      turn_rewards: by index of a node.
+      turn_rewards, states: by index of a node.
       rest: the other fields of the episode.
     """
 
@@ -34,6 +34,7 @@ class EpisodeRecord(NamedTuple):
     parents: Sequence[int]
     ends: Sequence[tuple[str, int, Sequence[Mapping[str, Any]]]]
     turn_rewards: Mapping[int, float]
+    states: Mapping[int, str]
     rest: Mapping[str, Any]
 
 
@@ -43,7 +44,7 @@ def to_record(episode: Episode) -> EpisodeRecord:
     for end in episode.ends:
         for node in end.leaf.path():
             numbers.setdefault(node, len(numbers))
-    for node in episode.turn_rewards:
+    for node in (*episode.turn_rewards, *episode.states):
         for before in node.path():
             numbers.setdefault(before, len(numbers))
     return EpisodeRecord(
@@ -51,7 +52,8 @@ def to_record(episode: Episode) -> EpisodeRecord:
         parents=[ROOT_PARENT if node.parent is None else numbers[node.parent] for node in numbers],
         ends=[(end.agent, numbers[end.leaf], end.tools) for end in episode.ends],
         turn_rewards={numbers[node]: reward for node, reward in episode.turn_rewards.items()},
-        rest=_fields(episode, "ends", "turn_rewards"),
+        states={numbers[node]: state for node, state in episode.states.items()},
+        rest=_fields(episode, "ends", "turn_rewards", "states"),
     )
 
 
@@ -63,6 +65,7 @@ def from_record(record: EpisodeRecord) -> Episode:
     return Episode(
         ends=[Trajectory(agent, nodes[leaf], tools) for agent, leaf, tools in record.ends],
         turn_rewards={nodes[number]: reward for number, reward in record.turn_rewards.items()},
+        states={nodes[number]: state for number, state in record.states.items()},
         **record.rest,
     )
 

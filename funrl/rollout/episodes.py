@@ -118,6 +118,8 @@ class Episode:
         may share nodes.
       rewards: outcome reward of each agent; None: unscored, left out of baselines and losses and counted, never 0.
       turn_rewards: parts of these rewards that single sampled nodes earned; an outcome is not increased by them.
+      states: name of the state in which a sampled node was sampled, for algorithms that compare replies in one state;
+        where there is none, the state is what was said since the reply before.
       parts: named parts of the reward or further numbers, averaged into metrics.
       status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
       problem: why it failed; "" otherwise.
@@ -126,6 +128,7 @@ class Episode:
     ends: Sequence[Trajectory]
     rewards: Mapping[str, float | None]
     turn_rewards: Mapping[Node, float] = field(default_factory=dict)
+    states: Mapping[Node, str] = field(default_factory=dict, kw_only=True)
     parts: Mapping[str, float] = field(default_factory=dict)
     status: Status = "done"
     problem: str = ""

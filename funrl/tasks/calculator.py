@@ -149,6 +149,7 @@ def calculator_task() -> EmbeddedTask:
         demonstration_field="answer",
         readable=None,
         environment=calculator_environment,
+        turns=(2, 6),  # <tool>, four digits, <assistant>
     )
 
 

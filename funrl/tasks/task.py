@@ -34,6 +34,7 @@ class EmbeddedTask(NamedTuple):
       demonstration_field: field of the prompts with a right completion.
       readable: completion -> as it is shown to people; None: as it is.
       environment: makes the environment whose episodes are learned from; None: prompts are completed once.
+      turns: replies of an episode, and tokens before each but the first, that a dry run assumes.
     """
 
     name: str
@@ -52,3 +53,4 @@ class EmbeddedTask(NamedTuple):
     demonstration_field: str
     readable: Callable[[str], str] | None
     environment: Callable[[], Environment] | None = None
+    turns: tuple[int, int] = (1, 0)

@@ -61,12 +61,12 @@ from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn_apart
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
-from funrl.trainer.steps.roles import weights_of
+from funrl.trainer.steps.roles import sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step import NotFiniteError
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, moved, on_cpu
+from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, moved, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
@@ -328,7 +328,8 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
 def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
     """Move rows to the ranks that score them."""
     group = rows.batch.get("group")
-    to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, group, step, example=rows.examples)
+    units = rows.units(sums_over_episodes(trainer.job.algorithm.losses.values()))
+    to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, group, step, units)
     return moved(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
 
 
@@ -347,16 +348,15 @@ def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:
 
 
 def scoring_ranks(
-    job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int, *, example: np.ndarray | None = None
+    job: Job, parts: Parts, lengths: np.ndarray, group: Tensor | None, step: int, units: RowUnits = SINGLE_ROWS
 ) -> tuple[np.ndarray, Epoch | None]:
     """Ranks [B] on which the first pass over the rows is balanced, with that pass.
 
     Where advantages need whole groups, they are the ranks of the groups, without a pass.
 
     Args:
-      lengths: [B] tokens of each row.
-      group: [B] of each row.
-      example: [B] as in `plan_epoch`.
+      lengths, group: [B] tokens and group of each row.
+      units: what the rows belong to.
     """
     mesh = parts.mesh
     chain = job.algorithm.advantage
@@ -365,7 +365,7 @@ def scoring_ranks(
         cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
-    epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step), example=example)
+    epoch = plan_epoch(lengths, mesh, update_plan(job, parts, step), units=units)
     return epoch.to, epoch
 
 

@@ -60,7 +60,8 @@ def drawn():
         "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
         "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
         "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
-        "stale": mask.roll(1, 1) & mask,
+        "stale": mask.roll(1, 1) & mask, "observed": mask & (at % 5 == 0), "unit": torch.arange(B),
+        "author": torch.where(mask, 1, at % 4), "state": torch.where(mask, (at // 300 + length[:, None]) % 3, 0),
         "episode": torch.arange(B), "agent": torch.zeros(B, dtype=torch.int64), "episode_tokens": mask.sum(1),
         "episode_first": torch.ones(B, dtype=torch.bool), "turn": (torch.arange(T) >= 300).long().expand(B, T),
     }  # fmt: skip

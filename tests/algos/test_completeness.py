@@ -77,6 +77,11 @@ TESTED = {  # name: the test that would fail if it were wrong
     "units_of": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
     "episodes_of": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
     "by_unit": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
+    "acted_tokens": "../trainer/test_episode_steps.py::test_observations_are_learned_and_counted_once",
+    "observed_tokens": "../trainer/test_episode_steps.py::test_observations_are_learned_and_counted_once",
+    "choose_rows": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
+    "units_of_copies": "test_episodes.py::test_a_unit_that_is_chosen_twice_is_two",
+    "first_of_equal": "test_forks.py::test_a_fork_changes_no_loss",
     "episode_fields": "test_episodes.py::test_the_number_of_a_unit_goes_with_a_correction_of_the_mask",
 }
 SERVE = {  # name: the rows that fail if it is wrong
@@ -94,7 +99,15 @@ SERVE = {  # name: the rows that fail if it is wrong
     "log_gap": "importance_weights",
     "next_sampled": "gae",
     "power_of_two": "group_scale, whiten",
+    "check_factors": "to_turns",
+    "groups_with": "turn_center",
+    "turn_count": "turn_center",
+    "turn_returns": "to_turns",
+    "row_turns": "to_turns",
+    "on_tokens_of_sequence": "sequence_ratio",
+    "row_or_episode_sums": "importance_weights",
     "sequence_sums": "sequence_mean",
+    "sums_by_sequence": "sequence_ratio",
     "slot_baseline": "optimal_token_baseline",
     "to_own_tokens": "sequence_ratio",
     "token_slots": "optimal_token_baseline",
@@ -157,6 +170,8 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner |= {"call_text", "node_of"}  # of explanations
     inner |= {"reverse_linear_scan"}
     inner |= {"units_of", "by_unit", "episode_fields", "episodes_of"}  # of chains on rows of episodes
+    inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
+    inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
     assert set(functions) - set(WHERE) == inner
     for name, module in WHERE.items():
         assert getattr(funrl.algos, name) is getattr(importlib.import_module(f"funrl.algos.{module}"), name)

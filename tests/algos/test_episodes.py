@@ -5,14 +5,23 @@ import random
 import pytest
 import torch
 
-from funrl.algos import Advantage, chain, group_center, group_scale, overlong_penalty, token_mean, whiten
+from funrl.algos import (
+    Advantage,
+    chain,
+    group_center,
+    group_scale,
+    overlong_penalty,
+    product_ratio,
+    token_mean,
+    whiten,
+)
 from funrl.algos import reduce as reduce_loss
 from funrl.algos.advantages.shaping import to_last_token, to_tokens
 from funrl.algos.advantages.units import by_unit, episode_fields, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.algos.losses.likelihood import imitated_tokens, negative_log_likelihood, restrict
 from funrl.algos.losses.reductions import constant_mean, sequence_mean
-from funrl.batch import Batch
+from funrl.batch import Batch, with_rows_spread
 
 T = 12
 
@@ -175,3 +184,15 @@ def test_all_rows_of_a_chosen_unit_are_taken_as_often_as_it_is_chosen():
         piece = chain(pick, to_tokens())
         apply_advantage(piece, piece.init(), batch, choose)
         assert taken.pop() == expected
+
+
+def test_a_unit_that_is_chosen_twice_is_two():
+    """Sums over episodes are not those of two copies."""
+    batch = batch_of([(0, 0, 0, 1.0, [[True] * T] * 2), (1, 0, 0, 0.0, [[True] * T])])
+    pick = Advantage(lambda: (), lambda s, state, b: (s._replace(rows=torch.tensor([0, 1, 0])), state))
+    piece = chain(pick, to_tokens())
+    chosen = apply_advantage(piece, piece.init(), batch)[0]
+    assert chosen.unit.tolist() == [0, 0, 1, 2, 2]
+    old_logp = torch.full(chosen.mask.shape, -1.0, dtype=torch.float64)
+    ratio = product_ratio()(old_logp + 0.01, with_rows_spread(chosen._replace(old_logp=old_logp)))
+    assert ratio[:, 0].log().tolist() == pytest.approx([0.24, 0.24, 0.12, 0.24, 0.24])

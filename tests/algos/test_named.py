@@ -202,6 +202,7 @@ ZERO_BY_GROUP = {
     *("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "gmpo", "rloo", "opo", "gpg", "gdpo", "sppo", "dppo", "otb"),
     *("dppo by KL", "grpo, truncated importance weights"),
     *("maxrl", "lite_ppo", "fipo", "real", "gvpo", "a2po", "m2po", "rollout_is", "chord"),
+    *("gigpo", "mt_grpo", "hierarchical_grpo", "echo"),
 }
 NOT_ZERO = {  # and why a group of equal rewards has advantages
     **dict.fromkeys(("ppo", "pf_ppo", "vapo", "ppo with everything"), "a critic scores, not the group"),
@@ -211,6 +212,7 @@ NOT_ZERO = {  # and why a group of equal rewards has advantages
     "prime": "process rewards differ, and it whitens as the one before",
     **dict.fromkeys(("rloo with KL", "otb over turns"), "a KL in the rewards makes them unequal"),
     **dict.fromkeys(("distillation", "distillation direct"), "a teacher scores every token"),
+    "rae": "the agent's past scores, not the group",
     "prpo": "the batch scores, not the group",
     "gvpo to the reference": "log-ratios are compared too",
     "topr": "a constant is taken off, not the group's mean",

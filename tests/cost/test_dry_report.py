@@ -123,10 +123,24 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     assert "--text_tokens=9 does nothing without --dry_run; give --dry_run too" in capsys.readouterr().err
 
 
-def test_a_task_of_episodes_is_estimated_without_their_further_turns(capsys):
-    assert main("grpo", ["grpo", "--dry_run", "--task=calculator", "--batch_prompts=4"], "grpo") == 0
+def test_a_task_of_episodes_is_estimated_with_its_turns(capsys):
+    flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5"]
+    assert main("grpo", ["grpo", *flags], "grpo") == 0
     said = capsys.readouterr().out
-    assert "turns and branches of episodes beyond one reply" in said.split("not counted: ")[1]
+    assert "32 episodes of 2 replies, 37 tokens each" in said
+    assert "an engine reads 192 tokens of later turns; of 32 unfinished episodes 32 generate at a time" in said
+    assert "environments take 500 ms before each later reply: 500 ms of a step are waited for, 0 s overlap" in said
+    assert "branches of episodes, and the work of their environments" in said.split("not counted: ")[1]
+    assert main("grpo", ["grpo", *flags, "--json"], "grpo") == 0
+    episodes = json.loads(capsys.readouterr().out)["episodes"]
+    assert (episodes["turns"], episodes["turn_tokens"], episodes["read_tokens"]) == (2, 6, 192)
+    assert episodes["waited_seconds"] == 0.5 and episodes["recomputed_tokens"] == 0
+    for wrong, why in (
+        (["--assume_turns=17"], "--assume_turns=17 is more than --episode_turns=16"),
+        (["--assume_turns=9"], "--assume_turns=9 and --assume_turn_tokens=6 are more than the model's 64 positions"),
+    ):
+        assert main("grpo", ["grpo", *flags, *wrong], "grpo") == 2
+        assert why in capsys.readouterr().err
 
 
 def test_what_is_left_out_is_said(capsys):
@@ -172,7 +186,7 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         "model", "hardware", "devices", "mesh", "generate_mesh", "fsdp", "step", "run", "phases", "fits", "peak",
-        "suggestions", "not_counted", "device_calls",
+        "suggestions", "not_counted", "device_calls", "episodes",
     }  # fmt: skip
     assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)
     phase = found["phases"]["update_policy"]

@@ -18,9 +18,9 @@ from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.trainer.sources.episode_rows import RowForm, paths_of, rows_of_episodes, scored_rows
 from funrl.trainer.steps.learn import denominators
-from funrl.trainer.steps.micro import own_micro_batches, plan_epoch
+from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch
 from funrl.trainer.steps.roles import row_fields_of
-from funrl.trainer.steps.step_rows import UpdatePlan
+from funrl.trainer.steps.step_rows import RowUnits, UpdatePlan
 
 COUNT, SAMPLES = 24, 4
 
@@ -90,6 +90,39 @@ def test_each_sampled_node_is_trained_exactly_once_and_rows_are_what_the_model_s
     assert row == len(batch.tokens)
 
 
+def test_a_trajectory_that_another_goes_on_from_is_no_row_of_its_own():
+    """Listing parts of a path, or a path twice, changes no bit of any field."""
+    for number in range(COUNT):
+        rng = random.Random(number)
+        episode = random_episode(number)
+        ends = []
+        for end in episode.ends:
+            parts = [Trajectory(end.agent, node) for node in end.nodes() if rng.random() < 0.3]
+            ends += [*rng.sample(parts, len(parts)), end] if rng.random() < 0.5 else [end, end, *parts]
+        paths = [paths_of(Episode(ends, episode.rewards)) for ends in (episode.ends, ends)]
+        assert [(p.nodes, p.trained) for p in paths[0]] == [(p.nodes, p.trained) for p in paths[1]]
+
+
+def test_a_micro_batch_has_the_rows_of_an_agent_and_their_number():
+    """Where a loss has sums over whole episodes, numbers of units are those of their first segments."""
+    rows, _ = rows_here()
+    plan = UpdatePlan(3, minibatches=3, token_budget=32, cost=RowCost())
+    units = rows.units(True)
+    epoch = plan_epoch(rows.lengths, single(), plan, units=units)
+    seen = {}
+    for part, packing in zip(epoch.parts, epoch.packings, strict=True):
+        most = int(packing.size.max())
+        for number, piece in enumerate(packed(rows, packing, part, most, row_fields=("unit",))):
+            own = piece.rows.tolist()
+            for unit in units.together[own]:
+                assert seen.setdefault(unit, (len(part), number)) == (len(part), number)
+            first = [own.index(next(r for r in own if units.together[r] == units.together[row])) for row in own]
+            segments = piece.batch.segments
+            expected = torch.tensor([0, *(1 + place for place in first)])[segments.long()]
+            assert torch.equal(piece.batch.unit, expected)
+    assert len(seen) == len(set(units.together.tolist()))
+
+
 def test_turns_count_the_replies_before_a_token():
     rng = random.Random(0)
     root = Node(None, [1, 2], False)
@@ -147,7 +180,7 @@ def test_an_unknown_agent_is_an_error():
 def test_the_rows_of_an_episode_are_in_one_mini_batch():
     rows, _ = rows_here()
     plan = UpdatePlan(3, minibatches=5, token_budget=64, cost=RowCost())
-    epoch = plan_epoch(rows.lengths, single(), plan, example=rows.examples)
+    epoch = plan_epoch(rows.lengths, single(), plan, units=rows.units(False))
     assert sorted(np.concatenate(epoch.parts).tolist()) == list(range(len(rows.lengths)))
     parts = [set(rows.examples[part].tolist()) for part in epoch.parts]
     assert sum(map(len, parts)) == len(set(rows.examples.tolist())) and len(parts) == 5
@@ -157,7 +190,7 @@ def test_episodes_of_one_row_are_chosen_as_rows_are():
     lengths = np.arange(30) % 7 + 3
     plan = UpdatePlan(2, minibatches=4, token_budget=64, cost=RowCost())
     plain = plan_epoch(lengths, single(), plan)
-    same = plan_epoch(lengths, single(), plan, example=np.arange(30) + 100)
+    same = plan_epoch(lengths, single(), plan, units=RowUnits(np.arange(30) + 100))
     assert [p.tolist() for p in plain.parts] == [p.tolist() for p in same.parts]
     assert np.array_equal(plain.to, same.to)
 

@@ -18,8 +18,26 @@ from small_runs import (
 )
 
 from funrl import trees
-from funrl.algos import Algorithm, chain, clipped_surrogate, gae, reduce, sequence_mean, to_turns, turn_center
+from funrl.algos import (
+    Algorithm,
+    add,
+    chain,
+    clipped_surrogate,
+    gae,
+    geometric_mean,
+    group_center,
+    importance_weights,
+    reduce,
+    scale,
+    sequence_mean,
+    sequence_ratio,
+    to_tokens,
+    to_turns,
+    turn_center,
+    weighted,
+)
 from funrl.algos.losses.value_loss import clipped_value_loss
+from funrl.algos.recipes import recipe
 from funrl.algos.recipes.dapo import dapo
 from funrl.environments.adapters import single_turn
 from funrl.mesh.launch import launch
@@ -57,7 +75,15 @@ def turns():
     )
 
 
-RECIPES = {"grpo": functools.partial(GRPO, kl_coef=0.02), "ppo": PPO, "turns": turns}
+def sequences():
+    """Everything that sums over whole episodes: weights and a ratio of sequences, and GMPO's mean."""
+    chosen = chain(importance_weights("geometric", 0.9, 1.1), group_center(), to_tokens())
+    term = add(weighted(clipped_surrogate(ratio=sequence_ratio())), scale(0.3, geometric_mean()))
+    return Algorithm(advantage=chosen, losses={"policy": reduce(term, sequence_mean())})
+
+
+RECIPES = {"grpo": functools.partial(GRPO, kl_coef=0.02), "ppo": PPO, "turns": turns, "sequences": sequences}
+RECIPES |= {name: recipe(name) for name in ("gigpo", "mt_grpo", "rae", "echo")}
 
 
 def episode_job(compose, environment, **settings):
@@ -77,9 +103,12 @@ def steps_of_mesh(name, mesh, steps=2):
 MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
 
 
+NAMES = ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")]
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["grpo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ppo", "turns"))])
+@pytest.mark.parametrize("name", NAMES)
 def test_episodes_give_the_same_numbers_on_every_mesh(name, mesh):
     one, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
     assert_same(one, other, 1e-9)
@@ -116,7 +145,14 @@ def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it
     assert [entry.get("before") for entry in first["branches"][1]["says"]] == [True, True, True, None]
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
+    """Rows of an episode are in one micro-batch, however small it is to be."""
+    jobs = [episode_job(sequences, Branching(), token_budget=budget) for budget in (16, 4096)]
+    one, other = (launch(steps_program(job, 2), job.sizes, "cpu") for job in jobs)
+    assert_same(one, other, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "sequences"])
 def test_a_single_turn_is_a_run_without_environment_to_the_bit(name):
     job = small_job(RECIPES[name], samples_per_prompt=3, minibatches=2, epochs=2)
     plain = launch(steps_program(job, 2), job.sizes, "cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from funrl.rewards.answers import final_answer
-from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, sample_counts
+from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, mean_over_samples, sample_counts
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -31,6 +31,18 @@ def test_the_most_frequent_answer_of_a_block_counts_and_the_first_of_several():
     assert majority_at(answers, values, 4) == 0  # "3" before "4", then "5"
     assert majority_at(answers, values, 8) == 1  # "4" three times
     assert majority_at(answers[1:], values[1:], 3) == 0.5  # two blocks, 4 4 3 and 5 5 4; the rest is left out
+
+
+def test_a_sample_without_a_value_is_left_out():
+    nan = math.nan
+    values_PN = np.array([[0.0, nan, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0], [nan, 1.0, nan, nan], [nan] * 4])
+    assert best_at(values_PN, 2) == pytest.approx([2 / 3, 5 / 6, nan, nan], nan_ok=True)
+    assert best_at(values_PN, 3) == pytest.approx([1, 1, nan, nan], nan_ok=True)
+    assert mean_over_samples(values_PN) == pytest.approx([1 / 3, 0.5, 1, nan], nan_ok=True)
+    answers = ["5", "4", "4", "4"]
+    assert majority_at(answers, np.array([0.0, nan, nan, 1.0]), 2) == 0  # one vote each, and "5" is first
+    assert majority_at(answers, np.array([0.0, nan, 1.0, 1.0]), 3) == 1
+    assert math.isnan(majority_at(answers, np.array([0.0, nan, nan, 1.0]), 3))
 
 
 @pytest.mark.parametrize("verdicts", [True, False])

@@ -158,6 +158,11 @@ TESTED = {  # flag: the test that fails where it does nothing
         ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"),
         "trainer/test_env_flags.py::test_flags_bound_the_episodes",
     ),
+    **dict.fromkeys(
+        ("assume_turns", "assume_turn_tokens"),
+        "trainer/test_episode_dry_run.py::test_tokens_and_turns_are_those_of_a_real_run",
+    ),
+    "assume_tool_seconds": "cost/test_dry_turns.py::test_seconds_of_tools_lengthen_generation",
     "env": "trainer/test_env_flags.py::test_an_environment_of_a_file",
     "env_args": "trainer/test_env_flags.py::test_arguments_and_prompts_of_an_environment",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",

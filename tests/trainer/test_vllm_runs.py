@@ -1,15 +1,36 @@
 """Runs that generate with vLLM inside of the trainer's processes: its log-probabilities are the trainer's."""
 
 import importlib.util
+import random
 import socket
 import subprocess
 import sys
 
 import pytest
-from small_runs import GRPO, PPO, begin, run_steps, small_job
+import torch
+from small_runs import GRPO, PPO, begin, run_steps, scored_batch, small_job
+from test_episode_runs import episode_job
 
+from funrl.algos import (
+    Algorithm,
+    add,
+    apply_advantage,
+    chain,
+    clipped_surrogate,
+    group_center,
+    importance_weights,
+    masked_importance,
+    reduce,
+    sequence_mean,
+    sequence_ratio,
+    to_tokens,
+    weighted,
+)
+from funrl.batch import with_rows_spread
 from funrl.mesh.mesh import single
+from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError
+from funrl.tasks.calculator import calculator_environment
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
@@ -45,6 +66,65 @@ def test_steps_with_a_server_are_those_of_the_native_engine():
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)
         assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+class Tree:
+    """Branches and retries that the example decides, two agents, and rewards by turn."""
+
+    agents = ("policy", "judge")
+
+    async def run(self, policy, example, seed):
+        chance = random.Random(seed)
+        ends = [(await policy.sample(policy.start(example.tokens), max_tokens=4))[1]]
+        for _ in range(4):
+            heard = policy.extend(chance.choice(ends), [5, 6][: chance.randint(1, 2)])
+            ends.append((await policy.sample(heard, max_tokens=chance.randint(1, 5)))[1])
+        verdict = (await policy.sample(policy.start([7, *example.tokens], agent="judge"), max_tokens=2))[1]
+        rewards = {"policy": chance.random(), "judge": chance.choice([None, 0.5])}
+        return Episode([*ends, verdict], rewards, {ends[0].leaf: 0.25})
+
+
+ENVIRONMENTS = {"calculator": calculator_environment, "tree": Tree}
+
+
+def bounded():
+    """A loss with the engine's log-probabilities in it, by token and by episode."""
+    advantage = chain(importance_weights("geometric", 0.5, 2.0), group_center(), to_tokens())
+    term = weighted(clipped_surrogate(ratio=sequence_ratio()))
+    return Algorithm(advantage, {"policy": reduce(add(term, masked_importance()), sequence_mean())})
+
+
+def golden(algorithm, batch):
+    """Loss and gradient of rows, as numbers."""
+    made = apply_advantage(algorithm.advantage, algorithm.advantage.init(), batch)[0]
+    logp = (made.old_logp.double() + 0.1 * torch.arange(made.mask.shape[1]).sin()).requires_grad_()
+    loss, _ = algorithm.losses["policy"](logp, with_rows_spread(made))
+    (gradient,) = torch.autograd.grad(loss, logp)
+    return torch.stack([loss.detach(), gradient.norm(), gradient.abs().max()])
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_episodes_have_the_trainers_log_probabilities_and_the_native_engines_numbers(name):
+    """On what vLLM sampled: a draw within rounding of a boundary may give another token than the native engine's."""
+    settings = {"dtype": "float32", "samples_per_prompt": 4, "max_new_tokens": 6, "sizes": SIZES}
+    made = {}
+    for engine in ("vllm", "native"):
+        run, state = begin(episode_job(bounded, ENVIRONMENTS[name](), engine=engine, **settings), single())
+        rows, _, _ = scored_batch(run, state)
+        made[engine] = rows.batch
+    batch = made["vllm"]
+    gap = (batch.rollout_logp - batch.old_logp)[batch.mask].abs()
+    assert 0 < gap.max() < 1e-5 and batch.mask.sum() > 60
+    assert name == "calculator" or (not batch.episode_first.all() and batch.agent.max() == 1)
+    exact = batch._replace(rollout_logp=batch.old_logp)  # a native engine's, whose gap is 0
+    chosen = bounded()
+    torch.testing.assert_close(golden(chosen, batch), golden(chosen, exact), rtol=1e-5, atol=1e-5)
+    peer = made["native"]
+    same = batch.tokens.shape == peer.tokens.shape and batch.tokens.equal(peer.tokens)
+    if same:  # no draw was so close
+        assert (batch.rollout_logp - peer.rollout_logp).abs().max() < 1e-5
+        torch.testing.assert_close(golden(chosen, batch), golden(chosen, peer), rtol=1e-5, atol=1e-5)
 
 
 def test_the_servers_of_a_run_are_one_for_each_data_rank():

@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl.across import CACHED
 from funrl.algos.advantages.groups import power_of_two
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
-from funrl.algos.masks import total, where_masked
+from funrl.algos.masks import row_or_episode_sums, total, where_masked
 from funrl.algos.scan import reverse_linear_scan
 from funrl.batch import Batch
 
@@ -91,7 +91,8 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
     Args:
       gamma: discount per sampled token.
       gae_lambda: how far to trust sampled rewards over the critic; 1 is Monte Carlo, 0 one step. A function gives each
-        row its own lambda, from lengths [B, 1] in sampled tokens, rejected ones included: see `length_adaptive`.
+        row its own lambda, from lengths [B, 1] in sampled tokens of the row, or of its agent's episode, rejected ones
+        included: see `length_adaptive`.
       critic_lambda: the lambda of the returns; None: gae_lambda. VAPO uses 1.
     Needs: value [B, T] in units of reward. Makes: returns.
 
@@ -106,7 +107,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
         if callable(gae_lambda):
-            own_lambda = gae_lambda(batch.mask.sum(1, keepdim=True).to(signal.x.dtype))
+            own_lambda = gae_lambda(row_or_episode_sums(torch.ones_like(signal.x), batch.mask, batch))
         else:
             own_lambda = gae_lambda
         out = generalised_advantages(

@@ -18,7 +18,8 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
 
     A[i, t] = G[i, t] - b[t],  b[t] = sum_i G[i, t] W[i, t] / sum_i W[i, t] over the rows i of the group,
     W[i, t] = sum_{s <= t} w[i, s],  w = 1 - 2 pi + sum_v pi_v^2, the squared norm of the gradient of log pi with
-    respect to the logits; times the squared importance weight where a correction has set one.
+    respect to the logits; times the squared importance weight where a correction has set one. The rows of an agent's
+    episode are one row, end to end: W sums over what the agent has sampled so far.
 
     Args:
       turns: which tokens share a position: the n-th sampled token of each row, skipping tool output (True), or the
@@ -40,14 +41,29 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
         norm_BT = where_masked(1 - 2 * pi_BT + batch.sum_pi_squared, mask_BT).to(dtype)
         if signal.weight is not None:
             norm_BT = norm_BT * where_masked(signal.weight, mask_BT).square()
-        groups = groups_of(batch.across.own(batch.group))
+        across = batch.across
+        groups = groups_of(across.own(batch.group))
+        sizes_B = across.own(groups_of(batch.group).size)  # where rows are of episodes, of these
         slots_BT = token_slots(batch.mask, turns)
-        baseline_BT, rows_BT = slot_baseline(signal.x, norm_BT.cumsum(1), mask_BT, slot_BT=slots_BT, groups=groups)
+        weight_BT = norm_BT.cumsum(1)
+        width = None
+        if across.by_row is not None and len(mask_BT):
+            unit_B = across.own(torch.arange(len(batch.group), device=mask_BT.device))
+            slots_BT = slots_BT + _before(slots_BT.amax(1) + batch.mask.any(1), unit_B)[:, None]
+            weight_BT = weight_BT + _before(norm_BT.sum(1), unit_B)[:, None]
+            width = int(slots_BT.max()) + 1
+        baseline_BT, rows_BT = slot_baseline(signal.x, weight_BT, mask_BT, slot_BT=slots_BT, groups=groups, width=width)
         lonely_BT = signal.x if raw_tail else torch.zeros_like(signal.x)
         compared_BT = torch.where(rows_BT > 1, signal.x - baseline_BT, lonely_BT)
-        return signal._replace(x=where_masked(compared_BT, mask_BT & (groups.size > 1)[:, None])), state
+        return signal._replace(x=where_masked(compared_BT, mask_BT & (sizes_B > 1)[:, None])), state
 
     return Advantage(lambda: (), update, whole_groups=True)
+
+
+def _before(x_B: Tensor, unit_B: Tensor) -> Tensor:
+    """The sum of x over the earlier rows of each row's unit."""
+    same_BB = (unit_B[:, None] == unit_B).tril(-1)
+    return torch.where(same_BB, x_B, torch.zeros_like(x_B)).sum(1)
 
 
 def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
@@ -64,13 +80,16 @@ def token_slots(mask_BT: Tensor, turns: bool) -> Tensor:
 
 
 def slot_baseline(
-    return_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor, groups: Groups
+    return_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor, groups: Groups, width: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The weighted mean of the returns of all tokens in one slot of one group, and the number of those tokens, [B, T].
 
     The mean of equal returns is exactly their value: the minimum is subtracted before the sum.
+
+    Args:
+      width: above every slot; None: T.
     """
-    T = mask_BT.shape[1]
+    T = width or mask_BT.shape[1]
     flat = (groups.index[:, None] * T + slot_BT).flatten()
 
     def total(x_BT: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def select_covariance_between(share: float = 0.0002, low: float = 1.0, high: flo
         mask_BT = signal.mask
         cov_BT = covariance(signal.x, batch.old_logp, mask_BT, batch=batch)
         eligible_BT = mask_BT & (cov_BT > low) & (cov_BT < high)
-        across = batch.across.rows
+        across = batch.across
         rows_B = across.own(torch.arange(len(across.sums(mask_BT)), device=mask_BT.device))
         random_BT = noise(rows_B, mask_BT.shape[1], draw.to(mask_BT.device))
         chosen_BT = top_tokens(random_BT, eligible_BT, share_of(mask_BT, share, batch), batch=batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funrl.across import Across
-from funrl.batch import Batch, as_dict, kind_of, map_fields, with_across
+from funrl.batch import Batch, as_dict, kind_of, map_fields, select, with_across
 
 
 class Units(NamedTuple):
@@ -76,7 +76,26 @@ def by_unit(batch: Batch, units: Units) -> Batch:
 
 
 def episode_fields(batch: Batch, units: Units) -> dict[str, Tensor]:
-    """`episode_tokens` and `episode_first` for the batch's mask."""
+    """`episode_tokens` and `episode_first` for the batch's mask, and `unit`."""
     tokens_U = units.sums(batch.across.sums(as_dict(batch)["mask"])).to(torch.int64)
     first_B = torch.zeros_like(units.index, dtype=torch.bool).index_fill_(0, units.first, True)
-    return {"episode_tokens": tokens_U[units.index], "episode_first": first_B}
+    return {"episode_tokens": tokens_U[units.index], "episode_first": first_B, "unit": units.index}
+
+
+def units_of_copies(unit_N: Tensor, rows_N: Tensor) -> Tensor:
+    """Numbers of the units of chosen rows, such that a unit that is chosen twice is two.
+
+    Args:
+      unit_N: [N] of the chosen rows.
+      rows_N: [N] their numbers.
+    """
+    earlier_NN = (rows_N[:, None] == rows_N).tril(-1)
+    copy_N = earlier_NN.sum(1)
+    return unit_N + copy_N * (unit_N.max() + 1 if len(unit_N) else 1)
+
+
+def choose_rows(batch: Batch, rows_N: Tensor) -> Batch:
+    """Some rows of every field; a unit that is chosen twice is two."""
+    chosen = select(batch, rows_N)
+    unit_N = as_dict(chosen).get("unit")
+    return chosen if unit_N is None else chosen._replace(unit=units_of_copies(unit_N, rows_N))

@@ -5,9 +5,10 @@ With d[t] = old_logp[t] - rollout_logp[t], the log of trainer over engine, clamp
 | over | ratio | every token has |
 |---|---|---|
 | token | exp(d[t]) | its own |
-| sequence | exp(sum_t d[t]) | its row's |
-| geometric | exp(mean_t d[t]) | its row's |
+| sequence | exp(sum_t d[t]) | its sequence's |
+| geometric | exp(mean_t d[t]) | its sequence's |
 
+A sequence is a row, or all rows of an agent's episode: each token that was sampled counts once.
 The weights go to `signal.weight`, for terms under `weighted`.
 
 References: truncated, Yao et al., 2025, https://fengyao.notion.site/off-policy-rl
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from funrl.algos.core import Advantage, Signal
 from funrl.algos.losses.ratios import LOG_RATIO_BOUND
-from funrl.algos.masks import sequence_sums, where_masked
+from funrl.algos.masks import row_or_episode_sums, where_masked
 from funrl.algos.metrics import mean_over_tokens
 from funrl.batch import Batch, MissingField
 from funrl.fields import FIELDS
@@ -35,13 +36,13 @@ def log_gap(batch: Batch, mask_BT: Tensor) -> Tensor:
     return where_masked(batch.old_logp - batch.rollout_logp, mask_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def gap_over(over: str, d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def gap_over(over: str, d_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
     """The log-ratio over tokens, sequences or geometric means, on every token [B, T], clamped to +-20."""
     if over == "token":
         return d_BT
-    sum_B1 = sequence_sums(d_BT, mask_BT)
+    sum_B1 = row_or_episode_sums(d_BT, mask_BT, batch)
     if over == "geometric":
-        sum_B1 = sum_B1 / mask_BT.sum(1, keepdim=True).clamp_min(1)
+        sum_B1 = sum_B1 / row_or_episode_sums(torch.ones_like(d_BT), mask_BT, batch).clamp_min(1)
     return where_masked(sum_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expand(d_BT.shape), mask_BT)
 
 
@@ -64,7 +65,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         mask_BT = signal.mask
         d_BT = log_gap(batch, mask_BT).to(signal.x.dtype)
-        ratio_BT = gap_over(over, d_BT, mask_BT).exp()
+        ratio_BT = gap_over(over, d_BT, mask_BT, batch=batch).exp()
         weight_BT = where_masked(ratio_BT.clamp(low, high), mask_BT)
         metrics = {
             "rollout_corr/is_mean": mean_over_tokens(weight_BT, mask_BT, batch),

@@ -1,5 +1,7 @@
 """Rejection of tokens and rows where engine and trainer differ too much, or which were truncated.
 
+A row stands for all rows of its agent's episode: they stay or go together.
+
 The ratios are those of `funrl.algos.corrections.importance`. Rejected tokens leave `signal.mask`: they are in no
 numerator and in no denominator, and later pieces of the chain do not see them. With `in_denominator` they get a weight
 of 0 instead: terms under `weighted` learn nothing from them, the denominator counts them, and terms outside of
@@ -19,7 +21,7 @@ from torch import Tensor
 from funrl.algos.advantages.groups import group_max, groups_of
 from funrl.algos.core import CARRIED, Advantage, Signal, check_rank
 from funrl.algos.corrections.importance import check_bounds, gap_over, log_gap
-from funrl.algos.masks import sequence_sums, total, where_masked
+from funrl.algos.masks import row_or_episode_sums, total, where_masked
 from funrl.algos.metrics import mean_over_tokens
 from funrl.batch import Batch
 
@@ -44,8 +46,8 @@ def reject_ratio(over: str = "token", low: float = 0.5, high: float = 5.0, in_de
     """
     check_bounds(over, low, high)
 
-    def within(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        ratio_BT = gap_over(over, d_BT, mask_BT).exp()
+    def within(d_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
+        ratio_BT = gap_over(over, d_BT, mask_BT, batch=batch).exp()
         return (ratio_BT >= low) & (ratio_BT <= high)
 
     return _rejection(within, in_denominator)
@@ -73,14 +75,15 @@ def reject_divergence(
     if high < 0:
         raise ValueError(f"reject_divergence(high={high}): the bound must be at least 0")
 
-    def within(d_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def within(d_BT: Tensor, mask_BT: Tensor, batch: Batch) -> Tensor:
         k_BT = 0.5 * d_BT.square() if kind == "k2" else d_BT.expm1() - d_BT
         if over == "token":
             return k_BT <= high
         if over == "max":
-            return (k_BT <= high).all(1, keepdim=True).expand(k_BT.shape)
-        sum_B1 = sequence_sums(k_BT, mask_BT)
-        bound_B1 = high * mask_BT.sum(1, keepdim=True) if over == "mean" else high
+            beyond_B1 = row_or_episode_sums((k_BT > high).to(k_BT.dtype), mask_BT, batch)
+            return (beyond_B1 == 0).expand(k_BT.shape)
+        sum_B1 = row_or_episode_sums(k_BT, mask_BT, batch)
+        bound_B1 = high * row_or_episode_sums(torch.ones_like(k_BT), mask_BT, batch) if over == "mean" else high
         return (sum_B1 <= bound_B1).expand(k_BT.shape)
 
     return _rejection(within, in_denominator)
@@ -179,10 +182,10 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
     return Advantage(lambda: (), update)
 
 
-def _rejection(within: Callable[[Tensor, Tensor], Tensor], in_denominator: bool) -> Advantage:
+def _rejection(within: Callable[[Tensor, Tensor, Batch], Tensor], in_denominator: bool) -> Advantage:
     def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
-        return _rejected(signal, within(d_BT, signal.mask), in_denominator, batch=batch), state
+        return _rejected(signal, within(d_BT, signal.mask, batch), in_denominator, batch=batch), state
 
     return Advantage(lambda: (), update)
 

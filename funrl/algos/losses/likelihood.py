@@ -77,7 +77,7 @@ def uncertain_likelihood() -> Term:
 def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
     """The loss over a part of the mask only. Other tokens are in neither numerator nor denominator.
 
-    Of an episode, whose tokens are counted over the whole mask, each row is a sequence of its own.
+    A sequence is a row, or all rows of an agent's episode, with the tokens that are left.
 
     Args:
       loss: the loss to restrict.
@@ -86,7 +86,7 @@ def restrict(loss: Loss, which: Callable[[Batch], Tensor]) -> Loss:
     """
 
     def part(batch: Batch) -> Batch:
-        return batch._replace(mask=batch.mask & which(batch), episode_tokens=None, episode_first=None)
+        return batch._replace(mask=batch.mask & which(batch), episode_tokens=None)  # which are counted anew
 
     return Loss(lambda batch: loss.denominators(part(batch)), lambda x_BT, batch: loss.numerators(x_BT, part(batch)))
 
@@ -104,3 +104,13 @@ def sampled_tokens(batch: Batch) -> Tensor:
 def imitated_tokens(batch: Batch) -> Tensor:
     """The tokens that `mark_positives` marked; for `restrict`."""
     return batch.imitated
+
+
+def observed_tokens(batch: Batch) -> Tensor:
+    """The tokens that `learn_observations` put into the mask; for `restrict`."""
+    return batch.observed
+
+
+def acted_tokens(batch: Batch) -> Tensor:
+    """The tokens that the policy sampled, after `learn_observations`; for `restrict`."""
+    return ~batch.observed

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funrl.algos.masks import sequence_sums, to_own_tokens
+from funrl.algos.masks import on_tokens_of_sequence, sums_by_sequence
 from funrl.algos.terms import Term, check_called, run_term
 from funrl.batch import Batch
 
@@ -30,9 +30,11 @@ def either(condition_BT: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 def sum_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
-    """The sum over the mask of each token's own sequence, broadcast to its masked tokens; 0 elsewhere."""
-    segments_BT = batch.get("segments")
-    return to_own_tokens(sequence_sums(x_BT, batch.mask, segments_BT), batch.mask, segments_BT)
+    """The sum over the mask of each token's own sequence, broadcast to its masked tokens; 0 elsewhere.
+
+    All rows of an agent's episode are one sequence, in which each token that was sampled counts once.
+    """
+    return on_tokens_of_sequence(sums_by_sequence(x_BT, batch.mask, batch), batch.mask, batch)
 
 
 def mean_of_sequence(x_BT: Tensor, batch: Batch) -> Tensor:
@@ -69,6 +71,10 @@ def product_ratio() -> Ratio:
 
 def sequence_ratio(per_token: bool = False, mean: bool = True) -> Ratio:
     """s = exp(mean_t log(pi(t) / pi_old(t))), the length-normalised ratio of a sequence, on each of its tokens.
+
+    The sequence y of the paper is the whole response to a prompt, which the reward is of. So the sequence of an episode
+    is all that one agent sampled in it, over all of its rows: the likelihood of an episode is the product over these
+    tokens, each given the path before it, whatever branches there are.
 
     With `per_token` it is GSPO-token's s_t = sg(s) pi(t) / sg(pi(t)): the same value, but a token's ratio moves only
     that token's probability. With an advantage that is the same on all tokens of a sequence the two have equal

@@ -53,6 +53,11 @@ NAMES = (
     "tpo",
     "chord",
     "spin",
+    "gigpo",
+    "mt_grpo",
+    "hierarchical_grpo",
+    "rae",
+    "echo",
 )
 
 

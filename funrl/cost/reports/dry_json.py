@@ -10,6 +10,7 @@ from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import mesh as meshes
 from funrl.trainer.jobs.models import compute_dtype
 
@@ -43,6 +44,7 @@ def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[
             "tokens_per_second": rates.tokens_per_second,
             "tokens_per_second_per_device": rates.tokens_per_second_per_device,
         },
+        "episodes": None if estimate.episodes is None else _episodes(estimate.episodes),
         "phases": {name: _phase(estimate, name, costs, hardware) for name, costs in estimate.phases.items()},
         "fits": verdict.fits,
         "peak": peak_object(verdict.peak),
@@ -51,6 +53,22 @@ def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[
             for flags, peak, seconds, fits in verdict.suggestions
         ],
         "not_counted": list(estimate.left_out),
+    }
+
+
+def _episodes(episodes: EpisodeCost) -> dict[str, Any]:
+    """The turns of episodes."""
+    return {
+        "turns": episodes.turns.replies,
+        "turn_tokens": episodes.turns.context,
+        "tool_seconds": episodes.turns.seconds,
+        "running": episodes.running,
+        "unfinished": episodes.open,
+        "read_tokens": episodes.read,
+        "recomputed_tokens": episodes.recomputed,
+        "waited_seconds": episodes.waited,
+        "overlapped_seconds": episodes.overlapped,
+        "waiting_cache_bytes": episodes.cache,
     }
 
 

@@ -20,6 +20,7 @@ from funrl.cost.tracing.costs import MEMORY_KINDS
 from funrl.cost.tracing.device_counter import DeviceCalls
 from funrl.cost.tracing.estimate import Estimate, stage_of
 from funrl.cost.tracing.hardware import HARDWARE, Hardware
+from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -102,6 +103,7 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], token
         title(estimate, settings),
         memory(estimate),
         work(estimate, hardware),
+        *([turns(estimate.episodes)] if estimate.episodes else []),
         rate(estimate, hardware),
         traffic(estimate),
         *([on_device(calls)] if calls else []),
@@ -159,6 +161,23 @@ def work(estimate: Estimate, hardware: Hardware) -> str:
 def _spent(flops: float, kernels: float, collectives: float, behind: float) -> tuple[str, ...]:
     times = (kernels, collectives, behind, kernels + collectives - behind)
     return (f"{flops:.3g}", *(duration_text(seconds, 3) if seconds else "-" for seconds in times))
+
+
+def turns(episodes: EpisodeCost) -> str:
+    """Turns of the episodes of a rank of the engine, and what they wait for."""
+    replies, context, seconds = episodes.turns
+    lines = [
+        f"an episode: {replies} replies, {context} tokens before each but the first, {episodes.tokens:,} tokens in all",
+        f"an engine reads {episodes.read:,} tokens of later turns; of {episodes.open:,} unfinished episodes "
+        f"{episodes.running:,} generate at a time; pages of those that wait: {size(episodes.cache)}",
+    ]
+    if seconds:
+        waited = f"{duration_text(episodes.waited)} of a step are waited for"
+        overlapped = f"{duration_text(episodes.overlapped)} overlap with generation"
+        lines.append(f"environments take {duration_text(seconds)} before each later reply: {waited}, {overlapped}")
+    if episodes.recomputed:
+        lines.append(f"{episodes.recomputed:,} tokens are computed again, as not all pages stay")
+    return "\n".join(lines)
 
 
 def traffic(estimate: Estimate) -> str:

@@ -22,6 +22,7 @@ from funrl.cost.search.closed_split import (
     tables,
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds, message_seconds
+from funrl.cost.tracing.turns import written_tokens
 from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.models import Model
@@ -153,7 +154,7 @@ def _logits(job: Job, split: MeshSplit, hardware: Hardware, model: Model, scored
     """Seconds of float32 logits of the scored and the trained tokens."""
     if not model.generates:
         return 0.0
-    share = job.sampling.max_new_tokens / split.width if isinstance(job, RLJob) else 1.0
+    share = written_tokens(job) / split.width if isinstance(job, RLJob) else 1.0
     logits = share * split.tokens * model.config.vocab / split.tensor
     product = 2 * model.config.embed / _rate(hardware, max(split.item, 4))
     back = 4 * model.config.embed / _rate(hardware, split.item)
@@ -259,7 +260,7 @@ def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting
     settings = job.settings
     config = model.config
     device = "cuda" if hardware.accelerator else "cpu"
-    new = job.sampling.max_new_tokens
+    new = written_tokens(job)
     prompts = math.ceil(settings.run.batch_prompts / ranks)
     prompt = split.width - new
     page = page_tokens(device)

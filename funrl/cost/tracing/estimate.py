@@ -15,6 +15,7 @@ from funrl import trees
 from funrl.cost.tracing.costs import UPDATES, Costs, along
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.tracer import Tracer
+from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import launch
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, single
@@ -54,6 +55,7 @@ class Estimate(NamedTuple):
       useful: for each phase that packs rows, the useful share of the FLOPs that all ranks could do, where micro-batch i
         begins when all ranks have finished i - 1.
       left_out: descriptions of what is not counted.
+      episodes: the turns of episodes, an `EpisodeCost`; None: there is one reply.
     """
 
     job: Job
@@ -66,6 +68,7 @@ class Estimate(NamedTuple):
     trained: int
     useful: dict[str, float]
     left_out: tuple[str, ...]
+    episodes: EpisodeCost | None = None
 
 
 class Trace(NamedTuple):

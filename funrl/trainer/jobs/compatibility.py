@@ -181,7 +181,7 @@ def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[
     if settings.rewards.process_reward_model is None and not episodes:
         absent.add("token_reward")
     if not episodes:
-        absent |= {"episode", "agent", "episode_tokens", "episode_first", "turn"}
+        absent |= {"episode", "agent", "episode_tokens", "episode_first", "unit", "turn", "author", "state"}
     return fields - absent
 
 

@@ -99,6 +99,33 @@ class EstimateSettings:
         requires="dry_run",
         effect="output",
     )
+    assume_turns: int | None = flag(
+        None,
+        "replies of an episode that --dry_run assumes",
+        at_least(1),
+        chosen="the embedded task's, else 2",
+        kinds=RL,
+        requires="dry_run",
+        effect="output",
+    )
+    assume_turn_tokens: int | None = flag(
+        None,
+        "tokens before each reply but an episode's first that --dry_run assumes",
+        at_least(0),
+        chosen="the embedded task's, else 64",
+        kinds=RL,
+        requires="dry_run",
+        effect="output",
+    )
+    assume_tool_seconds: float | None = flag(
+        None,
+        "seconds of the environment between two replies that --dry_run assumes",
+        at_least(0),
+        chosen="0",
+        kinds=RL,
+        requires="dry_run",
+        effect="output",
+    )
     json: bool = flag(False, "print the result of --dry_run as one JSON object", requires="dry_run", effect="output")
     hardware: str | None = flag(
         None,

@@ -1,12 +1,14 @@
 """From prompts to episodes, and from episodes to rows on the ranks that ran them.
 
-A row is a path from the root to a leaf, with as many sampled spans as it has turns. A node that several rows share is
-trained in the first of them, and is context in the others: each sampled node is trained exactly once. Rows are numbered
-in one order on every mesh, by episode and then as the environment lists its trajectories.
+A row is a path from the root to a leaf, with as many sampled spans as it has turns. A trajectory that another one goes
+on from is a part of that row and no row of its own. A node that several rows share is trained in the first of them, and
+is context in the others: each sampled node is trained exactly once. Rows are numbered in one order on every mesh, by
+episode and then as the environment lists its trajectories.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -33,6 +35,8 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
+
+POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 
 NumberedEpisodes = Sequence[tuple[int, Episode]]
 
@@ -276,19 +280,23 @@ def _facts(table: EpisodeTable) -> Totals:
 
 
 def paths_of(episode: Episode, frozen: Collection[str] = ()) -> list[RowPath]:
-    """The rows of an episode in canonical order. A trajectory without a sampled node of its own gives none.
+    """The rows of an episode in canonical order.
+
+    A trajectory without a sampled node of its own gives none, nor does one whose last reply others went on from: it
+    does not matter how much of a path an environment lists again.
 
     Args:
       frozen: agents that are not trained, whose trajectories give no rows.
     """
     paths: list[RowPath] = []
+    ends = [end for end in episode.ends if end.agent not in frozen]
+    sampled = [[node for node in end.leaf.path() if node.sampled] for end in ends]
+    continued = {node for nodes in sampled for node in nodes[:-1]}
     seen: set[Node] = set()
-    for end in (end for end in episode.ends if end.agent not in frozen):
-        nodes = end.leaf.path()
-        trained = frozenset(node for node in nodes if node.sampled and node not in seen)
-        if trained:
-            last = max(i for i, node in enumerate(nodes) if node in trained)
-            paths.append(RowPath(end, nodes[: last + 1], trained))  # context after it is read by nobody
+    for end, nodes in zip(ends, sampled, strict=True):
+        trained = frozenset(nodes) - seen
+        if trained and nodes[-1] not in continued:
+            paths.append(RowPath(end, nodes[-1].path(), trained))  # context after it is read by nobody
             seen |= trained
     return paths
 
@@ -406,9 +414,13 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
     token_reward = torch.zeros(shape, dtype=form.dtype)
     turn = torch.zeros(shape, dtype=TOKEN_INT)
     version = torch.zeros(shape, dtype=TOKEN_INT)
+    author = torch.zeros(shape, dtype=TOKEN_INT)
+    state = torch.zeros(shape, dtype=TOKEN_INT)
+    read = set[Node]()  # context after a first reply
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
     for row, (episode, path) in enumerate(flat):
         begin = turns = 0
+        context: list[int] = []  # since the reply before
         for node in path.nodes:
             here = slice(begin, begin + len(node.tokens))
             tokens[row, here] = torch.as_tensor(node.tokens, dtype=TOKEN_INT)
@@ -421,14 +433,33 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
                 version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
+                author[row, here] = POLICY
+                state[row, here] = _digest(episode.states.get(node, context))
+            elif not node.sampled and turns and node not in read:
+                read.add(node)
+                author[row, here] = _author(node)
+            context = [] if node.sampled else [*context, *node.tokens]
             if node.routes is not None and form.choices:
                 routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
             begin = here.stop
         # A path ends with a trained token, which gets the outcome: that has what the turns of the path earned.
         token_reward[row, begin - 1] -= math.fsum(episode.turn_rewards.get(node, 0.0) for node in path.nodes)
     fields = {"tokens": tokens, "mask": mask, "turn": turn, "rollout_logp": rollout_logp, "token_reward": token_reward}
+    fields |= {"author": author, "state": state}
     if form.versions:
         fields["version"] = version
     if form.choices:
         fields["routes"] = routes
     return {name: x.to(device) for name, x in fields.items()}
+
+
+def _author(node: Node) -> int:
+    """The number of who wrote a node of context; raw tokens are a tool's."""
+    roles = {message["role"] for message in node.messages}
+    return OTHERS if roles and "tool" not in roles else TOOL
+
+
+def _digest(state: str | Sequence[int]) -> int:
+    """A number below 2^31 of a state's name, or of tokens."""
+    text = f"name {state}" if isinstance(state, str) else f"tokens {list(state)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1

@@ -22,32 +22,53 @@ def best_at(values_PN: np.ndarray, k: int) -> np.ndarray:
     """Expected maximum over k distinct samples of each prompt, [P]; for verdicts (0 or 1) this is pass@k.
 
     The exact mean over all subsets of k samples, sum_i C(i - 1, k - 1) / C(N, k) x_(i) with x_(i) the i-th smallest.
-    For verdicts, c of N right, it is 1 - C(N - c, k) / C(N, k).
+    For verdicts, c of N right, it is 1 - C(N - c, k) / C(N, k). N counts the prompt's samples that have a value.
 
     Args:
-      values_PN: reward of each sample.
+      values_PN: reward of each sample; NaN: it has none.
       k: from 1 (the mean) to N (the largest).
+
+    Returns: NaN where fewer than k samples of a prompt have a value.
 
     >>> best_at(np.array([[0.0, 0.0, 1.0, 0.0]]), 2)
     array([0.5])
 
     References: Chen et al., 2021, https://arxiv.org/abs/2107.03374
     """
-    count = values_PN.shape[1]
-    share_N = np.array([math.comb(i, k - 1) / math.comb(count, k) for i in range(count)])
-    return np.sort(values_PN, 1) @ share_N
+    counts_P = (~np.isnan(values_PN)).sum(1)
+    sorted_PN = np.sort(values_PN, 1)  # NaN last
+    best_P = np.full(len(values_PN), np.nan)
+    for count in np.unique(counts_P[counts_P >= k]).tolist():
+        share_N = np.array([math.comb(i, k - 1) / math.comb(count, k) for i in range(count)])
+        rows = counts_P == count
+        best_P[rows] = sorted_PN[rows, :count] @ share_N
+    return best_P
+
+
+def mean_over_samples(values_PN: np.ndarray) -> np.ndarray:
+    """The mean of each prompt's samples that have a value, [P]; NaN where none has."""
+    scored_PN = ~np.isnan(values_PN)
+    counts_P = scored_PN.sum(1)
+    if scored_PN.all():
+        return values_PN.mean(1)
+    return np.where(counts_P > 0, np.where(scored_PN, values_PN, 0).sum(1) / np.maximum(counts_P, 1), np.nan)
 
 
 def majority_at(answers: Sequence[str], values_N: np.ndarray, k: int) -> float:
     """Expected value of the most frequent answer among k samples of one prompt.
 
     The mean over N // k blocks of k samples. The first of equally frequent answers wins, and has the value of its
-    first sample.
+    first sample. A sample without a value is not among the N; with fewer than k, the result is NaN.
 
     Args:
-      answers: of the N samples.
-      values_N: value of each sample.
+      answers: of the samples.
+      values_N: value of each sample; NaN: it has none.
     """
+    kept = [i for i in range(len(answers)) if not math.isnan(values_N[i])]
+    answers = [answers[i] for i in kept]
+    values_N = values_N[kept]
+    if len(kept) < k:
+        return math.nan
     values = []
     for begin in range(0, len(answers) // k * k, k):
         block = list(answers[begin : begin + k])

@@ -14,7 +14,7 @@ from torch import Tensor
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
 from funrl.rewards.answers import final_answer
-from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, sample_counts
+from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, mean_over_samples, sample_counts
 from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
 from funrl.trainer.steps.step_rows import Rows
 
@@ -31,8 +31,8 @@ class EvalRow(NamedTuple):
       sample: number of the completion among those of its prompt.
       source: file, and line or row, of the prompt.
       answer: the answer that majority votes compare.
-      correct: None where rewards are not verdicts.
-      reward: None without rewards.
+      correct: None where rewards are not verdicts, and where there is no reward.
+      reward: None without rewards, and of an episode that failed or is unscored.
       tokens: of the completion.
       finished: whether the model ended it, and not the limit.
       rewards: score of each reward function by name, if there are several.
@@ -55,9 +55,9 @@ class Evaluated(NamedTuple):
     """Result of an evaluation, the same on every rank: P prompts with N samples each.
 
     Attributes:
-      reward_PN: None without rewards.
-      correct_PN: None where rewards are not verdicts.
-      majority: k -> [P] verdict on the most frequent answer of k samples.
+      reward_PN: None without rewards; NaN for an episode that failed or is unscored.
+      correct_PN: verdicts of 0 and 1, NaN as in `reward_PN`; None where rewards are not verdicts.
+      majority: k -> [P] verdict on the most frequent answer of k samples; NaN where fewer have a reward.
       tokens_PN, finished_PN: as in `EvalRow`.
       parts: of the P * N completions, as in `EvalRow.rewards`.
     """
@@ -91,12 +91,21 @@ def evaluated(
     score_R = rows.batch.get("score")
     scores_RK = rows.batch.get("scores")
     right_R = None if solved is None or scores_RK is None else solved(scores_RK.double())
+    unscored_R = done.failed if done.episodes else None  # of completions, a reward function that fails gives 0
+
+    def by_prompt(x_R: Tensor | None) -> np.ndarray | None:
+        if x_R is None:
+            return None
+        x_R = x_R.double()
+        scored_R = x_R if unscored_R is None else torch.where(unscored_R.to(x_R.device), math.nan, x_R)
+        return scored_R.cpu().numpy().reshape(shape)
+
     shape = (len(examples), -1)
-    correct_PN = None if right_R is None else right_R.cpu().numpy().reshape(shape)
+    correct_PN = by_prompt(right_R)
     return Evaluated(
-        None if score_R is None else score_R.double().cpu().numpy().reshape(shape),
+        by_prompt(score_R),
         correct_PN,
-        {} if correct_PN is None else _votes(examples, done, correct_PN.astype(float), decode=decode),
+        {} if correct_PN is None else _votes(examples, done, correct_PN, decode=decode),
         tokens_PN=done.lengths.cpu().numpy().reshape(shape),
         finished_PN=done.finished.cpu().numpy().reshape(shape),
         parts=parts_of_scores(names, rows, range(len(done.lengths))),
@@ -128,9 +137,17 @@ def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: C
 
 
 def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, float]:
-    """Metrics "eval/...": means over all prompts with intervals, and means by reward and by file or `data_source`."""
+    """Metrics "eval/...": means over prompts with intervals, and means by reward and by file or `data_source`.
+
+    A mean is over the prompts that have a value: a prompt without a scored episode has none, nor has one with fewer
+    than k for pass@k. A metric that no prompt has a value of is left out.
+    """
     metrics: dict[str, float] = {"eval/examples": float(len(examples))}
-    for name, (values_P, verdicts) in _columns(scores).items():
+    columns = _columns(scores)
+    for name, (values_P, verdicts) in columns.items():
+        values_P = values_P[~np.isnan(values_P)]
+        if not len(values_P):
+            continue
         metrics[f"eval/{name}"] = float(values_P.mean())
         if (spread := interval(values_P, verdicts)) is not None:
             metrics |= {f"eval/{name}_ci_low": spread.low, f"eval/{name}_ci_high": spread.high}
@@ -138,11 +155,19 @@ def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, floa
         metrics[f"eval/reward/{name}"] = float(np.mean([part[name] for part in scores.parts if name in part]))
     for name, places in sets_of(examples).items():
         for column in ("reward", "accuracy"):
-            if column in _columns(scores):
-                metrics[f"eval/{name}/{column}"] = float(_columns(scores)[column][0][places].mean())
+            values_P = columns[column][0][places] if column in columns else np.array([np.nan])
+            if not np.isnan(values_P).all():
+                metrics[f"eval/{name}/{column}"] = float(np.nanmean(values_P))
     metrics["eval/response_length"] = float(scores.tokens_PN.mean())
     metrics["eval/clip_ratio"] = float(1 - scores.finished_PN.mean())
     return metrics
+
+
+def unscored_metrics(scores: Evaluated) -> dict[str, float]:
+    """The share of prompts without any scored episode."""
+    if scores.reward_PN is None:
+        return {}
+    return {"eval/prompts/unscored": float(np.isnan(scores.reward_PN).all(1).mean())}
 
 
 def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
@@ -151,10 +176,11 @@ def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
     right = scores.correct_PN
     rewards = scores.reward_PN
     if rewards is not None:
-        columns["reward"] = rewards.mean(1), right is not None and 0 <= rewards.min() <= rewards.max() <= 1
+        shares = right is not None and bool(((rewards >= 0) & (rewards <= 1) | np.isnan(rewards)).all())
+        columns["reward"] = mean_over_samples(rewards), shares
     if right is not None:
-        columns["accuracy"] = right.mean(1), True
-        columns |= {f"pass@{k}": (best_at(right.astype(float), k), True) for k in sample_counts(right.shape[1])}
+        columns["accuracy"] = mean_over_samples(right), True
+        columns |= {f"pass@{k}": (best_at(right, k), True) for k in sample_counts(right.shape[1])}
         columns |= {f"maj@{k}": (values_P, True) for k, values_P in scores.majority.items()}
     elif rewards is not None:
         columns |= {f"best@{k}": (best_at(rewards, k), False) for k in sample_counts(rewards.shape[1])}
@@ -209,7 +235,10 @@ def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: i
     place, sample = divmod(number, samples)
 
     def value_of(values_PN: Any) -> Any:
-        return None if values_PN is None else values_PN[place, sample].item()
+        value = None if values_PN is None else values_PN[place, sample].item()
+        return None if value is None or math.isnan(value) else value
+
+    correct = value_of(scores.correct_PN)
 
     return EvalRow(
         step,
@@ -219,7 +248,7 @@ def _row(scores: Evaluated, examples: Sequence[Example], number: int, samples: i
         completion=text,
         answer=final_answer(text),
         reward=value_of(scores.reward_PN),
-        correct=value_of(scores.correct_PN),
+        correct=None if correct is None else correct > 0,
         tokens=value_of(scores.tokens_PN),
         finished=value_of(scores.finished_PN),
         rewards=scores.parts[number],

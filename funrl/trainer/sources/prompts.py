@@ -27,7 +27,7 @@ from funrl.trainer.sources.episode_rows import (
     rewarded_episodes,
     rows_of_samples,
 )
-from funrl.trainer.sources.evaluation import evaluated, metrics_of, table_of
+from funrl.trainer.sources.evaluation import evaluated, metrics_of, table_of, unscored_metrics
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
@@ -259,6 +259,8 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
+    if done.episodes:
+        further |= unscored_metrics(scores)
     return metrics_of(scores, heldout) | further
 
 

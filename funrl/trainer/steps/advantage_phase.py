@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, units_of
+from funrl.algos.advantages.units import by_unit, units_of, units_of_copies
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
@@ -43,7 +43,13 @@ def advantages(
     values = describe(here, advantaged, names) if sampled else {}
     values |= {name: float(metric.value) for name, metric in metrics.items()}
     result = mapped(here._replace(batch=advantaged), lambda x: x.to(rows.batch.tokens.device))
-    return (take(result, drawn[0].numpy()) if drawn else result), state, values
+    if not drawn:
+        return result, state, values
+    taken = take(result, drawn[0].numpy())
+    unit_N = taken.batch.get("unit")
+    if unit_N is not None:
+        taken = taken.with_fields(unit=units_of_copies(unit_N, drawn[0].to(unit_N.device)))
+    return taken, state, values
 
 
 def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, float]:

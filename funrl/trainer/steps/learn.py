@@ -17,10 +17,20 @@ from funrl.mesh.collectives import psum
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.odd_terms import odd_term
-from funrl.trainer.steps.roles import Role, RoleState, row_fields_of
+from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, Suspects
 from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by, moved, own_batch, rows_of_agents
+from funrl.trainer.steps.step_rows import (
+    SINGLE_ROWS,
+    Epoch,
+    Rows,
+    RowUnits,
+    UpdatePlan,
+    counted_by,
+    moved,
+    own_batch,
+    rows_of_agents,
+)
 
 
 class UpdateMonitor(NamedTuple):
@@ -67,11 +77,13 @@ def learn(
     if plan.cost is None:
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
+    whole = sums_over_episodes([role.loss for role in learning.values() if role.loss is not None])
+    units = rows.units(whole)
     for number in range(plan.epochs):
-        epoch = epoch_of(rows, plan, number)
+        epoch = epoch_of(rows, plan, number, units)
         rows = moved(rows, epoch.to, rows.mesh)
         totals = denominators(learning, rows, epoch.parts)
-        most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh))[1]
+        most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh), together=units.together)[1]
         for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
             pieces = MiniBatch(rows, part, packing, most_rows)
             for name, role in learning.items():
@@ -114,12 +126,16 @@ def learn_apart(
     return states, metrics
 
 
-def epoch_of(rows: Rows, plan: UpdatePlan, number: int) -> Epoch:
-    """The assignment of one pass: that by which the rows were placed, where it is of this division; else a new one."""
+def epoch_of(rows: Rows, plan: UpdatePlan, number: int, units: RowUnits = SINGLE_ROWS) -> Epoch:
+    """The assignment of one pass: that by which the rows were placed, where it is of this division; else a new one.
+
+    Args:
+      units: what the rows belong to, which was the same when they were placed.
+    """
     placed = rows.epoch
     if placed is not None and placed.number == number and placed.plan == plan:
         return placed
-    return plan_epoch(rows.lengths, rows.mesh, plan, number, example=rows.examples)
+    return plan_epoch(rows.lengths, rows.mesh, plan, number, units=units)
 
 
 class MiniBatch(NamedTuple):

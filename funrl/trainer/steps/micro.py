@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.algos.masks import first_of_equal
 from funrl.batch import Batch, as_dict, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
@@ -21,7 +22,7 @@ from funrl.models import Placed
 from funrl.processes.device_memory import copy_to_device
 from funrl.seeds import derived_seed
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
-from funrl.trainer.steps.step_rows import Epoch, Rows, UpdatePlan, counted_by
+from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, counted_by
 
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
 SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
@@ -65,7 +66,7 @@ def rows_of_examples(parts: Sequence[np.ndarray], example: np.ndarray) -> list[n
 
 
 def plan_epoch(
-    lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 0, *, example: np.ndarray | None = None
+    lengths: np.ndarray, mesh: Mesh, plan: UpdatePlan, number: int = 0, *, units: RowUnits = SINGLE_ROWS
 ) -> Epoch:
     """Divide one pass into mini-batches, and assign a rank and a micro-batch to every row; the same on every rank.
 
@@ -74,21 +75,34 @@ def plan_epoch(
       mesh: whose ranks share the rows.
       plan: division of the step's rows, with a cost.
       number: of the pass, from 0.
-      example: [B] number of each row's example, such as its episode, whose rows are in one mini-batch, on any ranks;
-        None: each row is one.
+      units: what the rows belong to.
     """
     assert plan.cost is not None
+    example, together = units
     ranks = mesh.size(mesh.row_axes)
     examples = len(lengths) if example is None else len(np.unique(example))
     parts = mini_batches(examples, plan.minibatches, plan.seed, plan.step, number)
     if example is not None:
         parts = rows_of_examples(parts, example)
-    sizes, most_rows = sizes_of(lengths, plan.token_budget, token_ranks(mesh))
-    packings = [pack(lengths[part], ranks, sizes, most_rows, cost=plan.cost) for part in parts]
+    sizes, most_rows = sizes_of(lengths, plan.token_budget, token_ranks(mesh), together=together)
+    groups = [None if together is None else numbered(together[part]) for part in parts]
+    packings = [
+        pack(lengths[part], ranks, sizes, most_rows, group, cost=plan.cost)
+        for part, group in zip(parts, groups, strict=True)
+    ]
     to = np.zeros(len(lengths), dtype=np.int64)
     for part, packing in zip(parts, packings, strict=True):
         to[part] = packing.rank
     return Epoch(number, parts, packings, to, plan)
+
+
+def numbered(x: np.ndarray) -> np.ndarray:
+    """Numbers of equal values, in the order in which they first occur: rows that are alone keep their places.
+
+    Example: numbered([7, 3, 7, 5]) is [0, 1, 0, 2].
+    """
+    _, first, index = np.unique(x, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[index]
 
 
 def ranks_of_groups(lengths: np.ndarray, group: np.ndarray, ranks: int, token_budget: int, cost: RowCost) -> np.ndarray:
@@ -165,7 +179,8 @@ def _spread_rows(rows: Rows, micro: MicroBatch, names: Collection[str]) -> dict[
         x_B = rows.batch.get(name)
         if x_B is not None:
             own = copy_to_device(torch.from_numpy(rows.own), x_B.device)[micro.rows.to(x_B.device)]
-            table = torch.cat([x_B.new_zeros(1, *x_B.shape[1:]), x_B[own]])  # segments are numbered from 1
+            x_S = 1 + first_of_equal(x_B[own]) if name == "unit" else x_B[own]  # units are numbered like segments
+            table = torch.cat([x_B.new_zeros(1, *x_B.shape[1:]), x_S])  # segments are numbered from 1
             spread[name] = table[micro.at.segments.to(x_B.device).long()].to(micro.batch.mask.device)
     return spread
 
@@ -176,7 +191,12 @@ def token_ranks(mesh: Mesh) -> int:
 
 
 def sizes_of(
-    lengths: np.ndarray, token_budget: int, split: int = 1, parts: int = BUDGET_PARTS
+    lengths: np.ndarray,
+    token_budget: int,
+    split: int = 1,
+    parts: int = BUDGET_PARTS,
+    *,
+    together: np.ndarray | None = None,
 ) -> tuple[tuple[int, ...], int]:
     """Sizes of micro-batches, by parts of the token budget, and how many rows one has at most.
 
@@ -184,8 +204,12 @@ def sizes_of(
       lengths: tokens of each row.
       token_budget: tokens of one rank.
       split: ranks that share a micro-batch's tokens, equally.
+      together: as in `RowUnits`.
     """
-    sizes = packed_sizes(token_budget * split, int(lengths.max(initial=1)), MULTIPLE * split, parts)
+    longest = lengths
+    if together is not None:  # and no row counts as less than the tokens that a micro-batch has room for
+        longest = np.bincount(np.unique(together, return_inverse=True)[1], np.maximum(lengths, MULTIPLE))
+    sizes = packed_sizes(token_budget * split, int(longest.max(initial=1)), MULTIPLE * split, parts)
     return sizes, sizes[-1] // MULTIPLE + MULTIPLE
 
 

@@ -155,6 +155,11 @@ def row_fields_of(loss: Loss) -> tuple[str, ...]:
     return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in read.required | read.optional)
 
 
+def sums_over_episodes(losses: Collection[Loss]) -> bool:
+    """True if a loss has sums over whole episodes, whose rows must be in one micro-batch."""
+    return any("unit" in loss.reads.required | loss.reads.optional for loss in losses)
+
+
 def fields_read(algorithm: Algorithm) -> frozenset[str]:
     """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
     required = reads(algorithm).required

@@ -57,6 +57,21 @@ class Epoch(NamedTuple):
     plan: UpdatePlan
 
 
+class RowUnits(NamedTuple):
+    """Numbers of what rows belong to.
+
+    Attributes:
+      example: [B] such as the episode: its rows are in one mini-batch, on any ranks; None: each row is one.
+      together: [B] such as the agent's episode: its rows are in one micro-batch; None: any rows may be apart.
+    """
+
+    example: np.ndarray | None = None
+    together: np.ndarray | None = None
+
+
+SINGLE_ROWS = RowUnits()  # each row is alone
+
+
 class Rows(NamedTuple):
     """Rows of a step, numbered 0 to B - 1.
 
@@ -84,6 +99,15 @@ class Rows(NamedTuple):
         """[B] number of each row's example, its episode; None: each row is one."""
         episode_B = self.batch.get("episode")
         return None if episode_B is None else episode_B.cpu().numpy()
+
+    def units(self, whole_episodes: bool) -> RowUnits:
+        """Numbers of what the rows belong to.
+
+        Args:
+          whole_episodes: whether a loss has sums over whole episodes.
+        """
+        unit_B = self.batch.get("unit") if whole_episodes else None
+        return RowUnits(self.examples, None if unit_B is None else unit_B.cpu().numpy())
 
     @property
     def index(self) -> int:
@@ -178,7 +202,8 @@ def counted_by(rows: Rows, mask: str) -> Rows:
     if units is None or mask == "mask":
         return rows
     masked = rows.batch._replace(mask=getattr(rows.batch, mask))
-    return rows.with_fields(**episode_fields(masked, units))
+    counts = episode_fields(masked, units)
+    return rows.with_fields(**{name: counts[name] for name in ("episode_tokens", "episode_first")})
 
 
 def on_cpu(rows: Rows) -> Rows:

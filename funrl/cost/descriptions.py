@@ -1,8 +1,9 @@
-"""A step in words, for the report of a dry run: what it is, and what is not counted."""
+"""Words of a dry run: a step, and the parts of it that are not counted."""
 
 from __future__ import annotations
 
 from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
@@ -11,7 +12,7 @@ from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 
 
-def describe_step(job: Job, tokens: int) -> str:
+def step_text(job: Job, tokens: int) -> str:
     """Describe a step in words."""
     count = job.settings.run.batch_prompts
     if isinstance(job, TextJob):
@@ -19,11 +20,14 @@ def describe_step(job: Job, tokens: int) -> str:
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
     rows = count * job.sampling.samples
-    width = tokens + job.sampling.max_new_tokens
+    turns = turns_of(job.settings)
+    width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+    if turns.gaps:
+        return f"{rows:,} episodes of {turns.replies} replies, {width:,} tokens each, all of full length"
     return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
 
 
-def parts_left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
+def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
     """Describe the parts of a step that are not counted."""
     settings = job.settings
     out = ["rewards"] * isinstance(job, RLJob) + [
@@ -44,7 +48,7 @@ def parts_left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tupl
     if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
         out.append("the selection of each prompt's best and worst sample for training")
     if isinstance(job, RLJob) and has_environment(settings):
-        out.append("turns and branches of episodes beyond one reply, replies of frozen agents, and environments")
+        out.append("branches of episodes, replies of frozen agents, and the work of environments")
     if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
         out.append("the rows of demonstrations, one per prompt")
     if settings.devices.offload:

@@ -1,0 +1,104 @@
+"""The dry run of episodes of several turns; tests/trainer/test_episode_dry_run.py has a real run beside it."""
+
+import dataclasses
+import math
+
+import pytest
+from dry_jobs import CPU, plain, small
+
+from funrl import trees
+from funrl.cost import decoding, dry_run
+from funrl.cost.episode_turns import episode_cost
+from funrl.cost.tracing.turns import Turns
+from funrl.mesh.mesh import single
+from funrl.tasks.embedded import embedded_task
+from funrl.trainer.jobs import build as trainer_build
+from funrl.trainer.settings.settings import with_flags
+
+
+def test_the_calculator_assumes_the_longest_of_its_conversations():
+    task = embedded_task("calculator")
+    tokenizer = task.tokenizer()
+    replies, context = task.turns
+    for seed in range(3):
+        for record in task.demonstrations(seed, 40):
+            texts = [tokenizer.apply_chat_template(record["messages"][:n], tokenize=False) for n in (2, 3)]
+            if len(record["messages"]) == 4:
+                prompted = tokenizer.apply_chat_template(
+                    record["messages"][:3], tokenize=False, add_generation_prompt=True
+                )
+                answered = tokenizer(prompted[len(texts[0]) :], add_special_tokens=False).input_ids
+                assert len(answered) <= context and replies == 2
+    assert len(answered) in (context, context - 1)
+
+
+def work_of(job, turns, room=1e9):
+    parts = trainer_build.build(job, single(), lambda _: None)
+    return decoding.EngineWork(
+        job, parts.generator, parts.generator, prompt_tokens=8, room=room, hardware=CPU, turns=turns
+    )
+
+
+def test_later_turns_read_their_context_and_lengthen_the_cache():
+    one, three = (
+        dry_run.estimate(
+            small("grpo", task="calculator", dry_run=True, assume_turns=turns, assume_turn_tokens=8, max_new_tokens=8),
+            8,
+            CPU,
+        )
+        for turns in (1, 3)
+    )
+    page = 16
+    row = lambda tokens: trees.nbytes(  # noqa: E731
+        one.job.model.init_cache(single(), -(-tokens // page), page, one.job.dtype)
+    )
+    found = [estimate.phases["generate"] for estimate in (one, three)]
+    assert [costs.peak["cache"] for costs in found] == [16 * row(16), 16 * row(8 + 3 * 8 + 2 * 8)]
+    # Three times the decoding iterations, and a pass over 16 tokens more a row.
+    assert 3 < found[1].flops / found[0].flops < 6
+    assert one.episodes is None and three.episodes.read == 16 * 2 * 8
+    assert three.phases["update_policy"].flops > 2.5 * one.phases["update_policy"].flops
+
+
+def test_waiting_is_overlapped_by_other_episodes_up_to_what_may_be_unfinished():
+    """64 episodes, 8 at a time, take 8 s of generation: each 1 s. They wait 3 times 1 s."""
+    job = small("grpo", task="calculator", batch_prompts=32, decode_rows=8, max_new_tokens=4)
+    turns = Turns(4, 2, 1.0)
+    free = episode_cost(work_of(job, turns), 8.0)
+    assert (free.running, free.open) == (8, 32)  # three wait for each that generates
+    assert free.waited == 0 and free.overlapped == 2 * 3.0  # two rounds of 32 episodes, 4 s each
+    few = dataclasses.replace(job, settings=with_flags(job.settings, max_waiting=16))
+    bound = episode_cost(work_of(few, turns), 8.0)
+    assert (bound.running, bound.open) == (8, 16)
+    assert bound.waited == 4 * 4.0 - 8.0 and bound.overlapped == 4 * 3.0 - 8.0
+    assert episode_cost(work_of(job, Turns(4, 2, 0.0)), 8.0)[-2:] == (0.0, 0.0)
+
+
+def test_pages_of_waiting_episodes_are_held_while_there_is_room():
+    job = small("grpo", task="calculator", batch_prompts=32, decode_rows=8, max_new_tokens=4)
+    turns = Turns(4, 2, 1.0)
+    _, row = decoding.rows_in_cache(work_of(job, turns), job.sampling)
+    assert episode_cost(work_of(job, turns), 8.0).cache == 24 * row
+    tight = episode_cost(work_of(job, turns, room=14 * row), 8.0)
+    assert tight.cache == 6 * row  # 14 rows fit, of which 8 generate
+    lengths = [8 + 4, 8 + 4 + 6, 8 + 4 + 2 * 6]  # of the path when an episode waits
+    assert tight.recomputed == round(64 * 18 / 32 * sum(lengths))
+
+
+def test_seconds_of_tools_lengthen_generation():
+    flags = {"task": "calculator", "dry_run": True, "max_new_tokens": 8}
+    quick, slow = (
+        dry_run.estimate(small("grpo", assume_tool_seconds=seconds, **flags), 8, CPU) for seconds in (0.0, 7.0)
+    )
+    more = slow.phases["generate"].seconds - quick.phases["generate"].seconds
+    assert more == pytest.approx(slow.episodes.waited) and math.isclose(more, 7.0)
+
+
+def test_a_chain_that_reads_turns_is_estimated(tmp_path):
+    from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, sequence_mean, to_turns
+
+    job = plain("grpo", task="calculator", dry_run=True)
+    advantage = chain(group_center(), to_turns(0.9))
+    algorithm = Algorithm(advantage, {"policy": reduce(clipped_surrogate(), sequence_mean())})
+    estimate = dry_run.estimate(dataclasses.replace(job, algorithm=algorithm), 8, CPU)
+    assert estimate.phases["advantage"].seconds > 0
