@@ -167,6 +167,18 @@ def test_the_bits_do_not_depend_on_the_mesh(mesh, cases):
     assert all(not any(counts) for counts in found.values()), found
 
 
+def scored_by_ulysses(mesh, families):
+    return {family: Texts(family, torch.float32, 5).generate().differ(mesh) for family in families}
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_ranks_that_share_a_row_keep_the_bits():
+    families = ["deepseek", "qwen3 moe", "olmo2"]
+    found = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
+    assert found == dict.fromkeys(families, 0)
+
+
 def test_equal_scores_choose_the_first_expert():
     """In rows of many and of few tokens alike."""
     experts = Experts(16, 3, 8)
