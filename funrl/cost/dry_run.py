@@ -55,10 +55,10 @@ from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.engine import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
+from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import embedded_texts
-from funrl.trainer.jobs.frozen_agents import with_policies
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of

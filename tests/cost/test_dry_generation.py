@@ -141,7 +141,7 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
         dry_run.estimate(small("grpo", judge_max_new_tokens=4090, **judge), 8, CPU)
 
 
-def test_frozen_agents_hold_weights_and_caches():
+def test_agents_hold_weights_and_caches():
     """Once in an engine of their own; an earlier self that is renewed once more, for the checkpoint."""
     jobs = [small("grpo", task="calculator", agents=agents) for agents in (None, "other:frozen", "other:frozen:5")]
     plain, kept, renewed = (dry_run.estimate(job, 20, CPU).phases for job in jobs)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from small_runs import Quiet
+from test_agents import Rivals, job_of
 from test_episode_runs import Branching, Fails
-from test_frozen_agents import Rivals, job_of
 from test_replay import replayed, unlike
 
 from funrl.environments.logged import LoggedEnvironment

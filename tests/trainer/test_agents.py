@@ -58,7 +58,7 @@ MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2"
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", MESHES)
-def test_frozen_agents_give_the_same_numbers_on_every_mesh(mesh):
+def test_agents_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_mesh(mesh, "rival:frozen:2"), steps_of_mesh("dp1", "rival:frozen:2")
     assert_same(one, other, 1e-9)
     for metrics in other["metrics"]:
@@ -85,7 +85,7 @@ def test_an_earlier_self_stays_or_is_renewed():
     "agents,message",
     [
         ("opponent:frozen", "the environment has no agent 'opponent'; its agents are policy, rival"),
-        ("rival", "does not name an agent and its role; write NAME:policy, NAME:frozen"),
+        ("rival", "does not name an agent and its role; write NAME:policy, NAME:policy:ROLE"),
         ("rival:frozen,rival:policy", "agent rival is named twice"),
         ("rival:frozen:0", "'0' is no number of steps"),
         ("rival:frozen,policy:frozen", "no agent of policy, rival is the policy, so it does not learn"),
