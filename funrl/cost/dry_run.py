@@ -252,7 +252,8 @@ def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[s
 
 def _without_agents(job: Job) -> Job:
     """The job without the frozen agents, whose replies are not traced."""
-    return dataclasses.replace(job, agents=AgentMap(), agent_models={}) if isinstance(job, RLJob) else job
+    agents = AgentMap(policies=job.agents.policies)
+    return dataclasses.replace(job, agents=agents, agent_models={}) if isinstance(job, RLJob) else job
 
 
 def check_width(job: Job, tokens: int) -> int:
@@ -363,7 +364,8 @@ def trace_step(
     learning = _learning_step(parts) - 1
     del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
-    trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
+    traced = parts._replace(roles=roles, agents={})  # each role sees all rows
+    trainer = loop.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, gap, resized, steps_program, whole_weights
 
+import funrl
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
@@ -266,3 +267,17 @@ def test_a_run_of_two_policies_goes_on(tmp_path, adapters):
     rest, _ = trained(tmp_path / "halves", steps=3, resume=True, run_dir="x", **settings)
     assert rest == {step: whole[step] for step in (2, 3)}
     assert any(name.startswith("roles/second/opt_state/") for name in arrays)
+
+
+def test_in_an_evaluation_the_model_answers_for_all_agents(tmp_path):
+    job = job_of()
+    params = job.model.init(torch.Generator().manual_seed(0), torch.float32)
+    hf.save(tmp_path / "model", job.model, params, job.tokenizer)
+    data = [{"prompt": f"{n}+{n}="} for n in range(4)]
+    flags = {"data": data, "env": Alone, "samples": 2, "temperature": 1.0, "max_new_tokens": 4}
+    metrics = [
+        funrl.evaluate(str(tmp_path / "model"), agents=agents, **flags).metrics
+        for agents in (None, "rival:frozen:3", TWO)
+    ]
+    assert metrics[0]["eval/episodes/failed"] == 0 and metrics[0]["eval/reward"] > 0
+    assert len({one["eval/reward"] for one in metrics}) == 1  # of the policy, which does not hear the rival
