@@ -54,10 +54,11 @@ def steps_of_mesh(mesh, agents):
     return launch(steps_program(job, 3), job.sizes, "cpu")
 
 
-MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
+MESHES = ["dp2", "tp2", "dp2,tp2", "sp2"]
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_agents_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_mesh(mesh, "rival:frozen:2"), steps_of_mesh("dp1", "rival:frozen:2")
@@ -146,7 +147,7 @@ def last(folder):
     return list(complete_checkpoints(folder / "checkpoints").values())[-1]
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
+@pytest.mark.parametrize("adapters", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_meets_the_same_earlier_self(tmp_path, adapters):
     settings = adapters | {"agents": "rival:frozen:2", "dtype": "float32"}
     whole, arrays = trained(tmp_path / "whole", steps=5, **settings)
@@ -195,6 +196,7 @@ TWO = "rival:policy:second"
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_policies_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_job(mesh, TWO), steps_of_job("dp1", TWO)
@@ -259,6 +261,7 @@ def test_second_policies_that_cannot_be(agents, message):
         job_of(agents=agents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
 def test_a_run_of_two_policies_goes_on(tmp_path, adapters):
     settings = adapters | {"agents": TWO, "dtype": "float32"}
