@@ -94,7 +94,7 @@ def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = T
         elif role.base is None:
             frozen[name] = empty_weights(role.stored, job.dtype)
     source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
-    trainer = loop.Trainer(job, parts, source, frozen, TracedClock(counter))
+    trainer = loop.Trainer(job, parts._replace(agents={}), source, frozen, TracedClock(counter))
     first = max(role.first_step for role in parts.roles.values()) - 1
     state = first_state(job, parts, own, ())._replace(step=first)
     with counter:

@@ -57,10 +57,10 @@ from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.free_memory import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
+from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
 from funrl.trainer.jobs.datasets import embedded_texts
-from funrl.trainer.jobs.frozen_agents import with_policies
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
@@ -261,7 +261,8 @@ def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[s
 
 def _without_agents(job: Job) -> Job:
     """The job without the frozen agents, whose replies are not traced."""
-    return dataclasses.replace(job, agents=AgentMap(), agent_models={}) if isinstance(job, RLJob) else job
+    agents = AgentMap(policies=job.agents.policies)
+    return dataclasses.replace(job, agents=agents, agent_models={}) if isinstance(job, RLJob) else job
 
 
 def check_width(job: Job, tokens: int) -> int:
@@ -383,7 +384,8 @@ def trace_step(
     learning = _learning_step(parts) - 1
     del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
-    trainer = loop.Trainer(job, parts._replace(roles=roles), no_source, frozen, TracedClock(tracer))
+    traced = parts._replace(roles=roles, agents={})  # each role sees all rows
+    trainer = loop.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")

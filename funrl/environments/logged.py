@@ -11,7 +11,7 @@ from funrl.data.prompts import Example
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import Policy, RunEndingError
 
-LONGEST_PROMPT = 40  # characters of a prompt in the name of an episode
+PROMPT_CHARACTERS = 40  # characters of a prompt in the name of an episode
 
 
 class LoggedEpisode(NamedTuple):
@@ -89,10 +89,10 @@ class LoggedEnvironment:
         logged = self._logged.get(seed)
         if logged is None:
             raise MissingEpisodeError(
-                f"the log has no episode of the prompt {example.text!r:.{LONGEST_PROMPT}} with the seed {seed}: it is "
-                "of another run, or prompts, --seed or the steps before it are not as they were"
+                f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it "
+                "is of another run, or prompts, --seed or the steps before it are not as they were"
             )
-        name = f"episode {logged.number} ({example.text!r:.{LONGEST_PROMPT}})"
+        name = f"episode {logged.number} ({example.text!r:.{PROMPT_CHARACTERS}})"
         again = await self._repeated(policy, logged.episode, name)
         ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in logged.episode.ends]
         turn_rewards = {again[node]: reward for node, reward in logged.episode.turn_rewards.items()}

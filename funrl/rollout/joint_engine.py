@@ -10,10 +10,7 @@ from torch import Tensor
 from funrl.rollout.engine import Engine, EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request
 
-ADDED_COSTS = (
-    "cache_bytes", "pages", "used_pages", "peak_pages", "passes", "prefilled", "cached", "decoded", "preempted",
-    "drafted", "accepted", "recomputed",
-)  # fmt: skip
+ALIKE = ("page_tokens", "rows")  # costs that are the policy's; the others are summed
 
 
 class JointEngine:
@@ -110,7 +107,7 @@ class JointEngine:
     def cost(self) -> EngineCost:
         """Sums over the engines; the sizes of a page and of a batch are those of the policy's."""
         costs = [engine.cost() for engine in self._engines.values()]
-        sums = {name: sum(getattr(cost, name) for cost in costs) for name in ADDED_COSTS}
+        sums = {name: sum(getattr(cost, name) for cost in costs) for name in EngineCost._fields if name not in ALIKE}
         return costs[0]._replace(**sums)
 
     def _by_model(self, requests: Sequence[Request]) -> dict[str, list[Request]]:

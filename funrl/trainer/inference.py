@@ -21,6 +21,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
+from funrl.trainer.jobs.agents import load_first
 from funrl.trainer.jobs.build import Parts, build, sync
 from funrl.trainer.jobs.compatibility import check_code, check_meshes
 from funrl.trainer.jobs.datasets import (
@@ -32,7 +33,6 @@ from funrl.trainer.jobs.datasets import (
     prompts_of,
     rewarded_task,
 )
-from funrl.trainer.jobs.frozen_agents import load_first
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import Models, located, models_of
 from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job

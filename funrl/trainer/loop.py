@@ -373,7 +373,7 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
     budget = scoring_budget(trainer.job.settings)
-    rows = score(trainer.parts.roles, weights, rows, budget, trainer.clock, trainer.parts.agents)
+    rows = score(trainer.parts.roles, weights, rows, budget, clock=trainer.clock, agents=trainer.parts.agents)
     if trainer.job.algorithm.advantage is None:
         pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}

@@ -188,7 +188,7 @@ def _unlike_turns(logged: LoggedEnvironment, mesh: Mesh) -> list[Difference]:
     compared = gather_objects((logged.compared, [str(turn) for turn in logged.unlike]), mesh)
     names = [name for _, unlike in compared for name in unlike]
     same = Difference("generate", "turns", "turns of the episodes", sum(count for count, _ in compared))
-    return [same, *(Difference("generate", "turns", name, 1, 1, math.inf, "other tokens") for name in names)]
+    return [same, *(Difference("generate", "turns", name, 1, count=1, largest=math.inf) for name in names)]
 
 
 def _checkpoints(

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from selection import quick
 from small_runs import Quiet
+from test_agents import Rivals, job_of
 from test_episode_runs import Branching, Fails
-from test_frozen_agents import Rivals, job_of
 from test_replay import replayed, unlike
 
 from funrl.environments.logged import LoggedEnvironment
@@ -45,7 +46,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*RUNS])
+@pytest.fixture(scope="module", params=quick(RUNS, ["frozen"]))
 def run(request, tmp_path_factory):
     environment, agents, settings = RUNS[request.param]
     return trained(tmp_path_factory.mktemp("run"), environment(), **settings), agents, settings
@@ -86,6 +87,7 @@ def test_rows_are_trained_on_without_an_environment(run):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_on_another_mesh_the_numbers_are_nearly_the_same(tmp_path):
     environment, agents, settings = RUNS["frozen"]
     folder = trained(tmp_path, environment(), mesh="dp2", **settings)

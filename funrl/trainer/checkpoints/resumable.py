@@ -13,7 +13,7 @@ from typing import Any
 from funrl.trainer.checkpoints.base_model import check_lora
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.checkpoints.export import OUTLINE
-from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
 from funrl.trainer.settings.declaration import HELD_OUT_SET, START_FLAGS
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
@@ -147,7 +147,7 @@ def check_frozen(record: Recorded, digests: Mapping[str, str], job: Job) -> None
 
 def _origin(role: str, job: Job) -> str:
     """The flag that a role's weights are from."""
-    agents = job.agents.frozen if isinstance(job, RLJob) else {}
+    agents = job.agents.frozen
     if role in agents and agents[role].directory is not None:
         return f"--agents={job.settings.environments.agents}"
     if role in job.directories:

@@ -28,7 +28,7 @@ from funrl.models.weight_dtypes import cast_weights
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.frozen_agents import (
+from funrl.trainer.jobs.agents import (
     earlier_self,
     first_selves,
     load_first,
@@ -92,7 +92,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     def placed(name: str, model: Model) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
-        replay = settings.routers.router_replay and job.kind_of_role(name).generates
+        replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
         return place(
             model,
@@ -124,7 +124,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
     agents = {}
-    if isinstance(job, RLJob) and job.agents.policies:
+    if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
@@ -144,10 +144,10 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     """A role without its weights."""
     settings = job.settings
     placed = places[name]
-    kind = job.kind_of_role(name)
+    like = job.main_role if name in job.agents.policies else name
+    kind = job.kind_of_role(like)
     samples = isinstance(job, RLJob)
-    second = isinstance(job, RLJob) and name in job.agents.policies
-    writes = writes_of(job.main_role if second else name, job.algorithm)
+    writes = writes_of(like, job.algorithm)
     if kind.generates and not needs_old_scores(job):
         writes = {}
     role = Role(
@@ -167,7 +167,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         optimizer=make_optimizer(settings, job.rates[name], updates, placed),
         mask=kind.mask,
         first_step=first_step,
-        metric=kind.loss_metric(name) if samples else "train/loss",
+        metric=job.kind_of_role(name).loss_metric(name) if samples else "train/loss",
         watch_entropy=kind.generates and samples,
         companion=_companion(job, loss, places),
         router=router_losses(settings, placed),

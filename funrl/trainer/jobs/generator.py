@@ -23,7 +23,7 @@ from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
-from funrl.trainer.jobs.frozen_agents import FrozenAgent, native_options
+from funrl.trainer.jobs.agents import FrozenAgent, native_options
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 

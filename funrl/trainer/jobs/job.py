@@ -100,6 +100,7 @@ class BaseJob:
       start: directory of the weights that the run begins with; None: random ones of the seed.
       warmstart_steps: supervised steps on the embedded task by which `start` is made.
       lora: adapters of the roles that learn; None: all of their weights learn.
+      agents: models of an environment's agents.
       provenance: origin of the run, as whoever starts it knows it.
     """
 
@@ -120,6 +121,7 @@ class BaseJob:
     start: str | None = None
     warmstart_steps: int = 0
     lora: Lora | None = None
+    agents: AgentMap = field(default_factory=AgentMap)
     provenance: Provenance = field(default_factory=Provenance)
 
     @property
@@ -170,7 +172,6 @@ class RLJob(BaseJob):
       sampling: of the completions to train on.
       eval_sampling: of those to evaluate.
       judge: the model that writes verdicts, if there is one.
-      agents: models of the environment's agents.
       agent_models: models of directories among them, by their names in `agents.frozen`.
     """
 
@@ -178,7 +179,6 @@ class RLJob(BaseJob):
     sampling: Sampling
     eval_sampling: Sampling
     judge: JudgeJob | None = None
-    agents: AgentMap = field(default_factory=AgentMap)
     agent_models: Mapping[str, Model] = field(default_factory=dict)
 
     @property

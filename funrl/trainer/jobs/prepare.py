@@ -17,6 +17,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.tasks.embedded import embedded_task
+from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_budget,
@@ -29,7 +30,6 @@ from funrl.trainer.jobs.compatibility import (
 )
 from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
-from funrl.trainer.jobs.frozen_agents import with_policies
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import Models, agent_models, first_model, located, lora_of, models_of, reads_policys

@@ -120,9 +120,9 @@ def learn_apart(
             continue
         examples = len(seen.owner) if seen.examples is None else len(np.unique(seen.examples))
         own_plan = plan._replace(minibatches=min(plan.minibatches, examples))
-        learned, told = learn({name: role}, {name: states[name]}, seen, own_plan, **options)
+        learned, own_metrics = learn({name: role}, {name: states[name]}, seen, own_plan, **options)
         states |= learned
-        metrics |= told
+        metrics |= own_metrics
     return states, metrics
 
 

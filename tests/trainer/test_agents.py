@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, gap, resized, steps_program, whole_weights
 
+import funrl
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
@@ -53,12 +54,13 @@ def steps_of_mesh(mesh, agents):
     return launch(steps_program(job, 3), job.sizes, "cpu")
 
 
-MESHES = ["dp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "dp2,tp2", "sp2"))]
+MESHES = ["dp2", "tp2", "dp2,tp2", "sp2"]
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_frozen_agents_give_the_same_numbers_on_every_mesh(mesh):
+def test_agents_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_mesh(mesh, "rival:frozen:2"), steps_of_mesh("dp1", "rival:frozen:2")
     assert_same(one, other, 1e-9)
     for metrics in other["metrics"]:
@@ -85,7 +87,7 @@ def test_an_earlier_self_stays_or_is_renewed():
     "agents,message",
     [
         ("opponent:frozen", "the environment has no agent 'opponent'; its agents are policy, rival"),
-        ("rival", "does not name an agent and its role; write NAME:policy, NAME:frozen"),
+        ("rival", "does not name an agent and its role; write NAME:policy, NAME:policy:ROLE"),
         ("rival:frozen,rival:policy", "agent rival is named twice"),
         ("rival:frozen:0", "'0' is no number of steps"),
         ("rival:frozen,policy:frozen", "no agent of policy, rival is the policy, so it does not learn"),
@@ -145,7 +147,7 @@ def last(folder):
     return list(complete_checkpoints(folder / "checkpoints").values())[-1]
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
+@pytest.mark.parametrize("adapters", [{}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_meets_the_same_earlier_self(tmp_path, adapters):
     settings = adapters | {"agents": "rival:frozen:2", "dtype": "float32"}
     whole, arrays = trained(tmp_path / "whole", steps=5, **settings)
@@ -194,6 +196,7 @@ TWO = "rival:policy:second"
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_policies_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_job(mesh, TWO), steps_of_job("dp1", TWO)
@@ -258,6 +261,7 @@ def test_second_policies_that_cannot_be(agents, message):
         job_of(agents=agents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
 def test_a_run_of_two_policies_goes_on(tmp_path, adapters):
     settings = adapters | {"agents": TWO, "dtype": "float32"}
@@ -266,3 +270,17 @@ def test_a_run_of_two_policies_goes_on(tmp_path, adapters):
     rest, _ = trained(tmp_path / "halves", steps=3, resume=True, run_dir="x", **settings)
     assert rest == {step: whole[step] for step in (2, 3)}
     assert any(name.startswith("roles/second/opt_state/") for name in arrays)
+
+
+def test_in_an_evaluation_the_model_answers_for_all_agents(tmp_path):
+    job = job_of()
+    params = job.model.init(torch.Generator().manual_seed(0), torch.float32)
+    hf.save(tmp_path / "model", job.model, params, job.tokenizer)
+    data = [{"prompt": f"{n}+{n}="} for n in range(4)]
+    flags = {"data": data, "env": Alone, "samples": 2, "temperature": 1.0, "max_new_tokens": 4}
+    metrics = [
+        funrl.evaluate(str(tmp_path / "model"), agents=agents, **flags).metrics
+        for agents in (None, "rival:frozen:3", TWO)
+    ]
+    assert metrics[0]["eval/episodes/failed"] == 0 and metrics[0]["eval/reward"] > 0
+    assert len({one["eval/reward"] for one in metrics}) == 1  # of the policy, which does not hear the rival
