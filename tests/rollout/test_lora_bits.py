@@ -17,9 +17,12 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import GENERATE, layouts, shard
+from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.lora import on_base, trained_part, with_lora
-from funrl.models.model import Lora
+from funrl.models.model import Inputs, Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
@@ -302,3 +305,34 @@ def test_factors_that_do_not_fit_leave_the_adapter_as_it_was():
     assert engine.adapters["all"].version == 10 and same(completions(engine, requests), before)
     with pytest.raises(RuntimeError, match="load the base before its adapters"):
         load_adapter(native_engine(model_of("llama")[0]), "llama", "all")
+
+
+@pytest.mark.parametrize("sizes", [
+    {"kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4)},
+    {"experts": Experts(count=4, per_token=2, mlp=8, shared=8)},
+    {"qk_norm": True, "qk_norm_over": "projection"},
+], ids=["latent attention", "shared experts", "norms over all heads"])  # fmt: skip
+def test_models_without_the_promise_mix_adapters_too(sizes):
+    """Where engine and trainer may round differently they agree to 1e-12 in float64."""
+    common = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48}
+    plain = decoder_model(decoder_config(**(common | sizes)))
+    params = plain.init(torch.Generator().manual_seed(0), torch.float64)
+    engine = native_engine(plain, dtype=torch.float64)
+    engine.load(engine.weights.named(params))
+    last = {name.rsplit("/", 1)[-1] for name, _ in trees.named(plain.shapes)}
+    several = last & {"q_a", "q_b", "kv_a", "kv_b", "o", "q", "shared_up", "shared_down", "down"}
+    weights = {None: (plain, params)}
+    for name, targets in {"some": tuple(sorted(several)), "one": tuple(sorted(several))[:1]}.items():
+        lora = Lora(2, 4.0, targets)
+        model = with_lora(plain, lora)
+        own = trained_part(model, model.init(torch.Generator().manual_seed(1), torch.float64))
+        own = trees.map(lambda x: x + 0.2, own)
+        engine.load_adapter(name, lora, engine.adapter_weights(lora).named(own))
+        weights[name] = model, on_base(model, params, own)
+    requests = some_requests(["some", None, "one"], prompt=range(5, 25))
+    for request, done in zip(requests, complete(engine, requests), strict=True):
+        model, own = weights[request.adapter]
+        tokens = torch.tensor([*request.prompt, *done.tokens.tolist()])
+        logits = model.apply(own, Inputs(tokens[None])).hidden[0] @ model.unembed(own).T
+        expected = logits.log_softmax(-1)[len(request.prompt) - 1 : -1].gather(1, done.tokens[:, None])[:, 0]
+        assert (done.raw_logp - expected).abs().max() < 1e-12

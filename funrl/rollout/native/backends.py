@@ -336,11 +336,10 @@ class PackedBackend:
             self._logits = self._logits.new_empty(len(sampled_M), self.vocab)
         logits_MV = self._logits[: len(sampled_M)]
         adapters = None
-        if work.adapters is not None:
+        if work.adapters is not None and (work.adapters >= 0).any():
             used, index_S = np.unique(work.adapters, return_inverse=True)
-            used, index_S = (used[1:], index_S - 1) if used[0] < 0 else (used, index_S)
-            numbers_N = torch.from_numpy(index_S[sequence_N])
-            adapters = TokenAdapters([self._adapters[number] for number in used.tolist()], numbers_N)
+            numbers_N = torch.from_numpy((index_S - (used[0] < 0))[sequence_N])
+            adapters = TokenAdapters([self._adapters[number] for number in used.tolist() if number >= 0], numbers_N)
         given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
         return self._decoder.forward(self._cache, *given, logits_MV, adapters)
 

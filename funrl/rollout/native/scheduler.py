@@ -87,6 +87,7 @@ class Scheduler:
         self._owned = np.zeros(0, dtype=np.int64)  # by slot: number of pages
         self._most = np.zeros(0, dtype=np.int64)  # by slot: pages that it may need in the end
         self._adapters = np.zeros(0, dtype=np.int64)  # by slot: numbers, -1: none
+        self._adapts = False  # whether a sequence has had an adapter
         self._table = np.zeros((0, 1), dtype=np.int32)
 
     @property
@@ -184,8 +185,10 @@ class Scheduler:
             if self._waiting and not self._running:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
-        # Neighbours have one adapter and similar lengths.
-        decoding = decoding[np.lexsort((self._known[decoding], self._adapters[decoding]))]
+        # Neighbours have similar lengths and one adapter.
+        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]
+        if self._adapts:
+            decoding = decoding[np.argsort(self._adapters[decoding], kind="stable")]
         drafts = self._drafts(decoding)
         slots = np.concatenate([decoding, np.array([sequence.slot for sequence, _ in chunks], dtype=np.int64)])
         counts = np.concatenate([drafts + 1, np.array([count for _, count in chunks], dtype=np.int64)])
@@ -205,9 +208,8 @@ class Scheduler:
             sources = np.concatenate([sources, begun])
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
-        adapters = self._adapters[slots]
-        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions)
-        work = work._replace(adapters=adapters) if (adapters >= 0).any() else work
+        adapters = self._adapters[slots] if self._adapts else None
+        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions, adapters=adapters)
         return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -384,6 +386,7 @@ class Scheduler:
         self._known[sequence.slot] = known
         self._owned[sequence.slot] = 0
         self._adapters[sequence.slot] = sequence.adapter
+        self._adapts |= sequence.adapter >= 0
         sequence.pages = []
         self._most[sequence.slot] = -(-sequence.limit // self._page)
         self._table[sequence.slot] = 0
