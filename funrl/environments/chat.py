@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import RenderedChat, TokenizerError, encode_prompt, encode_rendered, render_chat
-from funrl.environments.drift import SAME, drift_cause
+from funrl.environments.drift import SAME, Part, drift_cause
 from funrl.environments.response_templates import END_THINK, FORMS, THINK, checked_form, form_of
 from funrl.environments.tool_calls import read_message, read_reply
 from funrl.rollout.episodes import Message, Node
@@ -84,6 +84,7 @@ class TemplateChat:
         self._closings: dict[tuple[int, tuple[str, ...]], tuple[Tools, _Closing]] = {}
         self._openings: dict[int, tuple[Tools, str]] = {}
         self._skipped: frozenset[int] | None = None
+        self._marks: frozenset[int] = frozenset()
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Tokens of a conversation, up to the begin of the policy's turn: those of `encode_prompt`.
@@ -107,10 +108,11 @@ class TemplateChat:
           DataError: the template renders an earlier reply anew where messages follow it.
         """
         rendered, begin, end = self._after_reply(self._bounded(messages), tools, reply)
+        text = rendered.text
         mark = "" if last is None else self.tokenizer.decode([last], skip_special_tokens=False)
-        if mark and mark == end.strip() and not rendered.text.startswith(mark, begin):
-            mark = self._first_mark(rendered.text[begin:])  # the template ends a turn that is followed in another way
-        found = rendered.text.find(mark, begin) if mark else -1
+        if mark and mark == end.strip() and not text.startswith(mark, begin):
+            mark = self._first_mark(text[begin:])  # the template ends a turn that is followed in another way
+        found = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
         if found < 0:
             return encode_rendered(self.tokenizer, rendered, begin)
         return encode_rendered(self.tokenizer, rendered, found + len(mark), before=mark)
@@ -118,12 +120,12 @@ class TemplateChat:
     def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools = ()) -> ReadReply:
         """Read a reply: by the tokenizer's own `response_template` if it has one, else by the form of its family.
 
-        Without tools and a `response_template`, all of it is the content.
+        Without tools all of it is the content, unless it has special tokens of the form, such as gpt-oss's channels.
         """
         header = before[-HEADER_TOKENS:]
         if self._own_template():
             return read_message(self.tokenizer, header, tokens, tools)
-        if not tools:
+        if not tools and not self._has_marks(tokens):
             return ReadReply({"role": "assistant", "content": continued_text(header, tokens, self._plain)})
         text = continued_text(header, tokens, self._marked)
         return read_reply(self.form or "hermes", text, tools, self._opens_thoughts(header, tools))
@@ -132,29 +134,42 @@ class TemplateChat:
         """Why the template would render a history otherwise, and whether the trajectory has to fork there.
 
         Args:
-          nodes: the policy's turns since someone else than a tool spoke last, what followed each, and the new messages.
+          nodes: as in `Chat`.
 
         Returns: a cause of `drift`; "" if there is no difference.
         """
+        root = nodes[0] if nodes[0].parent is None else None
+        nodes = nodes[root is not None :]
         if not all(node.messages for node in nodes):
             return "", False  # raw tokens have no rendering
+        cycle: Sequence[Message] = () if root is None else _after_user(root.messages)
         if not any(message.get("role") == "user" for message in nodes[-1].messages):
-            nodes = nodes[-2:]  # in a cycle of tools earlier turns have been compared
-        question = {"role": "user", "content": "?"}
-        conversation = [question, *_with_ids([message for node in nodes for message in node.messages])]
+            nodes, cycle = nodes[-2:], ()  # in a cycle of tools earlier turns have been compared
+        messages = [*cycle, *(message for node in nodes for message in node.messages)]
+        unread = any(node.problems for node in nodes)
         try:
-            opened = self._opened(tools)
-            rendered = self._render(self._bounded(conversation), tools).text
-        except TokenizerError:
-            return "other", self.options.history == "template"
-        sampled = opened + "".join(self._raw(node.tokens) for node in nodes)
-        if rendered == sampled:
-            return "", False
-        before = self._before_turn(tools)
-        cause = "system_prompt" if not rendered.startswith(before) else drift_cause(sampled, rendered)
-        if cause == "other" and any(node.problems for node in nodes):
+            opened = self._render(self._history(cycle), tools).text if cycle else self._opened(tools)
+            rendered = self._render(self._history(messages), tools).text
+        except TokenizerError:  # then there is nothing to fork to
+            return "unreadable" if unread else "other", False
+        before, _, turn = self._opened(tools).rpartition("?")
+        parts = [Part(opened), *(self._part(node) for node in nodes)]
+        cause = drift_cause(parts, rendered, turn.partition(THINK)[0])
+        if cause and not rendered.startswith(before):
+            cause = "system_prompt"
+        elif cause == "other" and unread:
             cause = "unreadable"
-        return cause, self.options.history == "template" and cause not in SAME
+        elif cause == "other" and any(node.finish == "length" for node in nodes):
+            cause = "truncated"
+        return cause, self.options.history == "template" and bool(cause) and cause not in SAME
+
+    def _history(self, messages: Sequence[Message]) -> list[Message]:
+        """A synthetic question, and messages as templates demand them."""
+        return self._bounded([{"role": "user", "content": "?"}, *_with_ids(messages)])
+
+    def _part(self, node: Node) -> Part:
+        end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
+        return Part(self._raw(node.tokens), node.sampled, end)
 
     def _own_template(self) -> bool:
         return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None
@@ -163,7 +178,7 @@ class TemplateChat:
         """A conversation of a reply and messages, the place where the end of the reply begins, and that end alone."""
         answers = sum(message.get("role") == "tool" for message in messages)
         names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
-        names = names if len(names) == answers else ("f",) * answers
+        names = names if answers in (0, len(names)) else ("f",) * answers
         problem: Exception | None = None
         for calls in dict.fromkeys((names, ())):  # some templates demand calls where tools answer, others know none
             try:
@@ -230,10 +245,6 @@ class TemplateChat:
             self._openings[id(tools)] = (tools, self._render([{"role": "user", "content": "?"}], tools).text)
         return self._openings[id(tools)][1]
 
-    def _before_turn(self, tools: Tools) -> str:
-        """The question of `_opened`, without the begin of the turn."""
-        return self._opened(tools).rpartition("?")[0] + "?"
-
     def _opens_thoughts(self, before: Sequence[int], tools: Tools) -> bool:
         """Whether the template has opened the policy's thoughts."""
         try:
@@ -268,7 +279,13 @@ class TemplateChat:
             marks = FORMS[self.form or "hermes"].marks
             special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
             self._skipped = frozenset(number for word, number in special.items() if word not in marks)
+            self._marks = frozenset(special.values()) - self._skipped
         return self._raw([token for token in tokens if token not in self._skipped])
+
+    def _has_marks(self, tokens: Sequence[int]) -> bool:
+        """Whether special tokens of the form of replies are among some."""
+        self._marked(())
+        return not self._marks.isdisjoint(tokens)
 
     def _bounded(self, messages: Sequence[Message]) -> list[Message]:
         """Messages whose tools' results have at most so many tokens."""
@@ -318,6 +335,12 @@ def _after_mark(text: str, ordinal: int) -> int:
             raise TokenizerError(f"the chat template leaves out a reply; it renders {text!r:.500}")
         place = found + len(REPLY)
     return place
+
+
+def _after_user(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages behind the last one of a user: what the policy wrote, and tools' results."""
+    last = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
+    return messages[last + 1 :]
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:

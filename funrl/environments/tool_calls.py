@@ -50,7 +50,9 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
     if unclosed:
         problems.append(f"a call has no {form.close}: {written[-1][:100]!r}")
     content = "\n".join(filter(None, contents)).strip()
-    if not fields or (set(fields) == {"content"} and name != "harmony"):
+    if name == "harmony":
+        content = content if "<|message|>" in text else text
+    elif set(fields) <= {"content"}:
         content = text  # nothing else is in it, so it stays as it is
     return ReadReply(_message(content, calls, **_thoughts(fields, form.thoughts)), _pairs(calls), problems)
 

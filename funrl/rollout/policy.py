@@ -69,7 +69,8 @@ class Chat(Protocol):
         """Why the template would render a history otherwise than it was sampled, and whether the trajectory forks.
 
         Args:
-          nodes: the policy's turns since a user spoke last, what followed each, and the new messages.
+          nodes: the root, if nothing else of a user is between; the policy's turns since a user spoke last, what
+            followed each, and the new messages.
 
         Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
         """
@@ -404,12 +405,10 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
 
 
 def _exchange(node: Node) -> list[Node]:
-    """A node and those before it, back to the reply that followed what a user said last."""
-    nodes: list[Node] = []
-    current: Node | None = node
-    while current is not None and current.parent is not None and (
-        not nodes or current.sampled or not any(message.get("role") == "user" for message in current.messages)
+    """A node and those before it, back to what a user said last or to the root; that is the first one if it is."""
+    nodes = [node]
+    while (before := nodes[-1].parent) is not None and (
+        before.parent is None or before.sampled or not any(message.get("role") == "user" for message in before.messages)
     ):
-        nodes.append(current)
-        current = current.parent
+        nodes.append(before)
     return nodes[::-1]
