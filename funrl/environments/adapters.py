@@ -129,16 +129,18 @@ class _Conversations:
 
 
 class _Tools:
+    """See `tool_environment`. `tools` are the schemas."""
+
     def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
         self._tools = {tool.__name__: tool for tool in tools}
-        self._schemas = [tool_schema(tool) for tool in tools]
+        self.tools = [tool_schema(tool) for tool in tools]
         self._score = score
         self._system = system
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy call tools until it replies without a call."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        trajectory = policy.start([*system, *example_messages(example)], self._schemas)
+        trajectory = policy.start([*system, *example_messages(example)], self.tools)
         status: Status = "done"
         calls = failed = 0
         while True:
@@ -161,7 +163,7 @@ class _Tools:
 
     async def _output(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
         """Whether a call succeeded, and the text of its output or error."""
-        if problem := argument_problem(name, arguments, self._schemas):
+        if problem := argument_problem(name, arguments, self.tools):
             return False, f"error: {problem}"
         try:
             return True, _output_text(await call(self._tools[name], **arguments))

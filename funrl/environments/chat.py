@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import RenderedChat, TokenizerError, encode_prompt, encode_rendered, render_chat
@@ -25,8 +25,6 @@ HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn
 CHARACTERS = 8  # of a token, at most, in a result that is cut
 CACHED = 256  # renderings that do not depend on messages
 
-History = Literal["append", "template"]
-
 
 class ChatOptions(NamedTuple):
     """Choices of a chat.
@@ -41,7 +39,7 @@ class ChatOptions(NamedTuple):
 
     parser: str = ""
     tool_tokens: int = 4096
-    history: History = "append"
+    history: str = "append"
 
 
 class _Closing(NamedTuple):
@@ -96,7 +94,7 @@ class TemplateChat:
             raise TokenizerError(
                 f"the chat template shows no known form of calls of tools; name it by --tool_parser={'|'.join(FORMS)}"
             )
-        return encode_prompt(self.tokenizer, self._bounded(messages), tools, arguments=self.arguments)[0]
+        return encode_prompt(self.tokenizer, self.prepared(messages), tools, arguments=self.arguments)[0]
 
     def continuation(
         self, messages: Sequence[Message], tools: Tools = (), last: int | None = None, reply: Message | None = None
@@ -107,7 +105,7 @@ class TemplateChat:
           TokenizerError: there is no chat template, or it refuses the messages.
           DataError: the template renders an earlier reply anew where messages follow it.
         """
-        rendered, begin, end = self._after_reply(self._bounded(messages), tools, reply)
+        rendered, begin, end = self._after_reply(self.prepared(messages), tools, reply)
         text = rendered.text
         mark = "" if last is None else self.tokenizer.decode([last], skip_special_tokens=False)
         if mark and mark == end.strip() and not text.startswith(mark, begin):
@@ -165,7 +163,7 @@ class TemplateChat:
 
     def _history(self, messages: Sequence[Message]) -> list[Message]:
         """A synthetic question, and messages as templates demand them."""
-        return self._bounded([{"role": "user", "content": "?"}, *_with_ids(messages)])
+        return self.prepared([{"role": "user", "content": "?"}, *_with_ids(messages)])
 
     def _part(self, node: Node) -> Part:
         end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
@@ -174,7 +172,9 @@ class TemplateChat:
     def _own_template(self) -> bool:
         return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None
 
-    def _after_reply(self, messages: Sequence[Message], tools: Tools, reply: Message | None) -> tuple[RenderedChat, int, str]:
+    def _after_reply(
+        self, messages: Sequence[Message], tools: Tools, reply: Message | None
+    ) -> tuple[RenderedChat, int, str]:
         """A conversation of a reply and messages, the place where the end of the reply begins, and that end alone."""
         answers = sum(message.get("role") == "tool" for message in messages)
         names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
@@ -287,15 +287,24 @@ class TemplateChat:
         self._marked(())
         return not self._marks.isdisjoint(tokens)
 
-    def _bounded(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages whose tools' results have at most so many tokens."""
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template is given them: long results are cut, and thoughts are a field where it has one."""
         limit = self.options.tool_tokens
-        return [
-            {**message, "content": self._cut(message["content"])}
-            if limit and message.get("role") == "tool" and _longer(message.get("content"), limit)
-            else message
-            for message in messages
-        ]
+        prepared: list[Message] = []
+        for message in messages:
+            content = message.get("content")
+            if limit and message.get("role") == "tool" and isinstance(content, str) and len(content) > limit:
+                message = {**message, "content": self._cut(content)}
+            elif message.get("role") == "assistant" and isinstance(content, str) and END_THINK in content:
+                message = self._split_thoughts(message, content)
+            prepared.append(message)
+        return prepared
+
+    def _split_thoughts(self, message: Message, content: str) -> Message:
+        if "reasoning_content" in message or "reasoning_content" not in str(self.tokenizer.chat_template):
+            return message
+        thoughts, _, said = content.rpartition(END_THINK)
+        return {**message, "reasoning_content": thoughts.split(THINK)[-1].strip("\n"), "content": said.lstrip("\n")}
 
     def _cut(self, text: str) -> str:
         """A text of at most so many tokens, which says that it was cut."""
@@ -353,7 +362,3 @@ def _with_ids(messages: Sequence[Message]) -> list[Message]:
             message = {**message, "tool_calls": named}
         done.append(message)
     return done
-
-
-def _longer(content: Any, limit: int) -> bool:
-    return isinstance(content, str) and len(content) > limit

@@ -240,7 +240,9 @@ _HARMONY = {
     },
 }
 FORMS: dict[str, ReplyForm] = {
-    "hermes": ReplyForm((OPEN,), _CONTENT | _THOUGHTS | _TAGGED, read_json_call, (OPEN, CLOSE, THINK, END_THINK), CLOSE),
+    "hermes": ReplyForm(
+        (OPEN,), _CONTENT | _THOUGHTS | _TAGGED, read_json_call, (OPEN, CLOSE, THINK, END_THINK), CLOSE
+    ),
     "qwen_xml": ReplyForm(
         ("<function=",), _CONTENT | _THOUGHTS | _TAGGED, _read_qwen_xml, (OPEN, CLOSE, THINK, END_THINK), CLOSE
     ),

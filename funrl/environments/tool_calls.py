@@ -6,7 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funrl.environments.response_templates import CLOSE, FORMS, OPEN, Call, call_of, parameters_of, split_reply, types_of
+from funrl.environments.response_templates import (
+    CLOSE,
+    FORMS,
+    OPEN,
+    Call,
+    call_of,
+    parameters_of,
+    split_reply,
+    types_of,
+)
 from funrl.rollout.policy import ReadReply, Tools
 
 

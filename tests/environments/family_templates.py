@@ -8,7 +8,9 @@ import importlib.util
 import json
 from pathlib import Path
 
-TOOLS_HEAD = "{% if tools %}{{ '" + "<|im_start|>system\n# Tools' }}{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}"
+TOOLS_HEAD = (
+    "{% if tools %}{{ '" + "<|im_start|>system\n# Tools' }}{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}"
+)
 SYSTEM_OF_CHATML = (
     TOOLS_HEAD + "{% if messages[0].role == 'system' %}{{ '\n' + messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}"
     "{% elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}"
@@ -21,7 +23,7 @@ TOOL_OF_CHATML = (
 USER_OF_CHATML = "{% if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}"
 JSON_CALLS = (
     "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
-    "{{ '<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson) + "
+    '{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) + '
     "'}\n</tool_call>' }}{% endfor %}"
 )
 OPENING_OF_CHATML = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -81,7 +83,7 @@ MISTRAL_V3 = (
     "{{ '[TOOL_RESULTS]{\"content\": ' + (m.content | tojson) + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
     "{% elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}"
     "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
-    "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson) + ', \"id\": \"' + c.id "
+    '{{ \'{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) + \', "id": "\' + c.id '
     "+ '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' + eos_token }}"
     "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 )
@@ -143,6 +145,11 @@ def xml_reply(content, calls, thoughts, chance):
         inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
         texts.append(f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>")
     return thought_of(thoughts) + (content + "\n\n" if content and texts else content) + "\n".join(texts)
+
+
+def opened_reply(content, calls, thoughts, chance):
+    """As `xml_reply`, where the template has opened the thoughts."""
+    return f"{thoughts or ''}\n</think>\n\n" + xml_reply(content, calls, None, chance)
 
 
 def llama_reply(content, calls, thoughts, chance):
@@ -209,7 +216,16 @@ FAMILIES = {
     "harmony": (
         HARMONY,
         "harmony",
-        ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>", "<|endoftext|>"),
+        (
+            "<|start|>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+            "<|endoftext|>",
+        ),
         (),
         harmony_reply,
         ("<|return|>", "<|call|>"),
@@ -223,10 +239,17 @@ FAMILIES = {
         ("<|user|>", "<|observation|>"),
     ),
 }
-REAL = {  # of trl: file -> (a family that writes like this, or None: of its own)
-    "qwen2_5": "qwen2_5", "qwen3": "qwen3", "qwen3_5_think": "qwen3_coder", "qwen3_instruct_2507": "qwen2_5",
-    "llama3_1": "llama_3_1", "gptoss": "harmony", "glm4moe": "glm_4_5", "qwen3_8": "qwen3_coder",
-}  # fmt: skip
+OPENED = ("", "qwen_xml", CHATML, TAGS, opened_reply, IM_END)
+REAL = {  # files of trl, and the family that writes like this
+    "qwen2_5": FAMILIES["qwen2_5"],
+    "qwen3": FAMILIES["qwen3"],
+    "qwen3_instruct_2507": FAMILIES["qwen2_5"],
+    "qwen3_5_think": OPENED,
+    "qwen3_8": OPENED,
+    "llama3_1": FAMILIES["llama_3_1"],
+    "gptoss": FAMILIES["harmony"],
+    "glm4moe": FAMILIES["glm_4_5"],
+}
 
 
 def real_templates():

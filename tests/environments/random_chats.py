@@ -16,7 +16,8 @@ from funrl.rollout.sampling_parameters import Sampling
 
 SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}} for name in ("find", "add_1")
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}}
+    for name in ("find", "add_1")
 ]
 WORDS = [
     "the", "then", "3.5", "naïve", "日本語", "🙂", "שלום", "{", "}", '"', "\\n", "\n", "\n\n", "  ", "<b>", "'", "&amp;",
@@ -41,7 +42,8 @@ class Writer:
     async def __call__(self, prompt, sampling, seed, computed):
         chance = self.chance
         calls = [
-            (chance.choice(["find", "add_1", "unknown"]), self.arguments()) for _ in range(chance.choice([0, 0, 1, 1, 2]))
+            (chance.choice(["find", "add_1", "unknown"]), self.arguments())
+            for _ in range(chance.choice([0, 0, 1, 1, 2]))
         ]
         thoughts = text_of(chance, OWN_WORDS, 4).strip() if chance.random() < 0.4 else None
         content = text_of(chance, OWN_WORDS, 6)
@@ -125,7 +127,7 @@ def converse(chat, family, seed, seen):
                 since.update(new_causes)
             sampled = tokenizer.decode(trajectory.token_ids(), skip_special_tokens=False)
             try:
-                rendered = rendering(tokenizer, trajectory.messages(), tools)
+                rendered = rendering(tokenizer, chat.prepared(trajectory.messages()), tools)
             except Exception as error:
                 rendered = f"refused: {error}"
             seen.equal += sampled == rendered

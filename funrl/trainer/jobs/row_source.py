@@ -23,7 +23,8 @@ from funrl.data.prompts import Example
 from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
-from funrl.environments.chat import TemplateChat
+from funrl.environments.chat import ChatOptions, TemplateChat
+from funrl.environments.template_checks import template_limits
 from funrl.environments.environment import Environment
 from funrl.environments.run import EpisodeLimits
 from funrl.mesh.launch import cores, local_ranks
@@ -123,6 +124,10 @@ def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     for remark in (*task.remarks, *remarks):
         show.note(remark)
     generation = generation_of(job, parts, frozen, clock, show)
+    if generation.episodes is not None and generation.episodes.chat is not None:
+        tools = bool(getattr(generation.episodes.environment, "tools", ()))
+        for line in template_limits(generation.episodes.chat, tools):
+            show.note(line)
     if settings.sampling.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:
@@ -235,7 +240,8 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
         fixed=job.settings.engines.queue == "fixed",
     )
     arguments = job.settings.formatting.template_arguments
-    chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
+    options = ChatOptions(flags.tool_parser or "", flags.tool_tokens, flags.history)
+    chat = TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments), options)
     choices = job.model.abilities.choices if job.settings.routers.router_replay else 0
     agents = getattr(environment, "agents", (POLICY,))
     return EpisodeSetup(environment, chat, limits, RowForm(tuple(agents), pad=job.pad, choices=choices))

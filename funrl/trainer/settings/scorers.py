@@ -16,7 +16,16 @@ from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
 SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
-EPISODE_FLAGS = ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting")
+EPISODE_FLAGS = (
+    "episode_turns",
+    "episode_tokens",
+    "env_timeout",
+    "episode_retries",
+    "max_waiting",
+    "tool_parser",
+    "tool_tokens",
+    "history",
+)
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
     "reward_model": "reward models read single completions",

@@ -21,7 +21,7 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.run import EpisodeLimits, PolicySetup, episode_groups, run_episodes
+from funrl.environments.run import EpisodeLimits, EpisodeRun, PolicySetup, episode_groups, run_episodes
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -132,7 +132,9 @@ def rewarded_episodes(
     count = len(examples) * sampling.samples
     groups = episode_groups(examples, sampling.samples, seed)
     policy = PolicySetup(sampling, setup.chat)
+    recomputed = engine.engine.cost().recomputed
     run = run_episodes(engine.engine, mesh, setup.environment, groups, policy, setup.limits)
+    recomputed = engine.engine.cost().recomputed - recomputed
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(run.episodes, count, sampling.samples, form, mesh)
     transcripts = [_transcript(number, episode) for number, episode in run.episodes]
@@ -141,7 +143,8 @@ def rewarded_episodes(
         lengths[transcript.number] = len(transcript.tokens)
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
-    parts, problems = zip(*collectives.gather_objects(_parts_of(run.episodes), mesh), strict=True)
+    own = (*_parts_of(run.episodes), _counts_of(run, recomputed))
+    parts, problems, counts = zip(*collectives.gather_objects(own, mesh), strict=True)
     if table.failed.any():
         problem = next(filter(None, problems), "")[:LONGEST_REMARK]
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
@@ -156,13 +159,13 @@ def rewarded_episodes(
         dtype=engine.dtype,
         failed=unscored_E | table.failed,
         entries=add_totals(*parts),
-        episodes=_facts(table),
+        episodes={**_facts(table), **add_totals(*counts)},
     )
     return done, scored_rows(rows, table, sampling.samples)
 
 
 def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
-    """Metrics "episodes/...": mean turns and tokens of episodes, and the shares that failed or are unscored."""
+    """Metrics "episodes/...": means over episodes, and the shares of them that failed or are unscored."""
     return {f"{prefix}episodes/{name}": value / count for name, (value, count) in totals.items() if count}
 
 
@@ -212,6 +215,26 @@ def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
     """Totals of the parts of rewards, and why the first failed episode did."""
     totals = [{name: (float(x), 1) for name, x in episode.parts.items()} for _, episode in episodes]
     return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
+
+
+def _counts_of(run: EpisodeRun, recomputed: int) -> Totals:
+    """Totals of what a replica counted: calls of tools, forks by cause, tokens of others, and what waiting cost."""
+    count = len(run.episodes)
+    if not count:
+        return {}
+    paths = [path for _, episode in run.episodes for path in paths_of(episode)]
+    sampled = sum(len(node.tokens) for path in paths for node in path.trained)
+    sums = {
+        "context_tokens": float(sum(map(_length, paths)) - sampled),
+        "recomputed_tokens": float(recomputed),
+        "environment_s": run.environment_s,
+    }
+    has_tools = any(end.tools for _, episode in run.episodes for end in episode.ends)
+    for _, episode in run.episodes:
+        for name, number in episode.counts.items():
+            if number or has_tools:
+                sums[name] = sums.get(name, 0.0) + number
+    return {name: (value, count) for name, value in sums.items()}
 
 
 def _facts(table: EpisodeTable) -> Totals:
