@@ -6,6 +6,7 @@ transformers takes seconds to import, so it is imported where it is used.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, befo
     text, cuts = rendered
     bounds = [begin, *(cut for cut in cuts if cut > begin), len(text)]
     ids: list[int] = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         ids += encode_after(tokenizer, before if first == begin else tokenizer.eos_token or "", text[first:last])
     return ids
 

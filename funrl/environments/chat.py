@@ -105,11 +105,11 @@ class TemplateChat:
           TokenizerError: there is no chat template, or it refuses the messages.
           DataError: the template renders an earlier reply anew where messages follow it.
         """
-        rendered, begin, end = self._after_reply(self.prepared(messages), tools, reply)
+        rendered, begin, end = self.after_reply(self.prepared(messages), tools, reply)
         text = rendered.text
         mark = "" if last is None else self.tokenizer.decode([last], skip_special_tokens=False)
         if mark and mark == end.strip() and not text.startswith(mark, begin):
-            mark = self._first_mark(text[begin:])  # the template ends a turn that is followed in another way
+            mark = self.first_mark(text[begin:])  # the template ends a turn that is followed in another way
         found = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
         if found < 0:
             return encode_rendered(self.tokenizer, rendered, begin)
@@ -172,10 +172,14 @@ class TemplateChat:
     def _own_template(self) -> bool:
         return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None
 
-    def _after_reply(
-        self, messages: Sequence[Message], tools: Tools, reply: Message | None
+    def after_reply(
+        self, messages: Sequence[Message], tools: Tools = (), reply: Message | None = None
     ) -> tuple[RenderedChat, int, str]:
-        """A conversation of a reply and messages, the place where the end of the reply begins, and that end alone."""
+        """A synthetic conversation of a reply and messages, where the end of the reply begins, and that end.
+
+        Raises:
+          TokenizerError, DataError: as in `continuation`.
+        """
         answers = sum(message.get("role") == "tool" for message in messages)
         names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
         names = names if answers in (0, len(names)) else ("f",) * answers
@@ -190,8 +194,8 @@ class TemplateChat:
                 continue
             if rendered.text.startswith(closing.text, begin):
                 return rendered, begin + len(closing.text) - len(closing.end), closing.end
-            other = self._first_mark(rendered.text[begin:])
-            if not calls and other and closing.end.strip() == self._first_mark(closing.end):
+            other = self.first_mark(rendered.text[begin:])
+            if not calls and other and closing.end.strip() == self.first_mark(closing.end):
                 return rendered, begin, closing.end
             problem = DataError(
                 f"the chat template does not append: a reply ends with {closing.text!r} at the end of a conversation, "
@@ -253,14 +257,14 @@ class TemplateChat:
             return False
         return turn.rfind(THINK) > turn.rfind(END_THINK) and self._raw(before).endswith(turn)
 
-    def _first_mark(self, text: str) -> str:
+    def first_mark(self, text: str) -> str:
         """The special token that a text begins with; ""."""
         found = self._special().match(text)
         return found[0] if found else ""
 
     def _last_mark(self, text: str) -> str:
         """The special token that a text ends with, and space behind it; ""."""
-        last = [found for found in self._special().finditer(text)][-1:]
+        last = list(self._special().finditer(text))[-1:]
         return text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
 
     def _special(self) -> re.Pattern[str]:

@@ -2,15 +2,15 @@
 
 | name | a call | chosen where the chat template has |
 |---|---|---|
-| `hermes` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3, SmolLM3 | `<tool_call>` |
+| `hermes` | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3 | `<tool_call>` |
 | `qwen_xml` | `<tool_call><function=...><parameter=...>`: Qwen3-Coder, Qwen3.5 | `<function=` |
 | `llama_json` | `{"name": ..., "parameters": {...}}`: Llama 3.1 and later | `<|python_tag|>`, `<|start_header_id|>` |
 | `mistral` | `[TOOL_CALLS][{...}]`, and `[TOOL_CALLS]name[ARGS]{...}` | `[TOOL_CALLS]` |
 | `harmony` | `<|channel|>commentary to=functions.... <|message|>{...}`: gpt-oss | `<|channel|>` |
 | `glm` | `<tool_call>name<arg_key>...</arg_key><arg_value>...</arg_value></tool_call>`: GLM-4.5 | `<arg_key>` |
 
-transformers' `ResponseParser` takes a reply apart by a response template. The text of each call is read here, so that one
-that is wrong leaves the others as they are.
+transformers' `ResponseParser` takes a reply apart by a response template. The text of each call is read here, so that
+one that is wrong leaves the others as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from funrl.data.tokenizer import TokenizerError
@@ -217,7 +217,8 @@ def _value(text: str, schema: Any) -> Any:
 
 _CONTENT = {"content": {"content_args": {"strip": False}, "repeats": True, "join": ""}}  # all around calls, as it is
 _THOUGHTS = {"reasoning_content": {"open": THINK, "close": END_THINK, "repeats": True, "join": "\n"}}
-_TAGGED = {"tool_calls": {"open": OPEN, "close": CLOSE, "repeats": True}}
+_IN_TAGS = _CONTENT | _THOUGHTS | {"tool_calls": {"open": OPEN, "close": CLOSE, "repeats": True}}
+_TAGS = (OPEN, CLOSE, THINK, END_THINK)
 _LLAMA_CALL = r'<\|python_tag\|>|(?=\{\s*"(?:type|name)"\s*:[^{}]*"(?:parameters|arguments)"\s*:)'
 _HEAD = r"(?:<\|start\|>assistant)?"
 _HARMONY = {
@@ -240,12 +241,8 @@ _HARMONY = {
     },
 }
 FORMS: dict[str, ReplyForm] = {
-    "hermes": ReplyForm(
-        (OPEN,), _CONTENT | _THOUGHTS | _TAGGED, read_json_call, (OPEN, CLOSE, THINK, END_THINK), CLOSE
-    ),
-    "qwen_xml": ReplyForm(
-        ("<function=",), _CONTENT | _THOUGHTS | _TAGGED, _read_qwen_xml, (OPEN, CLOSE, THINK, END_THINK), CLOSE
-    ),
+    "hermes": ReplyForm((OPEN,), _IN_TAGS, read_json_call, _TAGS, CLOSE),
+    "qwen_xml": ReplyForm(("<function=",), _IN_TAGS, _read_qwen_xml, _TAGS, CLOSE),
     "llama_json": ReplyForm(
         ("<|python_tag|>", "<|start_header_id|>"),
         _CONTENT | {"tool_calls": {"open_pattern": _LLAMA_CALL, "repeats": True}},
@@ -269,9 +266,9 @@ FORMS: dict[str, ReplyForm] = {
     ),
     "glm": ReplyForm(
         ("<arg_key>",),
-        _CONTENT | _THOUGHTS | _TAGGED,
+        _IN_TAGS,
         _read_glm,
-        (OPEN, CLOSE, THINK, END_THINK, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         CLOSE,
     ),
 }

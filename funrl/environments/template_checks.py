@@ -57,7 +57,7 @@ def _tool_limits(chat: TemplateChat) -> list[str]:
 
 def _appends(chat: TemplateChat, what: str, message: Message, remedy: str) -> str:
     try:
-        chat.continuation([message], TOOLS if message is TOOL else ())
+        chat.after_reply([message], TOOLS if message is TOOL else ())
     except TokenizerError as error:
         return f"refuses {what} behind a reply ({str(error)[-200:]}): {remedy}"
     except DataError:
@@ -80,9 +80,8 @@ def _begins_alike(chat: TemplateChat, tools: Sequence[Any]) -> str:
 
 def _closes(chat: TemplateChat) -> str:
     """Whether the end of a reply is a mark of its own."""
-    tokens = chat.continuation([USER])
-    marks = set(chat.tokenizer.all_special_ids) | set(getattr(chat.tokenizer, "added_tokens_decoder", {}))
-    if tokens and tokens[0] in marks:
+    rendered, begin, _ = chat.after_reply([USER])
+    if chat.first_mark(rendered.text[begin:]):
         return ""
     return "has no mark that ends a turn: a reply that was cut off runs into what follows it; raise --max_new_tokens"
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funrl.environments.response_templates import (
-    CLOSE,
     FORMS,
-    OPEN,
     Call,
     call_of,
     parameters_of,

@@ -1,4 +1,4 @@
-"""Random conversations of a policy that writes like a family of models, compared with its chat template turn by turn."""
+"""Random conversations of a policy that writes like a family, compared with its chat template turn by turn."""
 
 import asyncio
 import json
@@ -9,8 +9,7 @@ import torch
 
 from funrl.data.tokenizer import TokenizerError
 from funrl.environments.chat import ChatOptions, TemplateChat
-from funrl.environments.drift import SAME
-from funrl.rollout.policy import EpisodeLimits, LimitReached, Policy, PolicySetup
+from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -20,7 +19,8 @@ TOOLS = [
     for name in ("find", "add_1")
 ]
 WORDS = [
-    "the", "then", "3.5", "naïve", "日本語", "🙂", "שלום", "{", "}", '"', "\\n", "\n", "\n\n", "  ", "<b>", "'", "&amp;",
+    "the", "then", "3.5", "naïve", "日本語", "🙂", "שלום", "{", "}", '"', "\\n", "\n", "\n\n", "  ", "<b>", "'",
+    "&amp;",
     "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "</think>", "<think>", "[INST]", "</s>", "<|end|>",
     "<|eot_id|>", "<|user|>", "[TOOL_CALLS]", "<|channel|>", "<|start|>", "\t", "\x00", "é", "e\u0301",
 ]  # fmt: skip
@@ -90,7 +90,10 @@ def converse(chat, family, seed, seen):
     chance = random.Random(seed)
     tokenizer = chat.tokenizer
     policy = Policy(
-        Writer(tokenizer, family[4], family[5], chance), PolicySetup(Sampling(), chat), seed, EpisodeLimits(turns=99)
+        Writer(tokenizer, family.reply, family.ends, chance),
+        PolicySetup(Sampling(), chat),
+        seed,
+        EpisodeLimits(turns=99),
     )
     tools = TOOLS if chance.random() < 0.8 else ()
     messages = [{"role": "system", "content": text_of(chance, OWN_WORDS, 4)}] if chance.random() < 0.3 else []
@@ -139,11 +142,8 @@ def converse(chat, family, seed, seen):
 
 def compare(tokenizer, family, seeds, history="append"):
     """Many conversations."""
-    chat = TemplateChat(tokenizer, options=ChatOptions(history=history, parser="" if family[1] else "hermes"))
+    chat = TemplateChat(tokenizer, options=ChatOptions(history=history, parser=family.form))
     seen = Compared()
     for seed in seeds:
         converse(chat, family, seed, seen)
     return seen
-
-
-__all__ = ["SAME", "LimitReached", "compare"]

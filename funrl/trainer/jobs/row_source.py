@@ -24,9 +24,9 @@ from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.chat import ChatOptions, TemplateChat
-from funrl.environments.template_checks import template_limits
 from funrl.environments.environment import Environment
 from funrl.environments.run import EpisodeLimits
+from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
