@@ -196,6 +196,12 @@ def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, befo
     return ids
 
 
+def encode_as_text(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text in which no marker is a special token."""
+    cuts = [found.start() + 1 for found in _markers(tokenizer).finditer(text) if len(found[0]) > 1]
+    return encode_rendered(tokenizer, RenderedChat(text, cuts))
+
+
 def encode_after(tokenizer: Any, mark: str, text: str) -> list[int]:
     """Tokens of a text as it follows a special token, since some tokenizers begin every text with a space."""
     if not mark:

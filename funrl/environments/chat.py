@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
-from funrl.data.tokenizer import RenderedChat, TokenizerError, encode_prompt, encode_rendered, render_chat
+from funrl.data.tokenizer import (
+    RenderedChat,
+    TokenizerError,
+    encode_as_text,
+    encode_prompt,
+    encode_rendered,
+    render_chat,
+)
 from funrl.environments.drift import SAME, Part, drift_cause
 from funrl.environments.response_templates import END_THINK, FORMS, THINK, checked_form, form_of
 from funrl.environments.tool_calls import read_message, read_reply
@@ -314,7 +321,7 @@ class TemplateChat:
         """A text of at most so many tokens, which says that it was cut."""
         limit = self.options.tool_tokens
         head = text[: limit * CHARACTERS].encode("utf-8", "replace").decode("utf-8")
-        ids = self.tokenizer.encode(head, add_special_tokens=False)
+        ids = encode_as_text(self.tokenizer, head)
         if len(ids) <= limit and len(text) <= limit * CHARACTERS:
             return text
         kept = self._raw(ids[:limit]).rstrip("\ufffd")
