@@ -148,8 +148,6 @@ class TemplateChat:
         if not all(node.messages for node in nodes):
             return "", False  # raw tokens have no rendering
         cycle: Sequence[Message] = () if root is None else _after_user(root.messages)
-        if not any(message.get("role") == "user" for message in nodes[-1].messages):
-            nodes, cycle = nodes[-2:], ()  # in a cycle of tools earlier turns have been compared
         messages = [*cycle, *(message for node in nodes for message in node.messages)]
         unread = any(node.problems for node in nodes)
         try:

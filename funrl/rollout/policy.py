@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -69,8 +70,8 @@ class Chat(Protocol):
         """Why the template would render a history otherwise than it was sampled, and whether the trajectory forks.
 
         Args:
-          nodes: the root, if nothing else of a user is between; the policy's turns since a user spoke last, what
-            followed each, and the new messages.
+          nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the
+            root is before them if nobody has. If tools answer, the last turn and the new messages.
 
         Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
         """
@@ -310,10 +311,8 @@ class Policy:
             prefix = self._prefixes[current]
             if new and current.sampled:
                 del self._prefixes[current]  # its successor is longer; a branch from there is computed again
-        for one in new[::-1]:
-            prefix = prefix.extended(one)
-        self._prefixes[node] = prefix
-        return prefix
+        self._prefixes[node] = prefix.extended(new[::-1])
+        return self._prefixes[node]
 
     def _room(self, prefix: _Prefix) -> int:
         """Tokens that the limits leave for the next turn, at least 1."""
@@ -363,14 +362,23 @@ class _Prefix(NamedTuple):
     turns: int
     sampled: int
 
-    def extended(self, node: Node) -> _Prefix:
-        """The prefix with the tokens of a further node."""
-        tokens = [*self.tokens, *node.tokens]
+    def extended(self, nodes: Sequence[Node]) -> _Prefix:
+        """The prefix with the tokens of further nodes."""
+        if not nodes:
+            return self
+        new = [token for node in nodes for token in node.tokens]
         digest = self.digest.copy()
-        digest.update(np.asarray(node.tokens, dtype="<i8").tobytes())
-        if not node.sampled:
-            return self._replace(tokens=tokens, digest=digest)
-        return _Prefix(tokens, digest, len(tokens) - 1, self.turns + 1, self.sampled + len(node.tokens))
+        digest.update(np.asarray(new, dtype="<i8").tobytes())
+        sampled = [len(node.tokens) for node in nodes if node.sampled]
+        behind = sum(len(node.tokens) for node in itertools.takewhile(lambda node: not node.sampled, nodes[::-1]))
+        length = len(self.tokens) + len(new)
+        return _Prefix(
+            [*self.tokens, *new],
+            digest,
+            computed=length - behind - 1 if sampled else self.computed,
+            turns=self.turns + len(sampled),
+            sampled=self.sampled + sum(sampled),
+        )
 
     def key(self, asked: Sampling) -> bytes:
         """Digest of what a call asks for: all tokens of the path, and its sampling parameters."""
@@ -405,7 +413,13 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
 
 
 def _exchange(node: Node) -> list[Node]:
-    """A node and those before it, back to what a user said last or to the root; that is the first one if it is."""
+    """A node and those before it, back to what a user said last or to the root; that is the first one if it is.
+
+    In a cycle of tools only the node and the reply that it follows, as those before have been compared.
+    """
+    assert node.parent is not None
+    if not any(message.get("role") == "user" for message in node.messages):
+        return [node.parent, node]
     nodes = [node]
     while (before := nodes[-1].parent) is not None and (
         before.parent is None or before.sampled or not any(message.get("role") == "user" for message in before.messages)
