@@ -1,11 +1,11 @@
 """The host's time in a turn of an episode: rendering, reading, and all else beside tokenising; and TRL's tool loop.
 
     OMP_NUM_THREADS=1 python benchmarks/episodes.py
-    OMP_NUM_THREADS=1 python benchmarks/episodes.py --turns=8,128 --result_tokens=256 --trl_turns=8
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --turns=8,128 --result_tokens=256
 
-An engine that computes nothing calls a tool in each turn, so that what is left is Python: the policy, the chat template,
-the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer. TRL's loop
-runs on a small random model, as funrl does beside it, with the same model, tool and seeds, where trl is installed.
+An engine that computes nothing calls a tool in each turn, so that what is left is Python: the policy, the chat
+template, the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer. Where trl
+is installed, its loop runs beside, with the same calls, tool, tokenizer and template, and no model either.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import functools
 import importlib.util
 import string
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,20 +26,13 @@ from absl import app, flags
 from funrl.data.prompts import Prompt, encode
 from funrl.environments.adapters import tool_environment
 from funrl.environments.chat import TemplateChat
-from funrl.environments.run import episode_groups, run_episodes
-from funrl.mesh.mesh import SINGLE
-from funrl.models import decoder_config, decoder_model
-from funrl.models.huggingface import directories as hf
-from funrl.rollout.native.engine import native_engine
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
 TURNS = flags.DEFINE_list("turns", ["8", "128"], "turns of an episode")
 RESULT = flags.DEFINE_integer("result_tokens", 100, "tokens of a tool's result")
-REPEATS = flags.DEFINE_integer("repeats", 5, "times 128 turns in each line; the quickest of the last eighth of turns counts")
-TRL_TURNS = flags.DEFINE_integer("trl_turns", 8, "calls of a tool in the comparison with TRL; 0: no comparison")
-TRL_EPISODES = flags.DEFINE_integer("trl_episodes", 8, "episodes of that comparison")
+REPEATS = flags.DEFINE_integer("repeats", 5, "times 128 turns in each line; the quickest late turn counts")
 INSTALL = "trl is not installed here, so there is nothing to compare with: pip install trl datasets accelerate"
 
 TEMPLATE = (
@@ -46,7 +40,7 @@ TEMPLATE = (
     "{% endif %}{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
     "{% if m.role == 'tool' %}{{ '<tool_response>\n' + m.content + '\n</tool_response>' }}{% else %}{{ m.content }}"
     "{% endif %}{% for c in m.tool_calls or [] %}"
-    "{{ '<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson) + "
+    '{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) + '
     "'}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -93,7 +87,7 @@ class Requests:
     """
 
     def __init__(self, tokenizer: Timed):
-        ids = tokenizer.encode(CALL) + [tokenizer.eos_token_id]
+        ids = [*tokenizer.encode(CALL), tokenizer.eos_token_id]
         logp = torch.zeros(len(ids))
         versions = torch.zeros(len(ids), dtype=torch.int64)
         self._completion = Completion(0, torch.tensor(ids), logp, raw_logp=logp, versions=versions, finish="stop")
@@ -117,13 +111,17 @@ def main(argv: list[str]) -> None:
             f"{rendering / turn:9.0%}",
             flush=True,
         )
-    if TRL_TURNS.value:
-        compare_with_trl()
+    if importlib.util.find_spec("trl") is None:
+        print(INSTALL)
+        return
+    for turns in map(int, TURNS.value):
+        ours, theirs = episode_times(turns, trl_template())[0], trl_turn(turns)
+        print(f"trl {turns:4} turns: {theirs * 1e6:6.0f} us a turn of its loop, {theirs / ours:.1f} times funrl's")
 
 
-def episode_times(turns: int) -> tuple[float, float, float]:
+def episode_times(turns: int, template: str = TEMPLATE) -> tuple[float, float, float]:
     """Seconds of the quickest of the last eighth of turns, of its tokenising, and of its rendering and reading."""
-    tokenizer = Timed(chat_tokenizer())
+    tokenizer = Timed(chat_tokenizer(template))
     environment = tool_environment([count], lambda messages: 0.0)
     example = encode(Prompt("count", {}), tokenizer._tokenizer)
     rows: list[tuple[float, float, float]] = []
@@ -165,7 +163,54 @@ class TimedChat(TemplateChat):
             self.seconds += time.perf_counter() - begin
 
 
-def chat_tokenizer() -> Any:
+def trl_template() -> str:
+    """A template that TRL knows: it takes no other."""
+    import trl
+
+    return (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+
+
+def trl_turn(turns: int) -> float:
+    """Seconds of a turn of TRL's tool loop, all turns of an episode together, whose model writes the same calls."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = chat_tokenizer(trl_template())
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, report_to=[], max_completion_length=1 << 20,
+            per_device_train_batch_size=2, num_generations=2, max_tool_calling_iterations=turns,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=LlamaForCausalLM(config),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "count"}]}]),
+            processing_class=tokenizer,
+            tools=[count],
+        )
+    calls = [*tokenizer.encode(CALL), tokenizer.eos_token_id]
+    trainer._generate_single_turn = lambda prompts, *args, **named: ([list(calls) for _ in prompts], None)
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{"count": count}], [{}]
+    seconds: list[float] = []
+    for _ in range(max(2, REPEATS.value * 8 // turns)):
+        message = {"role": "user", "content": "count"}
+        prompt = tokenizer.apply_chat_template([message], tools=[count], add_generation_prompt=True, return_dict=False)
+        function = {"name": "count", "arguments": {"word": "the"}}
+        completion = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+        begin = time.perf_counter()
+        done = trainer._tool_call_loop([[message]], [prompt], [list(calls)], [completion], None, None, {})
+        assert done[4] == turns, f"TRL has called its tool {done[4]} times"
+        seconds.append((time.perf_counter() - begin) / turns)
+    return min(seconds)
+
+
+def chat_tokenizer(template: str) -> Any:
     """A tokenizer of letters, and of the words and marks of these conversations."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -185,7 +230,7 @@ def chat_tokenizer() -> Any:
         additional_special_tokens=["<|im_start|>"],
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 
