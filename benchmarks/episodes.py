@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/episodes.py --turns=8,128 --result_tokens=256
 
 An engine that computes nothing calls a tool in each turn, so that what is left is Python: the policy, the chat
-template, the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer. Where trl
-is installed, its loop runs beside, with the same calls, tool, tokenizer and template, and no model either.
+template, the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer.
+Where trl is installed, its loop runs beside, with the same calls, tool, tokenizer and template, and no model either.
 """
 
 from __future__ import annotations

@@ -98,12 +98,14 @@ def example_messages(example: Example) -> list[Message]:
 
 
 class _Conversations:
+    """See `message_environment`. `make` makes the other side."""
+
     def __init__(self, make: Callable[[], MessageEnvironment]):
-        self._make = make
+        self.make = make
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy and a new environment take turns."""
-        environment = self._make()
+        environment = self.make()
         try:
             messages, tools = await call(environment.reset, example, seed)
             trajectory = policy.start(messages, tools)
