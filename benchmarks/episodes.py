@@ -165,9 +165,9 @@ class TimedChat(TemplateChat):
 
 def trl_template() -> str:
     """A template that TRL knows: it takes no other."""
-    import trl
-
-    return (Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    found = importlib.util.find_spec("trl")
+    assert found is not None and found.submodule_search_locations
+    return (Path(found.submodule_search_locations[0]) / "chat_templates" / "qwen2_5.jinja").read_text()
 
 
 def trl_turn(turns: int) -> float:

@@ -44,6 +44,9 @@ class SharedKeywords(TypedDict, total=False):
     env_timeout: NumberValue
     episode_retries: WholeValue
     max_waiting: WholeValue
+    tool_parser: TextValue | None
+    tool_tokens: WholeValue
+    history: TextValue
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue

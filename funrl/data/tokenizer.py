@@ -17,8 +17,8 @@ PAD = "<pad>"
 END = "</s>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
-PLACES = "\U000f0000-\U000ffffd"  # private characters, each in the place of a marker that is text
-_PLACE = re.compile(f"[{PLACES}]")
+STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each in the place of a marker that is text
+_PLACE = re.compile(f"[{STAND_INS}]")
 
 
 class TokenizerError(ValueError):
@@ -240,7 +240,7 @@ def _markers(tokenizer: Any) -> re.Pattern[str]:
 
 @functools.cache
 def _pattern(words: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join((*map(re.escape, words), f"[{PLACES}]")))
+    return re.compile("|".join((*map(re.escape, words), f"[{STAND_INS}]")))
 
 
 def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:

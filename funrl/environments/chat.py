@@ -20,7 +20,7 @@ from funrl.data.tokenizer import (
     encode_rendered,
     render_chat,
 )
-from funrl.environments.drift import SAME, Part, drift_cause
+from funrl.environments.drift import SAME, NodeText, drift_cause
 from funrl.environments.response_templates import END_THINK, FORMS, THINK, checked_form, form_of
 from funrl.environments.tool_calls import read_message, read_reply
 from funrl.rollout.episodes import Message, Node
@@ -156,7 +156,7 @@ class TemplateChat:
         except TokenizerError:  # then there is nothing to fork to
             return "unreadable" if unread else "other", False
         before, _, turn = self._opened(tools).rpartition("?")
-        parts = [Part(opened), *(self._part(node) for node in nodes)]
+        parts = [NodeText(opened), *(self._part(node) for node in nodes)]
         cause = drift_cause(parts, rendered, turn.partition(THINK)[0])
         if cause and not rendered.startswith(before):
             cause = "system_prompt"
@@ -170,9 +170,9 @@ class TemplateChat:
         """A synthetic question, and messages as templates demand them."""
         return self.prepared([{"role": "user", "content": "?"}, *_with_ids(messages)])
 
-    def _part(self, node: Node) -> Part:
+    def _part(self, node: Node) -> NodeText:
         end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
-        return Part(self._raw(node.tokens), node.sampled, end)
+        return NodeText(self._raw(node.tokens), node.sampled, end)
 
     def _own_template(self) -> bool:
         return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None

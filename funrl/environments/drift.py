@@ -31,7 +31,7 @@ _ID = re.compile(r'"(?:id|call_id|tool_call_id)":"[^"]*",?|,(?="(?:id|call_id|to
 _ENDS = {"<|return|>": "<|end|>", "<|eom_id|>": "<|eot_id|>"}
 
 
-class Part(NamedTuple):
+class NodeText(NamedTuple):
     """Text of a node.
 
     Attributes:
@@ -45,10 +45,10 @@ class Part(NamedTuple):
     end: str = ""
 
 
-def drift_cause(parts: Sequence[Part], rendered: str, turn: str) -> str:
+def drift_cause(parts: Sequence[NodeText], rendered: str, turn: str) -> str:
     """Name of the first cause in the table that explains a difference, those before it included; "" if there is none.
 
-    >>> said = [Part("<user>?<bot>"), Part('<think>hm</think>yes', True)]
+    >>> said = [NodeText("<user>?<bot>"), NodeText('<think>hm</think>yes', True)]
     >>> drift_cause(said, "<user>?<bot>yes", "<bot>"), drift_cause(said, "<user>?<bot>no", "<bot>")
     ('thinking', 'other')
 
@@ -73,7 +73,7 @@ def drift_cause(parts: Sequence[Part], rendered: str, turn: str) -> str:
     return "other"
 
 
-def _without_ends(parts: Sequence[Part], last: bool) -> list[Part]:
+def _without_ends(parts: Sequence[NodeText], last: bool) -> list[NodeText]:
     """Parts without the token that ended the last reply, or all of them: the template has another there."""
     replies = [n for n, part in enumerate(parts) if part.sampled]
     dropped = set(replies[-1:] if last else replies)

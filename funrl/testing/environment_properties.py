@@ -27,7 +27,7 @@ from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
-TEMPLATE = (
+PLAIN_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
     "{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}{{ '</s>\n' }}{% endfor %}"
@@ -47,7 +47,7 @@ ODD_REPLIES = (
     "?? \x00 ??",
 )
 EPISODES = 3  # for each property
-SETTLE_S = 2.0  # for threads and processes to end
+LEAK_WAIT_S = 2.0  # for threads and processes to end
 LIMITS = (EpisodeLimits(turns=1), EpisodeLimits(turns=2), EpisodeLimits(tokens=5), EpisodeLimits(length=1 << 12))
 CANCELLED_AFTER = 1  # calls of the policy
 
@@ -96,8 +96,8 @@ def check_environment(
         raise ValueError(f"without={unknown[0]!r}: the properties are {', '.join(ENVIRONMENT_PROPERTIES)}")
     if tokenizer is None:
         marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
-        tokenizer = chat_character_tokenizer(string.printable, marks, TEMPLATE, unknown="?")
-    prompts = [encode(Prompt(prompt, dict(fields)), tokenizer) for prompt, fields in examples]
+        tokenizer = chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
+    prompts = [encode(Prompt(_copied(prompt), dict(fields)), tokenizer) for prompt, fields in examples]
     chat = TemplateChat(tokenizer)
     subject = EnvironmentSubject(
         lambda: environment_from(environment), chat, prompts, (*replies, *ODD_REPLIES), limit_s
@@ -213,7 +213,7 @@ def leaks(subject: EnvironmentSubject) -> None:
     for seed in range(EPISODES):
         left = _tasks_left(subject, seed)
         assert not left, f"seed {seed}: tasks are left: {left}"
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + LEAK_WAIT_S
     while (grown := _grown(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not grown, f"{EPISODES} episodes leave " + ", ".join(f"{count} {name}" for name, count in grown.items())
@@ -254,6 +254,11 @@ class _Replies:
         logp = torch.zeros(len(tokens))
         versions = torch.zeros(len(tokens), dtype=torch.int64)
         return Completion(0, tokens, logp, raw_logp=logp, versions=versions, finish=finish)
+
+
+def _copied(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+    """A prompt, whose messages are dicts."""
+    return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 
 
 def _plain(episode: Episode) -> str:

@@ -6,7 +6,7 @@ import pytest
 from small_chats import SETUP, ScriptedEngine, examples_of
 
 from funrl.environments.adapters import tool_environment
-from funrl.environments.drift import Part, drift_cause
+from funrl.environments.drift import NodeText, drift_cause
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.environments.tool_calls import argument_problem, read_reply
 from funrl.mesh.mesh import SINGLE
@@ -115,7 +115,7 @@ def test_arguments_are_checked_against_the_schema(name, arguments, problem):
 def test_a_difference_has_the_first_cause_that_explains_it():
     def cause(sampled, rendered, end=""):
         return drift_cause(
-            [Part("<u>?<b>"), Part(sampled, True, end), Part("<u>!<b>")], f"<u>?<b>{rendered}<u>!<b>", "<b>"
+            [NodeText("<u>?<b>"), NodeText(sampled, True, end), NodeText("<u>!<b>")], f"<u>?<b>{rendered}<u>!<b>", "<b>"
         )
 
     assert cause("a", "a") == ""

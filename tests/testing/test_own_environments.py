@@ -180,7 +180,7 @@ def test_good_environments_have_all_properties():
     "environment", quick(FAULTS, [Forgets, Counts, SwallowsLimits, SwallowsCancellation, ClosesTwice, Opens])
 )
 def test_a_fault_is_found_by_the_property_that_it_breaks(environment, monkeypatch):
-    monkeypatch.setattr("funrl.testing.environment_properties.SETTLE_S", 0.2)
+    monkeypatch.setattr("funrl.testing.environment_properties.LEAK_WAIT_S", 0.2)
     monkeypatch.setattr("funrl.testing.environment_properties.CLEAN_UP_S", 0.2)
     Threads.ends.clear()
     name, problem = FAULTS[environment]

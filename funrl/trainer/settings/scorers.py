@@ -111,7 +111,7 @@ def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> st
     return f"--task={settings.examples.task}" if own is None else f"--env={own}"
 
 
-def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if not has_environment(settings, given):
         for name in EPISODE_FLAGS:
