@@ -21,7 +21,7 @@ from funrl.data.tokenizer import (
     render_chat,
 )
 from funrl.environments.drift import SAME, NodeText, drift_cause
-from funrl.environments.response_templates import END_THINK, FORMS, THINK, checked_form, form_of
+from funrl.environments.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
 from funrl.environments.tool_calls import read_message, read_reply
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, Tools
@@ -29,15 +29,15 @@ from funrl.rollout.policy import ReadReply, Tools
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
-CHARACTERS = 8  # of a token, at most, in a result that is cut
-CACHED = 256  # renderings that do not depend on messages
+TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
+CACHED_RENDERINGS = 256  # renderings that do not depend on messages
 
 
 class ChatOptions(NamedTuple):
     """Choices of a chat.
 
     Attributes:
-      parser: name of the form of replies with calls, in `response_templates.FORMS`; "": the tokenizer's own
+      parser: name of the form of replies with calls, in `response_templates.REPLY_FORMS`; "": the tokenizer's own
         `response_template`, else the form that the chat template shows.
       tool_tokens: tokens of a tool's result; what is beyond is cut, and the text says so. 0: no limit.
       history: "append": what the policy wrote stays, whatever the template makes of it later. "template": where it
@@ -99,7 +99,7 @@ class TemplateChat:
         """
         if tools and not self.form and not self._own_template():
             raise TokenizerError(
-                f"the chat template shows no known form of calls of tools; name it by --tool_parser={'|'.join(FORMS)}"
+                f"the chat template shows no known form of calls of tools; name it by --tool_parser={'|'.join(REPLY_FORMS)}"
             )
         return encode_prompt(self.tokenizer, self.prepared(messages), tools, arguments=self.arguments)[0]
 
@@ -214,7 +214,7 @@ class TemplateChat:
         """End of a synthetic reply with calls."""
         key = (id(tools), calls)
         if key not in self._closings:
-            if len(self._closings) >= CACHED:
+            if len(self._closings) >= CACHED_RENDERINGS:
                 self._closings.clear()
             self._closings[key] = (tools, self._new_closing(calls, tools))  # the tools are held, so the id stays theirs
         return self._closings[key][1]
@@ -249,7 +249,7 @@ class TemplateChat:
     def _opened(self, tools: Tools) -> str:
         """A question, up to the begin of the policy's turn."""
         if id(tools) not in self._openings:
-            if len(self._openings) >= CACHED:
+            if len(self._openings) >= CACHED_RENDERINGS:
                 self._openings.clear()
             self._openings[id(tools)] = (tools, self._render([{"role": "user", "content": "?"}], tools).text)
         return self._openings[id(tools)][1]
@@ -285,7 +285,7 @@ class TemplateChat:
     def _marked(self, tokens: Sequence[int]) -> str:
         """Text with only those special tokens that belong to the form of replies."""
         if self._skipped is None:
-            marks = FORMS[self.form or "hermes"].marks
+            marks = REPLY_FORMS[self.form or "hermes"].marks
             special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
             self._skipped = frozenset(number for word, number in special.items() if word not in marks)
             self._marks = frozenset(special.values()) - self._skipped
@@ -318,9 +318,9 @@ class TemplateChat:
     def _cut(self, text: str) -> str:
         """A text of at most so many tokens, which says that it was cut."""
         limit = self.options.tool_tokens
-        head = text[: limit * CHARACTERS].encode("utf-8", "replace").decode("utf-8")
+        head = text[: limit * TOKEN_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
         ids = encode_as_text(self.tokenizer, head)
-        if len(ids) <= limit and len(text) <= limit * CHARACTERS:
+        if len(ids) <= limit and len(text) <= limit * TOKEN_CHARACTERS:
             return text
         kept = self._raw(ids[:limit]).rstrip("\ufffd")
         return f"{kept}\n[cut here: {len(kept)} of {len(text)} characters]"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 SAME = ("whitespace", "arguments", "tool_ids", "end_of_turn")
-LONGEST = 100_000  # characters whose objects are compared
+LONGEST_COMPARED = 100_000  # characters whose objects are compared
 _THOUGHTS = r"(?:<think>.*?</think>|\[THINK\].*?\[/THINK\]|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:TURN)?)"
 _UNCLOSED = re.compile(r"<think>(?!.*</think>).*|<\|channel\|>analysis<\|message\|>(?!.*<\|end\|>).*", re.DOTALL)
 _HEADER = re.compile(r"<\|channel\|>commentaryto=(functions\.[^\s<]+)(?:<\|constrain\|>)?(json)?<\|message\|>")
@@ -90,7 +90,7 @@ def _without_space(text: str) -> str:
 def _canonical(text: str) -> str:
     """The text without space, with each object of JSON and each header of a call in it in one form."""
     text = _HEADER.sub(r"to=\1<|channel|>commentaryjson<|message|>", _without_space(text))
-    if len(text) > LONGEST:
+    if len(text) > LONGEST_COMPARED:
         return text
     decoder = json.JSONDecoder()
     parts: list[str] = []

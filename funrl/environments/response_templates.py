@@ -61,14 +61,16 @@ class ReplyForm(NamedTuple):
 
 
 def form_of(chat_template: str | None) -> str:
-    """Name of the form that a chat template shows; "": it is none of `FORMS`."""
-    return next((name for name in ORDER if any(text in str(chat_template) for text in FORMS[name].shown)), "")
+    """Name of the form that a chat template shows; "": it is none of `REPLY_FORMS`."""
+    return next(
+        (name for name in FORM_ORDER if any(text in str(chat_template) for text in REPLY_FORMS[name].shown)), ""
+    )
 
 
 def checked_form(name: str) -> str:
     """The name of a form. Raises TokenizerError, which lists the names, if it is another text."""
-    if name not in FORMS:
-        raise TokenizerError(f"--tool_parser={name}: it is one of {', '.join(FORMS)}")
+    if name not in REPLY_FORMS:
+        raise TokenizerError(f"--tool_parser={name}: it is one of {', '.join(REPLY_FORMS)}")
     return name
 
 
@@ -90,7 +92,7 @@ def split_reply(name: str, text: str, thinking: bool) -> dict[str, Any]:
 def _response_template(name: str) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template({"start_anchor": "\0", "fields": FORMS[name].fields})
+    return load_response_template({"start_anchor": "\0", "fields": REPLY_FORMS[name].fields})
 
 
 def read_json_call(text: str, tools: Tools = ()) -> tuple[list[Call], str]:
@@ -240,7 +242,7 @@ _HARMONY = {
         "repeats": True,
     },
 }
-FORMS: dict[str, ReplyForm] = {
+REPLY_FORMS: dict[str, ReplyForm] = {
     "hermes": ReplyForm((OPEN,), _IN_TAGS, read_json_call, _TAGS, CLOSE),
     "qwen_xml": ReplyForm(("<function=",), _IN_TAGS, _read_qwen_xml, _TAGS, CLOSE),
     "llama_json": ReplyForm(
@@ -272,4 +274,4 @@ FORMS: dict[str, ReplyForm] = {
         CLOSE,
     ),
 }
-ORDER = ("glm", "qwen_xml", "harmony", "mistral", "hermes", "llama_json")  # a template may show several
+FORM_ORDER = ("glm", "qwen_xml", "harmony", "mistral", "hermes", "llama_json")  # a template may show several

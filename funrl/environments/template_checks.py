@@ -8,7 +8,7 @@ from typing import Any
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import TokenizerError, chat_text
 from funrl.environments.chat import CALL_ID, REPLY, TemplateChat
-from funrl.environments.response_templates import FORMS, THINK
+from funrl.environments.response_templates import REPLY_FORMS, THINK
 from funrl.rollout.episodes import Message
 
 THOUGHT = "FUNRL-THOUGHT"
@@ -51,7 +51,7 @@ def _tool_limits(chat: TemplateChat) -> list[str]:
         return [f"shows no tools: describe them in a system message and name --tool_parser, or give {ANOTHER}"]
     lines = [_appends(chat, "a tool's result", TOOL, f"answer calls by messages of the user, or give {ANOTHER}")]
     if not chat.form and getattr(chat.tokenizer, "response_template", None) is None:
-        lines.append(f"shows no known form of calls: name it, --tool_parser={'|'.join(FORMS)}")
+        lines.append(f"shows no known form of calls: name it, --tool_parser={'|'.join(REPLY_FORMS)}")
     return lines
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funrl.environments.response_templates import (
-    FORMS,
+    REPLY_FORMS,
     Call,
     call_of,
     parameters_of,
@@ -34,7 +34,7 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
     Returns: the reply. A call that cannot be read is a problem; the others are calls all the same. What is around calls
       is the content; thoughts are a field of their own.
     """
-    form = FORMS[name]
+    form = REPLY_FORMS[name]
     calls: list[Call] = []
     problems: list[str] = []
     try:

@@ -48,7 +48,7 @@ ODD_REPLIES = (
 )
 EPISODES = 3  # for each property
 LEAK_WAIT_S = 2.0  # for threads and processes to end
-LIMITS = (EpisodeLimits(turns=1), EpisodeLimits(turns=2), EpisodeLimits(tokens=5), EpisodeLimits(length=1 << 12))
+SHORT_LIMITS = (EpisodeLimits(turns=1), EpisodeLimits(turns=2), EpisodeLimits(tokens=5), EpisodeLimits(length=1 << 12))
 CANCELLED_AFTER = 1  # calls of the policy
 
 

@@ -13,7 +13,7 @@ from selection import quick
 
 from funrl.data.tokenizer import TokenizerError
 from funrl.environments.chat import ChatOptions, TemplateChat
-from funrl.environments.response_templates import FORMS, form_of
+from funrl.environments.response_templates import REPLY_FORMS, form_of
 from funrl.environments.template_checks import template_limits
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.policy import EpisodeLimits, LimitReached, Policy, PolicySetup
@@ -112,7 +112,7 @@ def test_the_form_of_calls_is_that_of_the_template_or_the_one_that_is_named():
     assert named.read(named.opening([{"role": "user", "content": "?"}], TOOLS), ids, TOOLS).tool_calls == [
         ("find", {"n": 3})
     ]
-    with pytest.raises(TokenizerError, match=f"--tool_parser=pythonic: it is one of {', '.join(FORMS)}"):
+    with pytest.raises(TokenizerError, match=f"--tool_parser=pythonic: it is one of {', '.join(REPLY_FORMS)}"):
         TemplateChat(plain, options=ChatOptions(parser="pythonic"))
 
 

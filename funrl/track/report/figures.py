@@ -44,7 +44,7 @@ PAIR_CHARTS = (
     ),
 )
 REWARD_MEANS = Chart("Rewards", "mean of each, of the completions to which it applies")
-CALLS = Chart(
+TOOL_CALLS = Chart(
     "Calls of tools",
     "in an episode",
     (("episodes/tool_calls", "calls"), ("episodes/call_errors", "unreadable"), ("episodes/turns", "turns")),

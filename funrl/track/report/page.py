@@ -21,7 +21,6 @@ from funrl.track.records.samples import first_and_last
 from funrl.track.records.segments import SEGMENTS, in_words, segments_of, values_over_time
 from funrl.track.report.charts import Figure, Series, line_figure, smoothing, stack_figure
 from funrl.track.report.figures import (
-    CALLS,
     CHARTS,
     DRIFT,
     FORKS,
@@ -31,6 +30,7 @@ from funrl.track.report.figures import (
     REWARD_CHARTS,
     REWARD_MEANS,
     TIME,
+    TOOL_CALLS,
     Chart,
 )
 from funrl.track.report.headline import headline, tiles_of
@@ -145,7 +145,7 @@ def _rewards_chart(run: RunFiles) -> Chart:
 def _episode_charts(run: RunFiles) -> list[Chart]:
     """Calls of tools, and forks and drifts by cause, as far as the run's episodes had some."""
     keys = sorted({key for row in run.rows for key in row})
-    charts = [CALLS] if "episodes/tool_calls" in keys else []
+    charts = [TOOL_CALLS] if "episodes/tool_calls" in keys else []
     for chart, prefix in ((FORKS, "episodes/forks/"), (DRIFT, "episodes/drift/")):
         causes = [key for key in keys if key.startswith(prefix)]
         if causes:
