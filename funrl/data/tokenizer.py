@@ -17,7 +17,7 @@ PAD = "<pad>"
 END = "</s>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
-STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each in the place of a marker that is text
+STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
 _PLACE = re.compile(f"[{STAND_INS}]")
 
 

@@ -98,8 +98,9 @@ class TemplateChat:
           TokenizerError: there is no chat template, it refuses the messages, or calls of tools have no known form.
         """
         if tools and not self.form and not self._own_template():
+            forms = "|".join(REPLY_FORMS)
             raise TokenizerError(
-                f"the chat template shows no known form of calls of tools; name it by --tool_parser={'|'.join(REPLY_FORMS)}"
+                f"the chat template shows no known form of calls of tools; name it: --tool_parser={forms}"
             )
         return encode_prompt(self.tokenizer, self.prepared(messages), tools, arguments=self.arguments)[0]
 

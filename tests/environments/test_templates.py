@@ -105,7 +105,7 @@ def test_the_form_of_calls_is_that_of_the_template_or_the_one_that_is_named():
         assert form_of((FOLDER / f"{name}.jinja").read_text()) == family.form
     assert form_of("{{ messages }}") == form_of(None) == ""
     plain = byte_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", FAMILIES["qwen2_5"])
-    with pytest.raises(TokenizerError, match=r"no known form of calls of tools; name it by --tool_parser=hermes\|"):
+    with pytest.raises(TokenizerError, match=r"no known form of calls of tools; name it: --tool_parser=hermes\|"):
         TemplateChat(plain).opening([{"role": "user", "content": "?"}], TOOLS)
     named = TemplateChat(plain, options=ChatOptions(parser="glm"))
     ids = plain.encode("<tool_call>find\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>")
