@@ -152,8 +152,8 @@ def render_chat(
     words: dict[str, str] = {}
     markers = _markers(tokenizer)
 
-    def hide(found: re.Match[str]) -> str:
-        return words.setdefault(found[0], chr(0xF0000 + len(words)))
+    def hide(match: re.Match[str]) -> str:
+        return words.setdefault(match[0], chr(0xF0000 + len(words)))
 
     def hidden(value: Any) -> Any:
         if isinstance(value, str):
@@ -171,13 +171,13 @@ def render_chat(
     parts: list[str] = []
     cuts: list[int] = []
     begin = length = 0
-    for found in _PLACE.finditer(rendered):
-        word = texts.get(found[0], found[0])
-        parts += [rendered[begin : found.start()], word]
-        length += found.start() - begin
+    for match in _PLACE.finditer(rendered):
+        word = texts.get(match[0], match[0])
+        parts += [rendered[begin : match.start()], word]
+        length += match.start() - begin
         cuts += [length + 1] if len(word) > 1 else []
         length += len(word)
-        begin = found.end()
+        begin = match.end()
     return RenderedChat("".join((*parts, rendered[begin:])), cuts)
 
 
@@ -198,7 +198,7 @@ def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, befo
 
 def encode_as_text(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text in which no marker is a special token."""
-    cuts = [found.start() + 1 for found in _markers(tokenizer).finditer(text) if len(found[0]) > 1]
+    cuts = [match.start() + 1 for match in _markers(tokenizer).finditer(text) if len(match[0]) > 1]
     return encode_rendered(tokenizer, RenderedChat(text, cuts))
 
 

@@ -164,7 +164,7 @@ class _Tools:
         return Episode([trajectory], {trajectory.agent: reward}, parts=parts, status=status)
 
     async def _output(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether a call succeeded, and the text of its output or error."""
+        """Success of a call, and the text of its output or error."""
         if problem := argument_problem(name, arguments, self.tools):
             return False, f"error: {problem}"
         try:

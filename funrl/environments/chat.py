@@ -118,10 +118,10 @@ class TemplateChat:
         mark = "" if last is None else self.tokenizer.decode([last], skip_special_tokens=False)
         if mark and mark == end.strip() and not text.startswith(mark, begin):
             mark = self.first_mark(text[begin:])  # the template ends a turn that is followed in another way
-        found = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
-        if found < 0:
+        mark_begin = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
+        if mark_begin < 0:
             return encode_rendered(self.tokenizer, rendered, begin)
-        return encode_rendered(self.tokenizer, rendered, found + len(mark), before=mark)
+        return encode_rendered(self.tokenizer, rendered, mark_begin + len(mark), before=mark)
 
     def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools = ()) -> ReadReply:
         """Read a reply: by the tokenizer's own `response_template` if it has one, else by the form of its family.
@@ -137,7 +137,7 @@ class TemplateChat:
         return read_reply(self.form or "hermes", text, tools, self._opens_thoughts(header, tools))
 
     def fork_cause(self, nodes: Sequence[Node], tools: Tools = ()) -> tuple[str, bool]:
-        """Why the template would render a history otherwise, and whether the trajectory has to fork there.
+        """Cause why the template would render a history otherwise, and whether the trajectory forks there.
 
         Args:
           nodes: as in `Chat`.
@@ -256,7 +256,7 @@ class TemplateChat:
         return self._openings[id(tools)][1]
 
     def _opens_thoughts(self, before: Sequence[int], tools: Tools) -> bool:
-        """Whether the template has opened the policy's thoughts."""
+        """True if the template has opened the policy's thoughts."""
         try:
             turn = self._opened(tools).rpartition("?")[2]
         except TokenizerError:
@@ -265,8 +265,8 @@ class TemplateChat:
 
     def first_mark(self, text: str) -> str:
         """The special token that a text begins with; ""."""
-        found = self._special().match(text)
-        return found[0] if found else ""
+        match = self._special().match(text)
+        return match[0] if match else ""
 
     def _last_mark(self, text: str) -> str:
         """The special token that a text ends with, and space behind it; ""."""
@@ -293,7 +293,7 @@ class TemplateChat:
         return self._raw([token for token in tokens if token not in self._skipped])
 
     def _has_marks(self, tokens: Sequence[int]) -> bool:
-        """Whether special tokens of the form of replies are among some."""
+        """True if special tokens of the form of replies are among some."""
         self._marked(())
         return not self._marks.isdisjoint(tokens)
 
@@ -313,8 +313,8 @@ class TemplateChat:
     def _split_thoughts(self, message: Message, content: str) -> Message:
         if "reasoning_content" in message or "reasoning_content" not in str(self.tokenizer.chat_template):
             return message
-        thoughts, _, said = content.rpartition(END_THINK)
-        return {**message, "reasoning_content": thoughts.split(THINK)[-1].strip("\n"), "content": said.lstrip("\n")}
+        thoughts, _, answer = content.rpartition(END_THINK)
+        return {**message, "reasoning_content": thoughts.split(THINK)[-1].strip("\n"), "content": answer.lstrip("\n")}
 
     def _cut(self, text: str) -> str:
         """A text of at most so many tokens, which says that it was cut."""
@@ -349,10 +349,10 @@ def _after_mark(text: str, ordinal: int) -> int:
     """Place behind a reply in a text, by the number of its mark; the begin if it is -1."""
     place = 0
     for _ in range(ordinal + 1):
-        found = text.find(REPLY, place)
-        if found < 0:
+        mark_begin = text.find(REPLY, place)
+        if mark_begin < 0:
             raise TokenizerError(f"the chat template leaves out a reply; it renders {text!r:.500}")
-        place = found + len(REPLY)
+        place = mark_begin + len(REPLY)
     return place
 
 

@@ -1,4 +1,4 @@
-"""Why a chat template renders a history in another way than it was sampled.
+"""Causes why a chat template renders a history in another way than it was sampled.
 
 | cause | what differs |
 |---|---|
@@ -95,14 +95,14 @@ def _canonical(text: str) -> str:
     decoder = json.JSONDecoder()
     parts: list[str] = []
     begin = 0
-    while (found := text.find("{", begin)) >= 0:
-        parts.append(text[begin:found])
+    while (object_begin := text.find("{", begin)) >= 0:
+        parts.append(text[begin:object_begin])
         try:
-            value, begin = decoder.raw_decode(text, found)
+            value, begin = decoder.raw_decode(text, object_begin)
             parts.append(json.dumps(value, sort_keys=True, separators=(",", ":")))
         except (ValueError, RecursionError):
-            parts.append(text[found])
-            begin = found + 1
+            parts.append(text[object_begin])
+            begin = object_begin + 1
     return "".join((*parts, text[begin:]))
 
 

@@ -1,4 +1,4 @@
-"""How families of models write their replies: calls of tools, thoughts, and text around them.
+"""Forms of the replies of families of models: calls of tools, thoughts, and text around them.
 
 | name | a call | chosen where the chat template has |
 |---|---|---|
@@ -61,7 +61,7 @@ class ReplyForm(NamedTuple):
 
 
 def form_of(chat_template: str | None) -> str:
-    """Name of the form that a chat template shows; "": it is none of `REPLY_FORMS`."""
+    """Name of the form that a chat template shows; "": it shows none."""
     return next(
         (name for name in FORM_ORDER if any(text in str(chat_template) for text in REPLY_FORMS[name].shown)), ""
     )
@@ -157,10 +157,10 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", r
 
 def _read_qwen_xml(text: str, tools: Tools = ()) -> tuple[list[Call], str]:
     """Read a function with its parameters, each as the schema of the tool has it."""
-    found = _FUNCTION.match(text)
-    if found is None:
+    match = _FUNCTION.match(text)
+    if match is None:
         raise ValueError(f"a call is <function=NAME>...</function>, not {text.strip()[:100]!r}")
-    return [_call_of_pairs(found[1].strip(), found[2], _PARAMETER, tools)], ""
+    return [_call_of_pairs(match[1].strip(), match[2], _PARAMETER, tools)], ""
 
 
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)

@@ -1,4 +1,4 @@
-"""What a chat template does not allow in a conversation of several turns, and what to do about it: a line for each."""
+"""Limits of a chat template in conversations of several turns: a line for each, with the way out."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _begins_alike(chat: TemplateChat, tools: Sequence[Any]) -> str:
 
 
 def _closes(chat: TemplateChat) -> str:
-    """Whether the end of a reply is a mark of its own."""
+    """A line unless the end of a reply is a mark of its own."""
     rendered, begin, _ = chat.after_reply([USER])
     if chat.first_mark(rendered.text[begin:]):
         return ""
@@ -94,7 +94,7 @@ def _shows_tools(chat: TemplateChat) -> bool:
 
 
 def _thoughts(chat: TemplateChat) -> list[str]:
-    """Where thoughts of an earlier turn are left out, among the turns that a policy may think in."""
+    """A line if thoughts of an earlier turn are left out once something follows."""
     template = str(chat.tokenizer.chat_template)
     if THINK not in template and "thinking" not in template and "reasoning_content" not in template:
         return []

@@ -78,7 +78,7 @@ def read_message(tokenizer: Any, before: Sequence[int], tokens: Sequence[int], t
 
 
 def argument_problem(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
-    """What is wrong with a call, in the words of the tool's schema; "" if nothing is.
+    """Problem of a call, in the words of the tool's schema; "" if it has none.
 
     >>> schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
     >>> argument_problem("f", {"a": "1"}, [{"function": {"name": "f", "parameters": schema}}])

@@ -67,7 +67,7 @@ class Chat(Protocol):
         ...
 
     def fork_cause(self, nodes: Sequence[Node], tools: Tools) -> tuple[str, bool]:
-        """Why the template would render a history otherwise than it was sampled, and whether the trajectory forks.
+        """Cause why the template would render a history otherwise than it was sampled, and whether it forks there.
 
         Args:
           nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the

@@ -141,7 +141,7 @@ def deterministic(subject: EnvironmentSubject) -> None:
             random.seed(state)
             torch.manual_seed(state)
             records.append(_plain(run_one(subject, seed, EpisodeLimits(turns=6))))
-        different = [n for n, (one, other) in enumerate(zip(*records, strict=False)) if one != other]
+        different = [n for n, (first, second) in enumerate(zip(*records, strict=False)) if first != second]
         place = different[0] if different else min(map(len, records))
         near = [text[max(0, place - 60) : place + 60] for text in records]
         assert records[0] == records[1], f"seed {seed}: {near[0]!r} and then {near[1]!r}"
@@ -189,16 +189,16 @@ def closed(subject: EnvironmentSubject) -> None:
     counts: list[int] = []
 
     def counted() -> Any:
-        made = make()
-        close, number = made.close, len(counts)
+        side = make()
+        close, number = side.close, len(counts)
         counts.append(0)
 
         def closing() -> Any:
             counts[number] += 1
             return close()
 
-        made.close = closing
-        return made
+        side.close = closing
+        return side
 
     environment.make = counted  # pyright: ignore[reportAttributeAccessIssue]
     for seed, limits in enumerate((EpisodeLimits(turns=6), EpisodeLimits(turns=1))):
