@@ -357,9 +357,13 @@ def _after_mark(text: str, ordinal: int) -> int:
 
 
 def _after_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages behind the last one of a user: what the policy wrote, and tools' results."""
-    last = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
-    return messages[last + 1 :]
+    """Messages behind the last one of a user that does not answer a call: what the policy wrote, and results."""
+    asks = [
+        number
+        for number, message in enumerate(messages)
+        if message.get("role") == "user" and not (number and messages[number - 1].get("tool_calls"))
+    ]
+    return messages[asks[-1] + 1 :] if asks else ()
 
 
 def _with_ids(messages: Sequence[Message]) -> list[Message]:

@@ -421,8 +421,14 @@ def _exchange(node: Node) -> list[Node]:
     if not any(message.get("role") == "user" for message in node.messages):
         return [node.parent, node]
     nodes = [node]
-    while (before := nodes[-1].parent) is not None and (
-        before.parent is None or before.sampled or not any(message.get("role") == "user" for message in before.messages)
-    ):
+    while (before := nodes[-1].parent) is not None and (before.parent is None or not _asks(before)):
         nodes.append(before)
     return nodes[::-1]
+
+
+def _asks(node: Node) -> bool:
+    """True if a user speaks, and does not answer a call: gpt-oss drops what was thought before one only later."""
+    if node.sampled or not any(message.get("role") == "user" for message in node.messages):
+        return False
+    reply = node.parent
+    return reply is None or not any(message.get("tool_calls") for message in reply.messages)
