@@ -48,6 +48,9 @@ class SharedKeywords(TypedDict, total=False):
     assume_turns: WholeValue | None
     assume_turn_tokens: WholeValue | None
     assume_tool_seconds: NumberValue | None
+    tool_parser: TextValue | None
+    tool_tokens: WholeValue
+    history: TextValue
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue

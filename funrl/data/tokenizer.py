@@ -5,13 +5,20 @@ transformers takes seconds to import, so it is imported where it is used.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PAD = "<pad>"
 END = "</s>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
+STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
+_PLACE = re.compile(f"[{STAND_INS}]")
 
 
 class TokenizerError(ValueError):
@@ -114,19 +121,126 @@ def encode_prompt(
             "give --chat_template=FILE.jinja, or prompts as text"
         )
     try:
-        text = chat_text(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
+        rendered = render_chat(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
     except Exception as error:  # templates may raise anything
-        raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r}: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False), text
+        raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r:.2000}: {error}") from error
+    return encode_rendered(tokenizer, rendered), rendered.text
+
+
+class RenderedChat(NamedTuple):
+    """Text of a chat, in which markers that others than the policy and the system wrote are still text.
+
+    Attributes:
+      text: the text as it reads.
+      cuts: ascending places in it, each inside of such a marker: a tokenizer that sees what is before and what is after
+        on its own finds no marker.
+    """
+
+    text: str
+    cuts: Sequence[int] = ()
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
+) -> RenderedChat:
+    """Render messages by a tokenizer's chat template, which may raise anything.
+
+    Markers are the special tokens, and further added tokens that the template has in its text, such as `<tool_call>`.
+    Where a user or a tool writes one, the template does not see it, and its tokens are those of ordinary text.
+    Characters that UTF-8 has not are replaced.
+    """
+    words: dict[str, str] = {}
+    markers = _markers(tokenizer)
+
+    def hide(match: re.Match[str]) -> str:
+        return words.setdefault(match[0], chr(0xF0000 + len(words)))
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, str):
+            text = value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+            return markers.sub(hide, text)
+        if isinstance(value, Mapping):
+            return {key: hidden(inner) for key, inner in value.items()}
+        return [hidden(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    shown = [message if message.get("role") in TRUSTED else hidden(message) for message in messages]
+    rendered = chat_text(tokenizer, shown, tools, arguments=arguments, **more)
+    if not words:
+        return RenderedChat(rendered)
+    texts = {place: word for word, place in words.items()}
+    parts: list[str] = []
+    cuts: list[int] = []
+    begin = length = 0
+    for match in _PLACE.finditer(rendered):
+        word = texts.get(match[0], match[0])
+        parts += [rendered[begin : match.start()], word]
+        length += match.start() - begin
+        cuts += [length + 1] if len(word) > 1 else []
+        length += len(word)
+        begin = match.end()
+    return RenderedChat("".join((*parts, rendered[begin:])), cuts)
+
+
+def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, before: str = "") -> list[int]:
+    """Tokens of a rendered chat from a place in its text on.
+
+    Args:
+      begin: the place.
+      before: a special token that they follow; "": they are the begin of a text.
+    """
+    text, cuts = rendered
+    bounds = [begin, *(cut for cut in cuts if cut > begin), len(text)]
+    ids: list[int] = []
+    for first, last in itertools.pairwise(bounds):
+        ids += encode_after(tokenizer, before if first == begin else tokenizer.eos_token or "", text[first:last])
+    return ids
+
+
+def encode_as_text(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text in which no marker is a special token."""
+    cuts = [match.start() + 1 for match in _markers(tokenizer).finditer(text) if len(match[0]) > 1]
+    return encode_rendered(tokenizer, RenderedChat(text, cuts))
+
+
+def encode_after(tokenizer: Any, mark: str, text: str) -> list[int]:
+    """Tokens of a text as it follows a special token, since some tokenizers begin every text with a space."""
+    if not mark:
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(mark + text, add_special_tokens=False)
+    marked = tokenizer.encode(mark, add_special_tokens=False)
+    if ids[: len(marked)] == marked:
+        return ids[len(marked) :]
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def chat_text(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
 ) -> str:
-    """Render messages by a tokenizer's chat template, which may raise anything."""
+    """Render messages by a tokenizer's chat template as they are; the template may raise anything."""
     return tokenizer.apply_chat_template(
         list(messages), tools=list(tools) or None, tokenize=False, **{**(arguments or {}), **more}
     )
+
+
+_PATTERNS: weakref.WeakKeyDictionary[Any, tuple[Any, re.Pattern[str]]] = weakref.WeakKeyDictionary()
+
+
+def _markers(tokenizer: Any) -> re.Pattern[str]:
+    """Pattern of the markers of a tokenizer and its template, and of characters that stand for them."""
+    template = tokenizer.chat_template
+    key, pattern = _PATTERNS.get(tokenizer, (None, None))
+    if pattern is None or key != template:
+        words = tuple(str(word) for word in tokenizer.all_special_tokens)
+        added = (str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values())
+        words += tuple(word for word in added if word.strip() and word in str(template))
+        pattern = _pattern(tuple(sorted({word for word in words if len(word) > 1}, key=len, reverse=True)))
+        _PATTERNS[tokenizer] = (template, pattern)
+    return pattern
+
+
+@functools.cache
+def _pattern(words: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join((*map(re.escape, words), f"[{STAND_INS}]")))
 
 
 def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:

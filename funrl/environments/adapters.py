@@ -20,12 +20,13 @@ from typing import Any
 from funrl.data.prompts import Example
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
+from funrl.environments.tool_calls import argument_problem
 from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
 
-LONGEST_OUTPUT = 10_000  # characters of a tool's output
+LONGEST_ERROR = 2000  # characters of an error's text
 
 
 def message_environment(make: Callable[[], MessageEnvironment | PlainEnvironment]) -> Environment:
@@ -97,12 +98,14 @@ def example_messages(example: Example) -> list[Message]:
 
 
 class _Conversations:
+    """See `message_environment`. `make` makes the other side."""
+
     def __init__(self, make: Callable[[], MessageEnvironment | PlainEnvironment]):
-        self._make = make
+        self.make = make
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy and a new environment take turns."""
-        environment = self._make()
+        environment = self.make()
         try:
             messages, tools = await call(environment.reset, example, seed)
             policy.answered((messages, tools))
@@ -135,16 +138,18 @@ class _Conversations:
 
 
 class _Tools:
+    """See `tool_environment`. `tools` are the schemas."""
+
     def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
         self._tools = {tool.__name__: tool for tool in tools}
-        self._schemas = [tool_schema(tool) for tool in tools]
+        self.tools = [tool_schema(tool) for tool in tools]
         self._score = score
         self._system = system
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy call tools until it replies without a call."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        trajectory = policy.start([*system, *example_messages(example)], self._schemas)
+        trajectory = policy.start([*system, *example_messages(example)], self.tools)
         status: Status = "done"
         calls = failed = 0
         while True:
@@ -160,22 +165,20 @@ class _Tools:
             policy.answered(outputs)
             calls += len(outputs)
             failed += sum(not succeeded for succeeded, _ in outputs)
-            texts = [text for _, text in outputs]
-            trajectory = policy.extend(trajectory, [_tool_message(n, text) for n, text in enumerate(texts)])
+            trajectory = policy.extend(trajectory, _tool_messages(reply.message, [text for _, text in outputs]))
         trajectory = _to_last_turn(trajectory)
         reward = await call(self._score, trajectory.messages(), **example.fields)
         parts = {"tool_calls": float(calls), "failed_tool_calls": float(failed)}
         return Episode([trajectory], {trajectory.agent: reward}, parts=parts, status=status)
 
     async def _output(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether a call succeeded, and the text of its output or error."""
-        if name not in self._tools:
-            return False, f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
+        """Success of a call, and the text of its output or error."""
+        if problem := argument_problem(name, arguments, self.tools):
+            return False, f"error: {problem}"
         try:
-            value = await call(self._tools[name], **arguments)
+            return True, _output_text(await call(self._tools[name], **arguments))
         except (Exception, SystemExit) as error:
-            return False, f"error: {type(error).__name__}: {error}"[:LONGEST_OUTPUT]
-        return True, (value if isinstance(value, str) else json.dumps(value, default=str))[:LONGEST_OUTPUT]
+            return False, f"error: {_error_text(error)}"
 
 
 class _Answers:
@@ -222,9 +225,28 @@ class _SingleTurn:
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
 
 
-def _tool_message(number: int, text: str) -> Message:
-    """The output of a call, with an id of nine characters, as Mistral's templates demand."""
-    return {"role": "tool", "tool_call_id": f"call{number:05}", "content": text}
+def _output_text(value: Any) -> str:
+    """Text of what a tool returned: itself, or JSON."""
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode("utf-8", "replace")
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _error_text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+    except Exception:  # its own text fails
+        return type(error).__name__
+
+
+def _tool_messages(reply: Message, texts: Sequence[str]) -> list[Message]:
+    """Outputs of a reply's calls, with their ids, else with some of nine characters, as Mistral's templates demand."""
+    ids = [call.get("id") for call in reply.get("tool_calls") or ()]
+    ids += [None] * (len(texts) - len(ids))
+    return [
+        {"role": "tool", "tool_call_id": number or f"call{n:05}", "content": text}
+        for n, (number, text) in enumerate(zip(ids, texts, strict=True))
+    ]
 
 
 def _to_last_turn(trajectory: Trajectory) -> Trajectory:

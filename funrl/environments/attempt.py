@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 import traceback
@@ -159,7 +160,14 @@ async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Epi
     except (Exception, SystemExit) as error:
         return failed_episode(problem_text("the environment", error))
     problem = episode_problem(episode)
-    return failed_episode(problem) if problem else episode
+    return failed_episode(problem) if problem else _with_forks(episode, policy)
+
+
+def _with_forks(episode: Episode, policy: Policy) -> Episode:
+    """An episode with the trajectories from which its own forked, and with what the policy has counted."""
+    leaves = {end.leaf for end in episode.ends}
+    before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=policy.counts())
 
 
 def _finite(value: object) -> bool:

@@ -2,23 +2,67 @@
 
 What stands between two turns of the policy is the difference of two renderings of a synthetic conversation: with and
 without the new messages behind a reply. So no token that the policy wrote is rendered, and no template needs code of
-its own. `check_chat` says whether a template allows it.
+its own. `check_chat` says whether a template allows it, `template_limits` what it does not.
 """
 
 from __future__ import annotations
 
-import functools
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
-from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
-from funrl.environments.tool_calls import read_hermes, read_message
-from funrl.rollout.episodes import Message
+from funrl.data.tokenizer import (
+    RenderedChat,
+    TokenizerError,
+    encode_as_text,
+    encode_prompt,
+    encode_rendered,
+    render_chat,
+)
+from funrl.environments.drift import SAME, NodeText, drift_cause
+from funrl.environments.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
+from funrl.environments.tool_calls import read_message, read_reply
+from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, Tools
 
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
+HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
+TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
+CACHED_RENDERINGS = 256  # renderings that do not depend on messages
+
+
+class ChatOptions(NamedTuple):
+    """Choices of a chat.
+
+    Attributes:
+      parser: name of the form of replies with calls, in `response_templates.REPLY_FORMS`; "": the tokenizer's own
+        `response_template`, else the form that the chat template shows.
+      tool_tokens: tokens of a tool's result; what is beyond is cut, and the text says so. 0: no limit.
+      history: "append": what the policy wrote stays, whatever the template makes of it later. "template": where it
+        means something else than what the template renders, the trajectory forks to that.
+    """
+
+    parser: str = ""
+    tool_tokens: int = 4096
+    history: str = "append"
+
+
+class _Closing(NamedTuple):
+    """End of a synthetic reply.
+
+    Attributes:
+      conversation: the question and the reply.
+      ordinal: number of the mark in the text after which `text` begins; -1: it is the whole text.
+      text: of the conversation, from there.
+      end: what of it ends the turn; calls may be before.
+    """
+
+    conversation: Sequence[Message]
+    ordinal: int
+    text: str
+    end: str
 
 
 class TemplateChat:
@@ -27,97 +71,260 @@ class TemplateChat:
     Without a chat template it still reads replies, as environments that talk in token ids need it.
     """
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None):
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None, options: ChatOptions | None = None):
         """Make it.
 
         Args:
           tokenizer: of Hugging Face.
           arguments: further arguments of the chat template, by name.
+          options: choices; None: the defaults.
+
+        Raises:
+          TokenizerError: there is no form of that name.
         """
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
-        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        self.options = ChatOptions() if options is None else options
+        self.form = checked_form(self.options.parser) if self.options.parser else form_of(tokenizer.chat_template)
+        self._closings: dict[tuple[int, tuple[str, ...]], tuple[Tools, _Closing]] = {}
+        self._openings: dict[int, tuple[Tools, str]] = {}
+        self._skipped: frozenset[int] | None = None
+        self._marks: frozenset[int] = frozenset()
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Tokens of a conversation, up to the begin of the policy's turn: those of `encode_prompt`.
 
         Raises:
-          TokenizerError: there is no chat template, or it refuses the messages.
+          TokenizerError: there is no chat template, it refuses the messages, or calls of tools have no known form.
         """
-        return encode_prompt(self.tokenizer, messages, tools, arguments=self.arguments)[0]
+        if tools and not self.form and not self._own_template():
+            forms = "|".join(REPLY_FORMS)
+            raise TokenizerError(
+                f"the chat template shows no known form of calls of tools; name it: --tool_parser={forms}"
+            )
+        return encode_prompt(self.tokenizer, self.prepared(messages), tools, arguments=self.arguments)[0]
 
-    def continuation(self, messages: Sequence[Message], tools: Tools = (), last: int | None = None) -> list[int]:
+    def continuation(
+        self, messages: Sequence[Message], tools: Tools = (), last: int | None = None, reply: Message | None = None
+    ) -> list[int]:
         """Tokens from the end of a reply to the begin of the policy's next turn; see `Chat`.
 
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
           DataError: the template renders an earlier reply anew where messages follow it.
         """
-        closing, text = self._after_reply(messages, tools)
+        rendered, begin, end = self.after_reply(self.prepared(messages), tools, reply)
+        text = rendered.text
         mark = "" if last is None else self.tokenizer.decode([last], skip_special_tokens=False)
-        begin = closing.find(mark) if mark else -1
-        if begin >= 0:
-            text = text[begin + len(mark) :]
-        else:
-            mark = ""
-        return self._encode(mark, text)
+        if mark and mark == end.strip() and not text.startswith(mark, begin):
+            mark = self.first_mark(text[begin:])  # the template ends a turn that is followed in another way
+        mark_begin = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
+        if mark_begin < 0:
+            return encode_rendered(self.tokenizer, rendered, begin)
+        return encode_rendered(self.tokenizer, rendered, mark_begin + len(mark), before=mark)
 
     def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools = ()) -> ReadReply:
-        """Read a reply: by the tokenizer's own `response_template` if it has one, else calls as Hermes writes them."""
-        if getattr(self.tokenizer, "response_template", None) is not None:
-            return read_message(self.tokenizer, before, tokens, tools)
-        text = continued_text(before, tokens, self._decode)
-        return read_hermes(text) if tools else ReadReply({"role": "assistant", "content": text})
+        """Read a reply: by the tokenizer's own `response_template` if it has one, else by the form of its family.
 
-    def _after_reply(self, messages: Sequence[Message], tools: Tools) -> tuple[str, str]:
-        """Texts that follow a reply: its closing, and all from there to the begin of the next turn."""
+        Without tools all of it is the content, unless it has special tokens of the form, such as gpt-oss's channels.
+        """
+        header = before[-HEADER_TOKENS:]
+        if self._own_template():
+            return read_message(self.tokenizer, header, tokens, tools)
+        if not tools and not self._has_marks(tokens):
+            return ReadReply({"role": "assistant", "content": continued_text(header, tokens, self._plain)})
+        text = continued_text(header, tokens, self._marked)
+        return read_reply(self.form or "hermes", text, tools, self._opens_thoughts(header, tools))
+
+    def fork_cause(self, nodes: Sequence[Node], tools: Tools = ()) -> tuple[str, bool]:
+        """Cause why the template would render a history otherwise, and whether the trajectory forks there.
+
+        Args:
+          nodes: as in `Chat`.
+
+        Returns: a cause of `drift`; "" if there is no difference.
+        """
+        root = nodes[0] if nodes[0].parent is None else None
+        nodes = nodes[root is not None :]
+        if not all(node.messages for node in nodes):
+            return "", False  # raw tokens have no rendering
+        cycle: Sequence[Message] = () if root is None else _after_user(root.messages)
+        messages = [*cycle, *(message for node in nodes for message in node.messages)]
+        unread = any(node.problems for node in nodes)
+        try:
+            opened = self._render(self._history(cycle), tools).text if cycle else self._opened(tools)
+            rendered = self._render(self._history(messages), tools).text
+        except TokenizerError:  # then there is nothing to fork to
+            return "unreadable" if unread else "other", False
+        before, _, turn = self._opened(tools).rpartition("?")
+        parts = [NodeText(opened), *(self._part(node) for node in nodes)]
+        cause = drift_cause(parts, rendered, turn.partition(THINK)[0])
+        if cause and not rendered.startswith(before):
+            cause = "system_prompt"
+        elif cause == "other" and unread:
+            cause = "unreadable"
+        elif cause == "other" and any(node.finish == "length" for node in nodes):
+            cause = "truncated"
+        return cause, self.options.history == "template" and bool(cause) and cause not in SAME
+
+    def _history(self, messages: Sequence[Message]) -> list[Message]:
+        """A synthetic question, and messages as templates demand them."""
+        return self.prepared([{"role": "user", "content": "?"}, *_with_ids(messages)])
+
+    def _part(self, node: Node) -> NodeText:
+        end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
+        return NodeText(self._raw(node.tokens), node.sampled, end)
+
+    def _own_template(self) -> bool:
+        return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None
+
+    def after_reply(
+        self, messages: Sequence[Message], tools: Tools = (), reply: Message | None = None
+    ) -> tuple[RenderedChat, int, str]:
+        """A synthetic conversation of a reply and messages, where the end of the reply begins, and that end.
+
+        Raises:
+          TokenizerError, DataError: as in `continuation`.
+        """
         answers = sum(message.get("role") == "tool" for message in messages)
-        plain = self._rendered((), 0, tools)
+        names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
+        names = names if answers in (0, len(names)) else ("f",) * answers
         problem: Exception | None = None
-        for calls in dict.fromkeys((answers, 0)):  # some templates demand calls where tools answer, others know none
+        for calls in dict.fromkeys((names, ())):  # some templates demand calls where tools answer, others know none
             try:
-                closing = self._rendered((), calls, tools)
-                text = self._rendered(messages, calls, tools)
+                closing = self._closing(calls, tools)
+                rendered = self._render([*closing.conversation, *messages], tools)
+                begin = _after_mark(rendered.text, closing.ordinal)
             except TokenizerError as error:
                 problem = error
                 continue
-            if text.startswith(closing) and closing.endswith(plain):
-                return plain, plain + text[len(closing) :]
+            if rendered.text.startswith(closing.text, begin):
+                return rendered, begin + len(closing.text) - len(closing.end), closing.end
+            other = self.first_mark(rendered.text[begin:])
+            if not calls and other and closing.end.strip() == self.first_mark(closing.end):
+                return rendered, begin, closing.end
             problem = DataError(
-                f"the chat template does not append: a reply ends with {closing!r} at the end of a conversation, and "
-                f"with {text[: len(closing)]!r} before {list(messages)!r}; give another one (--chat_template=FILE), or "
-                "start a new trajectory for every turn"
+                f"the chat template does not append: a reply ends with {closing.text!r} at the end of a conversation, "
+                f"and with {rendered.text[begin : begin + len(closing.text)]!r} before {list(messages)!r:.500}; give "
+                "another one (--chat_template=FILE), or start a new trajectory for every turn"
             )
         assert problem is not None
         raise problem
 
-    def _rendered(self, messages: Sequence[Message], calls: int, tools: Tools) -> str:
-        """Text after a synthetic reply: of its calls and what follows, up to the begin of a turn if messages follow."""
+    def _closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:
+        """End of a synthetic reply with calls."""
+        key = (id(tools), calls)
+        if key not in self._closings:
+            if len(self._closings) >= CACHED_RENDERINGS:
+                self._closings.clear()
+            self._closings[key] = (tools, self._new_closing(calls, tools))  # the tools are held, so the id stays theirs
+        return self._closings[key][1]
+
+    def _new_closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:
         reply: dict[str, Any] = {"role": "assistant", "content": REPLY}
         if calls:
-            call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
-            reply["tool_calls"] = [call] * calls
-        conversation = [{"role": "user", "content": "?"}, reply, *messages]
+            functions = [{"name": name, "arguments": {}} for name in calls]
+            reply["tool_calls"] = [{"type": "function", "id": CALL_ID, "function": call} for call in functions]
+        conversation = [{"role": "user", "content": "?"}, reply]
+        whole = self._render(conversation, tools, opens=False).text
+        ordinal = whole.count(REPLY) - 1
+        if ordinal < 0 and not calls:
+            raise TokenizerError(f"the chat template leaves out a reply; it renders {whole!r:.500}")
+        text = whole[_after_mark(whole, ordinal) :]
+        if not calls:
+            return _Closing(conversation, ordinal, text, text)
+        plain = self._closing((), tools).end
+        end = plain if text.endswith(plain) else self._last_mark(text)
+        return _Closing(conversation, ordinal, text, end)
+
+    def _render(self, conversation: Sequence[Message], tools: Tools, opens: bool = True) -> RenderedChat:
+        """Render a conversation. `opens`: up to the begin of the policy's turn."""
         if self.tokenizer.chat_template is None:
             raise TokenizerError("the tokenizer has no chat template; give --chat_template=FILE.jinja")
         try:
-            text = chat_text(
-                self.tokenizer, conversation, tools, arguments=self.arguments, add_generation_prompt=bool(messages)
-            )
+            return render_chat(self.tokenizer, conversation, tools, self.arguments, add_generation_prompt=opens)
         except Exception as error:  # templates may raise anything
-            raise TokenizerError(f"the chat template refuses the messages {list(messages)!r}: {error}") from error
-        before, mark, after = text.partition(REPLY)
-        if not mark:
-            raise TokenizerError(f"the chat template leaves out a reply; it renders {before!r}")
-        return after
+            new = list(conversation[2:])
+            raise TokenizerError(f"the chat template refuses the messages {new!r:.2000}: {error}") from error
 
-    def _encode(self, mark: str, text: str) -> list[int]:
-        """Tokens of a text as it follows a special token, since some tokenizers begin every text with a space."""
-        ids = self.tokenizer.encode(mark + text, add_special_tokens=False)
-        marked = self.tokenizer.encode(mark, add_special_tokens=False) if mark else []
-        if ids[: len(marked)] == marked:
-            return ids[len(marked) :]
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _opened(self, tools: Tools) -> str:
+        """A question, up to the begin of the policy's turn."""
+        if id(tools) not in self._openings:
+            if len(self._openings) >= CACHED_RENDERINGS:
+                self._openings.clear()
+            self._openings[id(tools)] = (tools, self._render([{"role": "user", "content": "?"}], tools).text)
+        return self._openings[id(tools)][1]
+
+    def _opens_thoughts(self, before: Sequence[int], tools: Tools) -> bool:
+        """True if the template has opened the policy's thoughts."""
+        try:
+            turn = self._opened(tools).rpartition("?")[2]
+        except TokenizerError:
+            return False
+        return turn.rfind(THINK) > turn.rfind(END_THINK) and self._raw(before).endswith(turn)
+
+    def first_mark(self, text: str) -> str:
+        """The special token that a text begins with; ""."""
+        match = self._special().match(text)
+        return match[0] if match else ""
+
+    def _last_mark(self, text: str) -> str:
+        """The special token that a text ends with, and space behind it; ""."""
+        last = list(self._special().finditer(text))[-1:]
+        return text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
+
+    def _special(self) -> re.Pattern[str]:
+        words = sorted(map(str, self.tokenizer.all_special_tokens), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+    def _raw(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def _plain(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _marked(self, tokens: Sequence[int]) -> str:
+        """Text with only those special tokens that belong to the form of replies."""
+        if self._skipped is None:
+            marks = REPLY_FORMS[self.form or "hermes"].marks
+            special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+            self._skipped = frozenset(number for word, number in special.items() if word not in marks)
+            self._marks = frozenset(special.values()) - self._skipped
+        return self._raw([token for token in tokens if token not in self._skipped])
+
+    def _has_marks(self, tokens: Sequence[int]) -> bool:
+        """True if special tokens of the form of replies are among some."""
+        self._marked(())
+        return not self._marks.isdisjoint(tokens)
+
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template is given them: long results are cut, and thoughts are a field where it has one."""
+        limit = self.options.tool_tokens
+        prepared: list[Message] = []
+        for message in messages:
+            content = message.get("content")
+            if limit and message.get("role") == "tool" and isinstance(content, str) and len(content) > limit:
+                message = {**message, "content": self._cut(content)}
+            elif message.get("role") == "assistant" and isinstance(content, str) and END_THINK in content:
+                message = self._split_thoughts(message, content)
+            prepared.append(message)
+        return prepared
+
+    def _split_thoughts(self, message: Message, content: str) -> Message:
+        if "reasoning_content" in message or "reasoning_content" not in str(self.tokenizer.chat_template):
+            return message
+        thoughts, _, answer = content.rpartition(END_THINK)
+        return {**message, "reasoning_content": thoughts.split(THINK)[-1].strip("\n"), "content": answer.lstrip("\n")}
+
+    def _cut(self, text: str) -> str:
+        """A text of at most so many tokens, which says that it was cut."""
+        limit = self.options.tool_tokens
+        head = text[: limit * TOKEN_CHARACTERS].encode("utf-8", "replace").decode("utf-8")
+        ids = encode_as_text(self.tokenizer, head)
+        if len(ids) <= limit and len(text) <= limit * TOKEN_CHARACTERS:
+            return text
+        kept = self._raw(ids[:limit]).rstrip("\ufffd")
+        return f"{kept}\n[cut here: {len(kept)} of {len(text)} characters]"
 
 
 def check_chat(chat: TemplateChat, tools: Tools = ()) -> None:
@@ -136,3 +343,36 @@ def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) ->
     opening = decode(list(before[-1:]))
     joined = decode([*before[-1:], *tokens])
     return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
+
+
+def _after_mark(text: str, ordinal: int) -> int:
+    """Place behind a reply in a text, by the number of its mark; the begin if it is -1."""
+    place = 0
+    for _ in range(ordinal + 1):
+        mark_begin = text.find(REPLY, place)
+        if mark_begin < 0:
+            raise TokenizerError(f"the chat template leaves out a reply; it renders {text!r:.500}")
+        place = mark_begin + len(REPLY)
+    return place
+
+
+def _after_user(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages behind the last one of a user that does not answer a call: what the policy wrote, and results."""
+    asks = [
+        number
+        for number, message in enumerate(messages)
+        if message.get("role") == "user" and not (number and messages[number - 1].get("tool_calls"))
+    ]
+    return messages[asks[-1] + 1 :] if asks else ()
+
+
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose calls and results have the ids that each other has, for templates that demand some."""
+    done: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            named = [{"id": f"call{number:05}", **call} for number, call in enumerate(calls)]
+            message = {**message, "tool_calls": named}
+        done.append(message)
+    return done

@@ -19,7 +19,7 @@ import torch
 
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
 from funrl.rollout.episodes import Node, Trajectory
-from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup, computed_tokens
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -174,7 +174,7 @@ class ResumablePolicy(LoggedPolicy):
             most = self.allowance - path - call.fresh
             if most < 1:
                 return None
-        computed = computed_tokens(call.trajectory) if call.begun is None else len(tokens) + written - 1
+        computed = self._prefix(call.trajectory.leaf).computed if call.begun is None else len(tokens) + written - 1
         completion = await self._hooks.ask(
             Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
         )

@@ -39,6 +39,7 @@ class Node:
       messages: what the tokens say, as messages of a chat; empty for raw tokens.
       finish: how sampling ended, as in `requests.Completion`; None unless sampled.
       sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
+      problems: why parts of a reply could not be read.
     """
 
     parent: Node | None
@@ -52,6 +53,7 @@ class Node:
     finish: str | None = None
     sampling: Sampling | None = None
     seed: int | None = None
+    problems: Sequence[str] = ()
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -123,6 +125,7 @@ class Episode:
       parts: named parts of the reward or further numbers, averaged into metrics.
       status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
       problem: why it failed; "" otherwise.
+      counts: numbers that the policy has counted, as in `Policy.counts`; metrics have their means over episodes.
     """
 
     ends: Sequence[Trajectory]
@@ -132,6 +135,7 @@ class Episode:
     parts: Mapping[str, float] = field(default_factory=dict)
     status: Status = "done"
     problem: str = ""
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     def agents(self) -> list[str]:
         """Names of its agents, in the order of their first trajectory."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -63,11 +64,25 @@ class Chat(Protocol):
         """Tokens of a conversation, up to the begin of the policy's turn."""
         ...
 
-    def continuation(self, messages: Sequence[Message], tools: Tools, last: int | None) -> list[int]:
+    def continuation(
+        self, messages: Sequence[Message], tools: Tools, last: int | None, reply: Message | None
+    ) -> list[int]:
         """Tokens from the end of a reply to the begin of the policy's next turn, with messages in between.
 
         Args:
           last: the stop token that ended the reply, which is not rendered again; None: the reply was cut off.
+          reply: what the reply says; its calls are those that tools answer.
+        """
+        ...
+
+    def fork_cause(self, nodes: Sequence[Node], tools: Tools) -> tuple[str, bool]:
+        """Cause why the template would render a history otherwise than it was sampled, and whether it forks there.
+
+        Args:
+          nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the
+            root is before them if nobody has. If tools answer, the last turn and the new messages.
+
+        Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
         """
         ...
 
@@ -150,6 +165,10 @@ class Policy:
         self._calls: Counter[bytes] = Counter()
         self._sampled: list[Trajectory] = []
         self._begin = time.monotonic()
+        self._read: Counter[str] = Counter()  # calls of tools, and those that could not be read
+        self._causes: dict[Node, tuple[str, bool]] = {}  # by the reply that a template would render otherwise
+        self._forked: dict[Node, Trajectory] = {}  # by the root of what goes on
+        self._prefixes: dict[Node, _Prefix] = {}
 
     @property
     def chat(self) -> Chat | None:
@@ -197,11 +216,23 @@ class Policy:
                 raise ValueError("messages cannot follow token ids of the environment: extend by token ids")
             messages = [*leaf.messages, *messages]
             if leaf.parent is None:
-                return self.start(messages, trajectory.tools, trajectory.agent)
+                longer = self.start(messages, trajectory.tools, trajectory.agent)
+                if leaf in self._forked:
+                    self._forked[longer.leaf] = self._forked[leaf]
+                return longer
             leaf = leaf.parent
+        chat = self._chat()
         last = leaf.tokens[-1] if leaf.finish == "stop" else None
-        tokens = self._chat().continuation(messages, trajectory.tools, last)
-        return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False, messages=messages))
+        reply = leaf.messages[0] if leaf.messages else None
+        tokens = chat.continuation(messages, trajectory.tools, last, reply)
+        node = Node(leaf, tokens, sampled=False, messages=messages)
+        self._causes[leaf] = chat.fork_cause(_exchange(node), trajectory.tools)
+        if not self._causes[leaf][1]:
+            return dataclasses.replace(trajectory, leaf=node)
+        before = dataclasses.replace(trajectory, leaf=leaf)
+        fork = self.start([*before.messages(), *messages], trajectory.tools, trajectory.agent)
+        self._forked[fork.leaf] = before
+        return fork
 
     async def sample(
         self,
@@ -222,9 +253,9 @@ class Policy:
           ValueError: the engine cannot take the request.
         """
         asked = self._asked(max_tokens, stop)
-        tokens = trajectory.token_ids()
-        room = self._room(trajectory, len(tokens))
-        request_seed = self._call_seed(tokens, asked, model=self._model(trajectory), seed=seed)
+        prefix = self._prefix(trajectory.leaf)
+        room = self._room(prefix)
+        request_seed = self._call_seed(prefix, asked, model=self._model(trajectory), seed=seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
         return await self.request(trajectory, sampling, request_seed)
 
@@ -234,13 +265,15 @@ class Policy:
         Raises:
           ValueError: the engine cannot take the request.
         """
-        tokens = trajectory.token_ids()
+        tokens = self._prefix(trajectory.leaf).tokens
         completion = await self._completion(trajectory, tokens, sampling, seed)
         chat = self._setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
         if chat is not None:
             reading = chat.read(tokens, written, trajectory.tools)
+            self._read["tool_calls"] += len(reading.tool_calls) + len(reading.problems)
+            self._read["call_errors"] += len(reading.problems)
         node = Node(
             trajectory.leaf,
             completion.tokens.tolist(),
@@ -253,6 +286,7 @@ class Policy:
             finish=completion.finish,
             sampling=sampling,
             seed=seed,
+            problems=reading.problems,
         )
         longer = dataclasses.replace(trajectory, leaf=node)
         self._sampled.append(longer)
@@ -268,7 +302,7 @@ class Policy:
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""
         complete = self._frozen[trajectory.agent] if self._model(trajectory) else self._complete
-        return await complete(tokens, sampling, seed, computed_tokens(trajectory))
+        return await complete(tokens, sampling, seed, self._prefix(trajectory.leaf).computed)
 
     def _model(self, trajectory: Trajectory) -> str:
         """Name of the model that answers; "": the policy."""
@@ -288,6 +322,24 @@ class Policy:
                 "environment has one, in its attribute `agents`"
             )
 
+    def before_forks(self, ends: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories from which some others forked because the template renders their history otherwise, in order."""
+        before: list[Trajectory] = []
+        for end in ends:
+            while (root := end.leaf.path()[0]) in self._forked:
+                end = self._forked[root]
+                before.append(end)
+        return list({end.leaf: end for end in before[::-1]}.values())
+
+    def counts(self) -> dict[str, float]:
+        """Numbers of the episode: calls of tools, those that could not be read, and forks or drifts by cause."""
+        counts = {name: float(number) for name, number in self._read.items()}
+        for cause, forks in self._causes.values():
+            if cause:
+                name = f"{'forks' if forks else 'drift'}/{cause}"
+                counts[name] = counts.get(name, 0.0) + 1.0
+        return counts
+
     def _chat(self) -> Chat:
         if self._setup.chat is None:
             raise ValueError("messages need a chat template: give the policy a chat, or token ids")
@@ -303,36 +355,97 @@ class Policy:
             sampling = dataclasses.replace(sampling, max_new_tokens=most)
         return sampling
 
-    def _room(self, trajectory: Trajectory, length: int) -> int:
+    def _prefix(self, node: Node) -> _Prefix:
+        """Everything up to a node, from the longest known part: no turn costs what all before it have cost."""
+        new: list[Node] = []
+        current: Node | None = node
+        while current is not None and current not in self._prefixes:
+            new.append(current)
+            current = current.parent
+        if current is None:
+            root = new[-1]
+            before = self._forked.get(root)
+            forked = None if before is None else self._prefix(before.leaf)
+            prefix = _Prefix([], hashlib.blake2b(digest_size=16), 0, *((0, 0) if forked is None else forked[3:]))
+        else:
+            prefix = self._prefixes[current]
+            if new and current.sampled:
+                del self._prefixes[current]  # its successor is longer; a branch from there is computed again
+        self._prefixes[node] = prefix.extended(new[::-1])
+        return self._prefixes[node]
+
+    def _room(self, prefix: _Prefix) -> int:
         """Tokens that the limits leave for the next turn, at least 1."""
         limits = self._limits
-        turns = [len(node.tokens) for node in trajectory.nodes() if node.sampled]
-        if len(turns) >= limits.turns:
-            raise LimitReached("turns", f"the trajectory has {len(turns)} turns, the limit of them")
+        length = len(prefix.tokens)
+        if prefix.turns >= limits.turns:
+            raise LimitReached("turns", f"the trajectory has {prefix.turns} turns, the limit of them")
         if limits.episode_s and time.monotonic() - self._begin > limits.episode_s:
             raise LimitReached("time", f"the episode has taken more than {limits.episode_s:g} s")
         room = limits.length - length if limits.length else self._setup.sampling.max_new_tokens
         if limits.tokens:
-            room = min(room, limits.tokens - sum(turns))
+            room = min(room, limits.tokens - prefix.sampled)
         if room < 1:
             raise LimitReached(
                 "tokens",
-                f"the trajectory has {length} tokens, {sum(turns)} of them sampled; the limits are {limits.length} and "
-                f"{limits.tokens}",
+                f"the trajectory has {length} tokens, {prefix.sampled} of them sampled; the limits are {limits.length} "
+                f"and {limits.tokens}",
             )
         return room
 
-    def _call_seed(self, tokens: list[int], asked: Sampling, *, model: str, seed: int | None) -> int:
+    def _call_seed(self, prefix: _Prefix, asked: Sampling, *, model: str, seed: int | None) -> int:
         """Seed of a call's noise; counts the call."""
-        key = call_key(tokens, asked, model)
+        key = prefix.key(asked, model)
         if seed is not None:
             return call_seed(self._seed, key, "seed", seed)
         ordinal = self._calls[key]
         self._calls[key] += 1
         default = dataclasses.replace(self._setup.sampling, samples=1)
-        if ordinal == 0 and not model and asked == default and tokens == self._first:
+        if ordinal == 0 and not model and asked == default and prefix.tokens == self._first:
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
+
+
+class _Prefix(NamedTuple):
+    """Tokens of a path, and what a call needs to know of them.
+
+    Attributes:
+      tokens: all token ids; never changed.
+      digest: of them.
+      computed: tokens up to the last one of the last sampled turn, which was never fed back.
+      turns, sampled: turns of the policy, and tokens of these; those before a fork included.
+    """
+
+    tokens: list[int]
+    digest: Any
+    computed: int
+    turns: int
+    sampled: int
+
+    def extended(self, nodes: Sequence[Node]) -> _Prefix:
+        """The prefix with the tokens of further nodes."""
+        if not nodes:
+            return self
+        new = [token for node in nodes for token in node.tokens]
+        digest = self.digest.copy()
+        digest.update(np.asarray(new, dtype="<i8").tobytes())
+        sampled = [len(node.tokens) for node in nodes if node.sampled]
+        behind = sum(len(node.tokens) for node in itertools.takewhile(lambda node: not node.sampled, nodes[::-1]))
+        length = len(self.tokens) + len(new)
+        return _Prefix(
+            [*self.tokens, *new],
+            digest,
+            computed=length - behind - 1 if sampled else self.computed,
+            turns=self.turns + len(sampled),
+            sampled=self.sampled + sum(sampled),
+        )
+
+    def key(self, asked: Sampling, model: str) -> bytes:
+        """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""
+        digest = self.digest.copy()
+        digest.update(repr(asked).encode())
+        digest.update(model.encode())
+        return digest.digest()
 
 
 def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
@@ -344,14 +457,6 @@ def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list
     return tokens, messages
 
 
-def call_key(tokens: Sequence[int], asked: Sampling, model: str = "") -> bytes:
-    """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""
-    digest = hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16)
-    digest.update(repr(asked).encode())
-    digest.update(model.encode())
-    return digest.digest()
-
-
 def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
     """Seed of the noise of a call, a signed 64-bit number.
 
@@ -361,15 +466,30 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
 
     Args:
       seed: of the episode.
-      key: of the call.
+      key: digest of all tokens before the call, and of its sampling parameters.
       kind, number: "ordinal" among equal calls, or "seed" given by the caller.
     """
     digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def computed_tokens(trajectory: Trajectory) -> int:
-    """Tokens up to the last one of the last sampled turn, which was never fed back."""
-    lengths = [len(node.tokens) for node in trajectory.nodes()]
-    turns = [n for n, node in enumerate(trajectory.nodes()) if node.sampled]
-    return sum(lengths[: turns[-1] + 1]) - 1 if turns else 0
+def _exchange(node: Node) -> list[Node]:
+    """A node and those before it, back to what a user said last or to the root; that is the first one if it is.
+
+    In a cycle of tools only the node and the reply that it follows, as those before have been compared.
+    """
+    assert node.parent is not None
+    if not any(message.get("role") == "user" for message in node.messages):
+        return [node.parent, node]
+    nodes = [node]
+    while (before := nodes[-1].parent) is not None and (before.parent is None or not _asks(before)):
+        nodes.append(before)
+    return nodes[::-1]
+
+
+def _asks(node: Node) -> bool:
+    """True if a user speaks, and does not answer a call: gpt-oss drops what was thought before one only later."""
+    if node.sampled or not any(message.get("role") == "user" for message in node.messages):
+        return False
+    reply = node.parent
+    return reply is None or not any(message.get("tool_calls") for message in reply.messages)

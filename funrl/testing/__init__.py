@@ -1,4 +1,4 @@
-"""Checks of pieces, rewards and algorithms of one's own: the properties that this project's own pieces have.
+"""Checks of pieces, rewards, environments and algorithms of one's own, by the properties that the project's have.
 
 from funrl.testing import check_term
 check_term(my_term())              # silent, or an AssertionError with the property, the number and the line
@@ -10,6 +10,7 @@ from typing import Any
 _PLACES = {
     "check_advantage": "check_pieces",
     "check_algorithm": "check_pieces",
+    "check_environment": "environment_properties",
     "check_filter": "check_pieces",
     "check_loss": "check_pieces",
     "check_reduction": "check_pieces",

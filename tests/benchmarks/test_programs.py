@@ -21,6 +21,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
         "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1", rf"^ +4x256 +float32 +1 +{NUMBER}",
     ),
     "dry_run_memory": ("--shapes=5M", rf"^\| 6.\d M \| dp1 \| {NUMBER} .* %"),
+    "episodes": ("--turns=2 --repeats=1", rf"^ +2 +{NUMBER} +{NUMBER} us +{NUMBER} us +{NUMBER} us +\d+%$"),
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
     ),

@@ -65,8 +65,9 @@ def text(tokens):
 class ScriptedEngine:
     """An engine whose completions a function gives: text of the prompt -> text, ended by </s>."""
 
-    def __init__(self, answer, rows=64, passes=2):
+    def __init__(self, answer, rows=64, passes=2, tokenizer=TOKENIZER, end=END):
         self.answer, self.rows, self.passes = answer, rows, passes
+        self.encode, self.decode, self.end = tokenizer.encode, tokenizer.decode, end
         self.paused, self.version = False, 7
         self.requests, self.seen, self.cancelled = {}, [], []
 
@@ -86,9 +87,9 @@ class ScriptedEngine:
             entry[1] -= 1
             if not entry[1]:
                 del self.requests[number]
-                ids = TOKENIZER.encode(self.answer(text(entry[0].prompt)))[: entry[0].sampling.max_new_tokens]
+                ids = self.encode(self.answer(self.decode(entry[0].prompt)))[: entry[0].sampling.max_new_tokens]
                 finish = "length" if len(ids) == entry[0].sampling.max_new_tokens else "stop"
-                tokens = torch.tensor([*ids, END] if finish == "stop" else ids)
+                tokens = torch.tensor([*ids, self.end] if finish == "stop" else ids)
                 logp = torch.zeros(len(tokens))
                 versions = torch.full((len(tokens),), 7)
                 done.append(Completion(number, tokens, logp, raw_logp=logp, versions=versions, finish=finish))

@@ -6,7 +6,7 @@ from small_chats import CHAT, END, TEMPLATE, TOKENIZER, chat_of, text
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import TokenizerError, character_tokenizer
 from funrl.environments.chat import TemplateChat, check_chat
-from funrl.environments.tool_calls import read_hermes
+from funrl.environments.tool_calls import read_reply
 
 USER = {"role": "user", "content": "more"}
 TOOL = {"role": "tool", "content": "42"}
@@ -115,7 +115,7 @@ def test_no_turn_begins_with_the_space_that_a_tokenizer_puts_before_a_text():
     ],
 )
 def test_calls_are_read_and_what_is_wrong_with_them_is_said(written, content, calls, problem):
-    reading = read_hermes(written)
+    reading = read_reply("hermes", written)
     assert (reading.message["content"], list(reading.tool_calls)) == (content, calls)
     assert len(reading.problems) == bool(problem) and all(problem in one for one in reading.problems)
     assert [call["function"]["name"] for call in reading.message.get("tool_calls", ())] == [name for name, _ in calls]

@@ -22,8 +22,11 @@ class Digits:
     def opening(self, messages, tools):
         return [*(int(digit) for message in messages for digit in message["content"]), 8]
 
-    def continuation(self, messages, tools, last):
+    def continuation(self, messages, tools, last, reply):
         return [*([] if last == 9 else [9]), *self.opening(messages, tools)]
+
+    def fork_cause(self, nodes, tools):
+        return "", False
 
     def read(self, before, tokens, tools):
         return ReadReply({"role": "assistant", "content": "".join(map(str, tokens))})

@@ -323,6 +323,20 @@ def test_one_step_with_nothing_but_a_number(tmp_path):
     assert "The run took 0 steps." in text
 
 
+def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
+    run = open_run(tmp_path, "grpo", {"steps": 3})
+    tracker = jsonl(run.metrics)
+    for step in range(4):
+        forks = {"episodes/forks/thinking": 0.5} if step != 2 else {}
+        row = {"reward/mean": 0.1, "episodes/tool_calls": 2.0, "episodes/call_errors": 0.25, "episodes/turns": 3.0}
+        tracker(step, row | forks | {"episodes/drift/whitespace": 0.75})
+    tracker.close()
+    page = write_report(run.path).read_text()
+    for words in ("Calls of tools", "unreadable", "Forks by cause", "thinking", "Drift by cause", "whitespace"):
+        assert words in page
+    assert "Forks by cause" not in write_report(a_run(tmp_path / "other", steps=3).path).read_text()
+
+
 def test_an_interrupted_run_says_so(tmp_path):
     run = a_run(tmp_path)
     lines = run.metrics.read_bytes().splitlines(keepends=True)

@@ -121,7 +121,9 @@ def test_flags_bound_the_episodes(files):
     flags = {
         "episode_turns": 4, "episode_tokens": 9, "env_timeout": 2.5, "episode_retries": 3, "max_waiting": 7,
     }  # fmt: skip
-    job = job_of(files, **flags)
+    of_chats = {"tool_parser": "glm", "tool_tokens": 5, "history": "template"}
+    job = job_of(files, **flags, **of_chats)
+    assert episode_setup(job, job.task.environment).chat.options == tuple(of_chats.values())
     limits = episode_setup(job, job.task.environment).limits
     assert (limits.turns, limits.tokens, limits.environment_s, limits.retries, limits.waiting) == tuple(flags.values())
     assert limits.length == job.model.config.max_positions

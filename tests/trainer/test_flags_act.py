@@ -155,7 +155,10 @@ TESTED = {  # flag: the test that fails where it does nothing
     "on_reward_error": "trainer/test_failed_rewards.py::test_a_completion_whose_reward_failed_is_zero_or_not_there",
     "resize_vocab": "models/test_resize.py::test_a_run_adds_them_and_transformers_opens_what_it_saves",
     **dict.fromkeys(
-        ("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"),
+        (
+            *("episode_turns", "episode_tokens", "env_timeout", "episode_retries", "max_waiting"),
+            *("tool_parser", "tool_tokens", "history"),
+        ),
         "trainer/test_env_flags.py::test_flags_bound_the_episodes",
     ),
     **dict.fromkeys(

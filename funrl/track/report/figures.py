@@ -44,6 +44,13 @@ PAIR_CHARTS = (
     ),
 )
 REWARD_MEANS = Chart("Rewards", "mean of each, of the completions to which it applies")
+TOOL_CALLS = Chart(
+    "Calls of tools",
+    "in an episode",
+    (("episodes/tool_calls", "calls"), ("episodes/call_errors", "unreadable"), ("episodes/turns", "turns")),
+)
+FORKS = Chart("Forks by cause", "in an episode: the template renders the history otherwise")
+DRIFT = Chart("Drift by cause", "turns of an episode that the template would render otherwise, and that stay")
 TIME = Chart("By step", "seconds")
 CHARTS = (
     LIKELIHOOD,

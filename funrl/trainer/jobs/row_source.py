@@ -24,9 +24,10 @@ from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
-from funrl.environments.chat import TemplateChat
+from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.run import EpisodeLimits
+from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -123,6 +124,10 @@ def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     for remark in (*task.remarks, *remarks):
         show.note(remark)
     generation = generation_of(job, parts, frozen, clock, show)
+    if generation.episodes is not None and generation.episodes.chat is not None:
+        tools = bool(getattr(generation.episodes.environment, "tools", ()))
+        for line in template_limits(generation.episodes.chat, tools):
+            show.note(line)
     if settings.sampling.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:
@@ -248,7 +253,9 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
 def chat_of(job: RLJob) -> TemplateChat:
     """The chat of a job's tokenizer and template arguments."""
     arguments = job.settings.formatting.template_arguments
-    return TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments))
+    flags = job.settings.environments
+    options = ChatOptions(flags.tool_parser or "", flags.tool_tokens, flags.history)
+    return TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments), options)
 
 
 def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:

@@ -30,7 +30,7 @@ from funrl.trainer.settings.scorers import (
     NO_OBJECTS,
     SCORERS,
     GivenObjects,
-    check_environment,
+    check_environment_flags,
     has_environment,
     model_path,
     own_environment,
@@ -109,7 +109,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         _check_profile,
     ):
         check(settings)
-    check_environment(settings, given)
+    check_environment_flags(settings, given)
 
 
 def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:

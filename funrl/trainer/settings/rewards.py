@@ -138,6 +138,28 @@ class EnvironmentSettings:
         kinds=RL,
         effect="ranks",
     )
+    tool_parser: str | None = flag(
+        None,
+        "form of calls of tools",
+        one_of("hermes", "qwen_xml", "llama_json", "mistral", "harmony", "glm"),
+        kinds=RL,
+        chosen="by the chat template",
+        effect="event",
+    )
+    tool_tokens: int = flag(
+        4096,
+        "maximum tokens of a tool's result; the text says that it was cut",
+        at_least(1),
+        kinds=RL,
+        effect="event",
+    )
+    history: str = flag(
+        "append",
+        "append: keep what was sampled; template: fork where the chat template renders a history otherwise",
+        one_of("append", "template"),
+        kinds=RL,
+        effect="event",
+    )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ EPISODE_FLAGS = (
     "assume_turns",
     "assume_turn_tokens",
     "assume_tool_seconds",
+    "tool_parser",
+    "tool_tokens",
+    "history",
 )
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
@@ -117,7 +120,7 @@ def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> st
     return f"--task={settings.examples.task}" if own is None else f"--env={own}"
 
 
-def check_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if settings.environments.env_args is not None and own_environment(settings, given) is None:
         raise SettingsError(f"--env_args={settings.environments.env_args} does nothing without --env=FILE.py:NAME")

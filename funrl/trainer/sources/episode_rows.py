@@ -38,6 +38,7 @@ from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 
+NO_COUNTS: Totals = {}
 NumberedEpisodes = Sequence[tuple[int, Episode]]
 
 
@@ -148,15 +149,24 @@ def rewarded_episodes(
       RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
     """
     groups = episode_groups(examples, sampling.samples, seed)
+    recomputed = engine.engine.cost().recomputed
     run = _run_everywhere(setup, engine, groups, sampling)
+    recomputed = engine.engine.cost().recomputed - recomputed
     if setup.log is not None:
         seeds = [seed for group in groups for seed in group.seeds]
         setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    return rollout_of_episodes(setup, engine, run.episodes, len(examples), sampling)
+    counts = _counts_of(run, recomputed, setup.form.frozen)
+    return rollout_of_episodes(setup, engine, run.episodes, len(examples), sampling, counts=counts)
 
 
 def rollout_of_episodes(
-    setup: EpisodeSetup, engine: RewardedEngine, episodes: NumberedEpisodes, prompts: int, sampling: Sampling
+    setup: EpisodeSetup,
+    engine: RewardedEngine,
+    episodes: NumberedEpisodes,
+    prompts: int,
+    sampling: Sampling,
+    *,
+    counts: Totals = NO_COUNTS,
 ) -> tuple[Rollout, Rows]:
     """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
 
@@ -166,6 +176,7 @@ def rollout_of_episodes(
       episodes: of this rank, ascending by their numbers; those of prompt p begin at `p * sampling.samples`.
       prompts: number of the prompts of all ranks.
       sampling: of the policy's replies.
+      counts: further totals of this replica.
     """
     if engine.proof is not None:
         engine.proof.settle()
@@ -179,7 +190,8 @@ def rollout_of_episodes(
         lengths[transcript.number] = len(transcript.tokens)
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
-    parts, problems = zip(*collectives.gather_objects(_parts_of(episodes), mesh), strict=True)
+    own = (*_parts_of(episodes), counts)
+    parts, problems, everywhere = zip(*collectives.gather_objects(own, mesh), strict=True)
     if table.failed.any():
         problem = next(filter(None, problems), "")[:LONGEST_REMARK]
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
@@ -194,13 +206,13 @@ def rollout_of_episodes(
         dtype=engine.dtype,
         failed=unscored_E | table.failed,
         entries=add_totals(*parts),
-        episodes=_facts(table),
+        episodes={**_facts(table), **add_totals(*everywhere)},
     )
     return done, scored_rows(rows, table, sampling.samples)
 
 
 def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
-    """Metrics "episodes/...": mean turns and tokens of episodes, and the shares that failed or are unscored."""
+    """Metrics "episodes/...": means over episodes, and the shares of them that failed or are unscored."""
     return {f"{prefix}episodes/{name}": value / count for name, (value, count) in totals.items() if count}
 
 
@@ -266,6 +278,26 @@ def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
     """Totals of the parts of rewards, and why the first failed episode did."""
     totals = [{name: (float(x), 1) for name, x in episode.parts.items()} for _, episode in episodes]
     return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
+
+
+def _counts_of(run: EpisodeRun, recomputed: int, frozen: Collection[str]) -> Totals:
+    """Totals of what a replica counted: calls of tools, forks by cause, tokens of others, and what waiting cost."""
+    count = len(run.episodes)
+    if not count:
+        return {}
+    paths = [path for _, episode in run.episodes for path in paths_of(episode, frozen)]
+    sampled = sum(len(node.tokens) for path in paths for node in path.trained)
+    sums = {
+        "context_tokens": float(sum(map(_length, paths)) - sampled),
+        "recomputed_tokens": float(recomputed),
+        "environment_s": run.environment_s,
+    }
+    has_tools = any(end.tools for _, episode in run.episodes for end in episode.ends)
+    for _, episode in run.episodes:
+        for name, number in episode.counts.items():
+            if number or has_tools:
+                sums[name] = sums.get(name, 0.0) + number
+    return {name: (value, count) for name, value in sums.items()}
 
 
 def _facts(table: EpisodeTable) -> Totals:
