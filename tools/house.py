@@ -55,6 +55,7 @@ OWN = ""
 INSIDE = {
     "models": (OWN, "decoder", "huggingface"),
     "rollout": (OWN, "native", "vllm"),
+    "environments": ("forms", OWN, "builtin"),
     "trainer": ("settings", "steps", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN),
     "cost": ("tracing", OWN, "search", "reports"),
     "track": ("records", "report", OWN),

@@ -26,7 +26,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.processes.environment import read_environment
 from funrl.processes.module_process import module_process
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.initial_weights import random_weights
+from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
 

@@ -20,7 +20,7 @@ from typing import Any
 from funrl.data.prompts import Example
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
-from funrl.environments.tool_calls import argument_problem
+from funrl.environments.forms.tool_calls import argument_problem
 from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory

@@ -20,9 +20,9 @@ from funrl.data.tokenizer import (
     encode_rendered,
     render_chat,
 )
-from funrl.environments.drift import SAME, NodeText, drift_cause
-from funrl.environments.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
-from funrl.environments.tool_calls import read_message, read_reply
+from funrl.environments.forms.drift import SAME, NodeText, drift_cause
+from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
+from funrl.environments.forms.tool_calls import read_message, read_reply
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, Tools
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from funrl.environments.chat import TemplateChat
-from funrl.environments.tool_calls import OPEN
+from funrl.environments.forms.response_templates import OPEN
 from funrl.rollout.policy import Policy
 from funrl.serve.asks import Ask
 from funrl.serve.session import Sampler, Session, Speech
@@ -132,7 +132,7 @@ def check_installed() -> None:
 def speech_of(chat: TemplateChat) -> Speech:
     """Reading and writing of text by a tokenizer and its chat template."""
     tokenizer = chat.tokenizer
-    hermes = getattr(tokenizer, "response_template", None) is None
+    hermes = chat.form == "hermes" and getattr(tokenizer, "response_template", None) is None
     return Speech(
         chat,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),

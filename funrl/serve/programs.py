@@ -5,7 +5,7 @@ client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
 ...
 return 1.0  # the reward
 
-environment = program_environment(agent)
+environment = endpoint_environment(agent)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from funrl.serve.endpoint import check_installed, serve_policy
 AGENT = "policy"
 
 
-def program_environment(program: Callable[..., Any]) -> Environment:
+def endpoint_environment(program: Callable[..., Any]) -> Environment:
     """An environment whose episode is whatever a program asks an endpoint.
 
     Args:

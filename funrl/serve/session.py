@@ -56,7 +56,7 @@ class Speech(NamedTuple):
     call_opening: Callable[[str | None], str] | None = None
 
 
-class Call(NamedTuple):
+class ReplyCall(NamedTuple):
     """A call of a function, with the id that the client gives back."""
 
     number: str
@@ -79,7 +79,7 @@ class Exchange(NamedTuple):
     """
 
     content: str
-    calls: Sequence[Call]
+    calls: Sequence[ReplyCall]
     finish: str
     stop: str | None
     prompt: list[int]
@@ -248,12 +248,12 @@ class Session:
         stop = next((stop for stop in ask.stop if stop in text), None) if node.finish == "string" else None
         if stop is not None:
             text = text[: text.index(stop)]
-        calls: Sequence[Call] = ()
+        calls: Sequence[ReplyCall] = ()
         content = text
         if ask.tools and ask.tool_choice != "none" and stop is None:
             reading = self._speech.chat.read(before, [*forced, *written], ask.tools) if forced else reply
             functions = reading.tool_calls if ask.parallel else reading.tool_calls[:1]
-            calls = [Call(_number(end, n), name, given) for n, (name, given) in enumerate(functions)]
+            calls = [ReplyCall(_number(end, n), name, given) for n, (name, given) in enumerate(functions)]
             if not reading.problems:
                 content = str(reading.message.get("content") or "")
         finish = "length" if node.finish == "length" else "calls" if calls else "stop"

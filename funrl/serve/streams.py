@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funrl.environments.tool_calls import OPEN
+from funrl.environments.forms.response_templates import OPEN
 from funrl.serve.session import DecodeIds
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers show of a character whose bytes have not all arrived

@@ -18,9 +18,9 @@ from funrl.algos.guarding import defined_at, name_of
 from funrl.data.prompts import Example, Prompt, encode
 from funrl.data.tokenizer import chat_character_tokenizer
 from funrl.environments.attempt import CLEAN_UP_S, EpisodeClock, attempt_episode
+from funrl.environments.builtin.load import environment_from
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.load import environment_from
 from funrl.rollout.episode_records import to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup

@@ -32,6 +32,7 @@ from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
 from funrl.trainer.gap import GapCheck, GapError, gap_check
+from funrl.trainer.initial_weights import initial_weights
 from funrl.trainer.jobs.build import (
     Parts,
     build,
@@ -45,7 +46,6 @@ from funrl.trainer.jobs.build import (
     sync,
     verify_base,
 )
-from funrl.trainer.jobs.initial_weights import initial_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.jobs.sharding import learns_sharded

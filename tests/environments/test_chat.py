@@ -6,7 +6,7 @@ from small_chats import CHAT, END, TEMPLATE, TOKENIZER, chat_of, text
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import TokenizerError, character_tokenizer
 from funrl.environments.chat import TemplateChat, check_chat
-from funrl.environments.tool_calls import read_reply
+from funrl.environments.forms.tool_calls import read_reply
 
 USER = {"role": "user", "content": "more"}
 TOOL = {"role": "tool", "content": "42"}

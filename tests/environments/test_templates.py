@@ -13,7 +13,7 @@ from selection import quick
 
 from funrl.data.tokenizer import TokenizerError
 from funrl.environments.chat import ChatOptions, TemplateChat
-from funrl.environments.response_templates import REPLY_FORMS, form_of
+from funrl.environments.forms.response_templates import REPLY_FORMS, form_of
 from funrl.environments.template_checks import template_limits
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.policy import EpisodeLimits, LimitReached, Policy, PolicySetup

@@ -6,9 +6,9 @@ import pytest
 from small_chats import SETUP, ScriptedEngine, examples_of
 
 from funrl.environments.adapters import tool_environment
-from funrl.environments.drift import NodeText, drift_cause
+from funrl.environments.forms.drift import NodeText, drift_cause
+from funrl.environments.forms.tool_calls import argument_problem, read_reply
 from funrl.environments.run import episode_groups, run_episodes
-from funrl.environments.tool_calls import argument_problem, read_reply
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import EpisodeLimits
 from funrl.rollout.sampling_parameters import Sampling

@@ -11,7 +11,7 @@ from small_servers import LIMITS, LONG, call, needs_clients, scripted, serve
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import EpisodeLimits
-from funrl.serve.programs import program_environment
+from funrl.serve.programs import endpoint_environment
 
 pytestmark = needs_clients
 GOOD = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
@@ -153,7 +153,7 @@ def check_many(count):
     examples = [example for n in range(count) for example in examples_of(f"prompt {n}", number=n)]
     groups = episode_groups(examples, 1, seed=1)
     limits = LIMITS._replace(waiting=count)
-    run = run_episodes(engine_of(), SINGLE, program_environment(agent), groups, SETUP, limits)
+    run = run_episodes(engine_of(), SINGLE, endpoint_environment(agent), groups, SETUP, limits)
     assert [number for number, _ in run.episodes] == list(range(count)) and broken
     for number, episode in run.episodes:
         assert episode.status == "done", episode.problem
@@ -199,7 +199,7 @@ def test_a_program_that_passes_a_limit_is_unscored_and_one_that_fails_says_why()
 
     def episode_of(program, limits=LIMITS):
         groups = episode_groups(examples_of("hello"), 1, seed=1)
-        run = run_episodes(engine_of(), SINGLE, program_environment(program), groups, SETUP, limits)
+        run = run_episodes(engine_of(), SINGLE, endpoint_environment(program), groups, SETUP, limits)
         return run.episodes[0][1]
 
     episode = episode_of(talker, EpisodeLimits(turns=3, length=1024))
@@ -218,7 +218,7 @@ def test_a_plain_program_runs_in_a_thread():
             return float(len(done.choices[0].message.tool_calls)) + number
 
     groups = episode_groups(examples_of("hello", number=3), 1, seed=1)
-    run = run_episodes(scripted(call(a=1)), SINGLE, program_environment(agent), groups, LONG, LIMITS)
+    run = run_episodes(scripted(call(a=1)), SINGLE, endpoint_environment(agent), groups, LONG, LIMITS)
     assert run.episodes[0][1].rewards == {"policy": 4.0}
 
 

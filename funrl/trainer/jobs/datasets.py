@@ -26,8 +26,8 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
+from funrl.environments.builtin.load import environment_arguments, environment_from, load_environment
 from funrl.environments.environment import Environment, PromptingEnvironment
-from funrl.environments.load import environment_arguments, environment_from, load_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name

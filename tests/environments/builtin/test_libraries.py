@@ -6,7 +6,7 @@ import pytest
 from small_policy import Scripted
 
 from funrl.data.prompts import Example
-from funrl.environments.load import load_environment
+from funrl.environments.builtin.load import load_environment
 from funrl.loading import LoadError
 
 NOT_INSTALLED = "it is not installed: pip install 'funrl[environments]'"

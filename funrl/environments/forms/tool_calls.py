@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funrl.environments.response_templates import (
+from funrl.environments.forms.response_templates import (
     REPLY_FORMS,
     Call,
     call_of,
