@@ -57,7 +57,7 @@ def games(seed: int, count: int, split: Split = "train") -> list[Prompt]:
 
 
 def game_conversations(seed: int, count: int) -> list[dict[str, Any]]:
-    """What one of two demonstrators hears and says in a game."""
+    """Conversations of one of two demonstrators in a game."""
     rng = np.random.default_rng((seed, 12))
     records = []
     for prompt in games(seed, count):

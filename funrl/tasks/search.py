@@ -89,10 +89,10 @@ def search_conversations(seed: int, count: int) -> list[dict[str, Any]]:
         if rng.random() < SEARCHES:
             fact, _, first, last = question.split()
             query = (question, f"{first} {last}", f"{fact} of {first}")[rng.integers(3)]
-            found = find_fact()(query)
+            document = find_fact()(query)
             messages.append({"role": "assistant", "content": f"{SEARCH}{query}{END_OF_CALL}"})
-            messages.append({"role": "tool", "content": found})
-            answer = found.rpartition(" ")[2]
+            messages.append({"role": "tool", "content": document})
+            answer = document.rpartition(" ")[2]
         else:
             answer = FACTS[question.partition(" ")[0]][rng.integers(16)]
         messages.append({"role": "assistant", "content": answer})

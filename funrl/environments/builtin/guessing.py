@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class NumberGame:
-    """What both players know of a number.
+    """Knowledge that both players have of a number.
 
     Attributes:
       low, high: bounds of the number.
