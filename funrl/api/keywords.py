@@ -45,12 +45,12 @@ class SharedKeywords(TypedDict, total=False):
     env_timeout: NumberValue
     episode_retries: WholeValue
     max_waiting: WholeValue
-    assume_turns: WholeValue | None
-    assume_turn_tokens: WholeValue | None
-    assume_tool_seconds: NumberValue | None
     tool_parser: TextValue | None
     tool_tokens: WholeValue
     history: TextValue
+    assume_turns: WholeValue | None
+    assume_turn_tokens: WholeValue | None
+    assume_tool_seconds: NumberValue | None
     generate_mesh: TextValue | None
     device: TextValue | None
     timeout: WholeValue
