@@ -16,7 +16,7 @@ from funrl.compiled_kernels.varlen_attention import varlen_attention
 from funrl.cost.tracing.tracer import Tracer
 from funrl.optim.base import apply_updates_
 from funrl.optim.fused import fused_adamw
-from funrl.rollout.native.engine import page_tokens
+from funrl.rollout.native.cache_sizes import page_tokens
 
 DTYPE = torch.bfloat16
 

@@ -54,7 +54,7 @@ from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import SCORING_ROLES
-from funrl.rollout.native.free_memory import FREE_SHARE
+from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
 from funrl.trainer.jobs.agents import with_policies

@@ -13,7 +13,7 @@ from funrl.cost.decoding import EngineWork, own_prompts, rows_in_cache
 from funrl.cost.tracing.costs import Costs, plus
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import EpisodeCost, turns_of
-from funrl.rollout.native.engine import FREE_SHARE
+from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.trainer.jobs.build import Generator
 from funrl.trainer.jobs.job import Job, RLJob
 

@@ -15,8 +15,8 @@ from funrl.cost.tracing.estimate import axes_of, depths_of
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
 from funrl.models import Model
+from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.native.free_memory import FREE_SHARE
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob

@@ -10,10 +10,12 @@ policy wrote is tokenised a second time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from funrl.rollout.sampling_parameters import Sampling
@@ -140,3 +142,67 @@ class Episode:
     def agents(self) -> list[str]:
         """Names of its agents, in the order of their first trajectory."""
         return list(dict.fromkeys(end.agent for end in self.ends))
+
+
+class PathPrefix(NamedTuple):
+    """Tokens of a path, and what a call needs to know of them.
+
+    Attributes:
+      tokens: all token ids; never changed.
+      digest: of them.
+      computed: tokens up to the last one of the last sampled turn, which was never fed back.
+      turns, sampled: turns of the policy, and tokens of these; those before a fork included.
+    """
+
+    tokens: list[int]
+    digest: Any
+    computed: int
+    turns: int
+    sampled: int
+
+    def extended(self, nodes: Sequence[Node]) -> PathPrefix:
+        """The prefix with the tokens of further nodes."""
+        if not nodes:
+            return self
+        new = [token for node in nodes for token in node.tokens]
+        digest = self.digest.copy()
+        digest.update(np.asarray(new, dtype="<i8").tobytes())
+        sampled = [len(node.tokens) for node in nodes if node.sampled]
+        behind = sum(len(node.tokens) for node in itertools.takewhile(lambda node: not node.sampled, nodes[::-1]))
+        length = len(self.tokens) + len(new)
+        return PathPrefix(
+            [*self.tokens, *new],
+            digest,
+            computed=length - behind - 1 if sampled else self.computed,
+            turns=self.turns + len(sampled),
+            sampled=self.sampled + sum(sampled),
+        )
+
+    def key(self, asked: Sampling, model: str) -> bytes:
+        """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""
+        digest = self.digest.copy()
+        digest.update(repr(asked).encode())
+        digest.update(model.encode())
+        return digest.digest()
+
+
+def exchange_of(node: Node) -> list[Node]:
+    """A node and those before it, back to what a user said last or to the root; that is the first one if it is.
+
+    In a cycle of tools only the node and the reply that it follows, as those before have been compared.
+    """
+    assert node.parent is not None
+    if not any(message.get("role") == "user" for message in node.messages):
+        return [node.parent, node]
+    nodes = [node]
+    while (before := nodes[-1].parent) is not None and (before.parent is None or not _asks(before)):
+        nodes.append(before)
+    return nodes[::-1]
+
+
+def _asks(node: Node) -> bool:
+    """True if a user speaks, and does not answer a call: gpt-oss drops what was thought before one only later."""
+    if node.sampled or not any(message.get("role") == "user" for message in node.messages):
+        return False
+    reply = node.parent
+    return reply is None or not any(message.get("tool_calls") for message in reply.messages)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
+from funrl.rollout.episodes import Message, Node, PathPrefix, Reply, Status, Trajectory, exchange_of
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -168,7 +165,7 @@ class Policy:
         self._read: Counter[str] = Counter()  # calls of tools, and those that could not be read
         self._causes: dict[Node, tuple[str, bool]] = {}  # by the reply that a template would render otherwise
         self._forked: dict[Node, Trajectory] = {}  # by the root of what goes on
-        self._prefixes: dict[Node, _Prefix] = {}
+        self._prefixes: dict[Node, PathPrefix] = {}
 
     @property
     def chat(self) -> Chat | None:
@@ -226,7 +223,7 @@ class Policy:
         reply = leaf.messages[0] if leaf.messages else None
         tokens = chat.continuation(messages, trajectory.tools, last, reply)
         node = Node(leaf, tokens, sampled=False, messages=messages)
-        self._causes[leaf] = chat.fork_cause(_exchange(node), trajectory.tools)
+        self._causes[leaf] = chat.fork_cause(exchange_of(node), trajectory.tools)
         if not self._causes[leaf][1]:
             return dataclasses.replace(trajectory, leaf=node)
         before = dataclasses.replace(trajectory, leaf=leaf)
@@ -355,7 +352,7 @@ class Policy:
             sampling = dataclasses.replace(sampling, max_new_tokens=most)
         return sampling
 
-    def _prefix(self, node: Node) -> _Prefix:
+    def _prefix(self, node: Node) -> PathPrefix:
         """Everything up to a node, from the longest known part: no turn costs what all before it have cost."""
         new: list[Node] = []
         current: Node | None = node
@@ -366,7 +363,7 @@ class Policy:
             root = new[-1]
             before = self._forked.get(root)
             forked = None if before is None else self._prefix(before.leaf)
-            prefix = _Prefix([], hashlib.blake2b(digest_size=16), 0, *((0, 0) if forked is None else forked[3:]))
+            prefix = PathPrefix([], hashlib.blake2b(digest_size=16), 0, *((0, 0) if forked is None else forked[3:]))
         else:
             prefix = self._prefixes[current]
             if new and current.sampled:
@@ -374,7 +371,7 @@ class Policy:
         self._prefixes[node] = prefix.extended(new[::-1])
         return self._prefixes[node]
 
-    def _room(self, prefix: _Prefix) -> int:
+    def _room(self, prefix: PathPrefix) -> int:
         """Tokens that the limits leave for the next turn, at least 1."""
         limits = self._limits
         length = len(prefix.tokens)
@@ -393,7 +390,7 @@ class Policy:
             )
         return room
 
-    def _call_seed(self, prefix: _Prefix, asked: Sampling, *, model: str, seed: int | None) -> int:
+    def _call_seed(self, prefix: PathPrefix, asked: Sampling, *, model: str, seed: int | None) -> int:
         """Seed of a call's noise; counts the call."""
         key = prefix.key(asked, model)
         if seed is not None:
@@ -404,48 +401,6 @@ class Policy:
         if ordinal == 0 and not model and asked == default and prefix.tokens == self._first:
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
-
-
-class _Prefix(NamedTuple):
-    """Tokens of a path, and what a call needs to know of them.
-
-    Attributes:
-      tokens: all token ids; never changed.
-      digest: of them.
-      computed: tokens up to the last one of the last sampled turn, which was never fed back.
-      turns, sampled: turns of the policy, and tokens of these; those before a fork included.
-    """
-
-    tokens: list[int]
-    digest: Any
-    computed: int
-    turns: int
-    sampled: int
-
-    def extended(self, nodes: Sequence[Node]) -> _Prefix:
-        """The prefix with the tokens of further nodes."""
-        if not nodes:
-            return self
-        new = [token for node in nodes for token in node.tokens]
-        digest = self.digest.copy()
-        digest.update(np.asarray(new, dtype="<i8").tobytes())
-        sampled = [len(node.tokens) for node in nodes if node.sampled]
-        behind = sum(len(node.tokens) for node in itertools.takewhile(lambda node: not node.sampled, nodes[::-1]))
-        length = len(self.tokens) + len(new)
-        return _Prefix(
-            [*self.tokens, *new],
-            digest,
-            computed=length - behind - 1 if sampled else self.computed,
-            turns=self.turns + len(sampled),
-            sampled=self.sampled + sum(sampled),
-        )
-
-    def key(self, asked: Sampling, model: str) -> bytes:
-        """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""
-        digest = self.digest.copy()
-        digest.update(repr(asked).encode())
-        digest.update(model.encode())
-        return digest.digest()
 
 
 def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
@@ -471,25 +426,3 @@ def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
     return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def _exchange(node: Node) -> list[Node]:
-    """A node and those before it, back to what a user said last or to the root; that is the first one if it is.
-
-    In a cycle of tools only the node and the reply that it follows, as those before have been compared.
-    """
-    assert node.parent is not None
-    if not any(message.get("role") == "user" for message in node.messages):
-        return [node.parent, node]
-    nodes = [node]
-    while (before := nodes[-1].parent) is not None and (before.parent is None or not _asks(before)):
-        nodes.append(before)
-    return nodes[::-1]
-
-
-def _asks(node: Node) -> bool:
-    """True if a user speaks, and does not answer a call: gpt-oss drops what was thought before one only later."""
-    if node.sampled or not any(message.get("role") == "user" for message in node.messages):
-        return False
-    reply = node.parent
-    return reply is None or not any(message.get("tool_calls") for message in reply.messages)

@@ -23,7 +23,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed
 from funrl.models.decoder.watch import show_results
 from funrl.rollout.native.backends import PackedBackend, PassWork, TorchBackend, packed_problem
-from funrl.rollout.native.engine import page_tokens
+from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.differences import Difference, difference
 from funrl.trainer.gap_row import GapRow, as_trained, read_gap_row, read_gap_weights

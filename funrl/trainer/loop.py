@@ -70,15 +70,14 @@ from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, Up
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
-# A run that one of these ends keeps what it learned.
-ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)  # what was learned is kept
 
 
 class Outcome(NamedTuple):
     """End of a run.
 
     Attributes:
-      first, last: the evaluations at the start and the end; `last` is empty where there was only the one at the start.
+      first, last: evaluations at the start and the end; `last` is empty where there was only the first.
       error: what ended it early; None: nothing did.
       stopped: the step after which it stopped, as a signal had asked; None: it did not.
       cause: the exception of which `error` is the text; on several ranks without what led to it.
@@ -131,9 +130,9 @@ def train_loop(
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
         digests = FrozenDigests()
         if trainer.folder is not None:
-            roles = role_digests(trainer.parts.roles, trainer.frozen, mesh)
             adapters = adapter_facts(job, trainer.parts, trainer.frozen)
-            digests = FrozenDigests(roles, adapters, agent_digests(trainer.parts))
+            own = role_digests(trainer.parts.roles, trainer.frozen, mesh)
+            digests = FrozenDigests(own, adapters, agent_digests(trainer.parts))
             job = with_first_digests(job, trainer.parts, state.roles[job.main_role].params, digests)
     parts = trainer.parts
     folder = trainer.folder
@@ -148,11 +147,10 @@ def train_loop(
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
         if outcome.stopped is None and not (outcome.error and state.step == 0):
-            role = trainer.parts.roles[job.main_role]
+            role = parts.roles[job.main_role]
             with heartbeat.phase("finish"):
-                observer.finish(
-                    role.placed, role.whole(state.roles[job.main_role].params, trainer.frozen), outcome.error
-                )
+                params = role.whole(state.roles[job.main_role].params, trainer.frozen)
+                observer.finish(role.placed, params, outcome.error)
             saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
@@ -396,8 +394,7 @@ def skipped_batch(trainer: Trainer, state: State, drawn: Rows) -> tuple[Rows, St
 
 def described_rows(trainer: Trainer, rows: Rows) -> dict[str, float]:
     """Metrics of rows without advantages."""
-    here = on_cpu(rows)
-    return describe(here, here.batch, trainer.job.reward_names)
+    return describe(on_cpu(rows), on_cpu(rows).batch, trainer.job.reward_names)
 
 
 def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict[str, float], dict[str, float]]:
@@ -413,12 +410,12 @@ def learn_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dict
     """The state after the step's updates, and their metrics."""
     plan = update_plan(trainer.job, trainer.parts, state.step + 1)
     monitor = UpdateMonitor(trainer.clock, trainer.skips)
-    options = {"frozen": trainer.frozen, "monitor": monitor}
-    agents = trainer.parts.agents
-    roles, metrics = learn_apart(trainer.parts.roles, state.roles, rows, plan, agents, **options)
+    frozen = trainer.frozen
+    parts = trainer.parts
+    roles, metrics = learn_apart(parts.roles, state.roles, rows, plan, parts.agents, frozen=frozen, monitor=monitor)
     if trainer.skips is not None:
         metrics |= trainer.skips.take()
-    return renewed(trainer.parts, state._replace(roles=roles, step=plan.step), trainer.frozen), metrics
+    return renewed(parts, state._replace(roles=roles, step=plan.step), frozen), metrics
 
 
 def verify(trainer: Trainer, state: State, first: bool = False) -> dict[str, float]:

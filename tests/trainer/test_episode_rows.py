@@ -12,11 +12,12 @@ from funrl.algos import chain, reduce, reward_to_go, sequence_mean, to_last_toke
 from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.algos.applying import apply_advantage
 from funrl.data.packing import RowCost
+from funrl.environments.row_paths import paths_of
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.trainer.sources.episode_rows import RowForm, paths_of, rows_of_episodes, scored_rows
+from funrl.trainer.sources.episode_rows import RowForm, rows_of_episodes, scored_rows
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch
 from funrl.trainer.steps.roles import row_fields_of

@@ -27,8 +27,7 @@ from funrl.mesh.message_sizes import message_bytes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.models import Model
 from funrl.rollout.certificate import DIGEST_PASSES
-from funrl.rollout.native.engine import page_tokens, pass_tokens
-from funrl.rollout.native.free_memory import FREE_SHARE
+from funrl.rollout.native.cache_sizes import FREE_SHARE, page_tokens, pass_tokens
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 

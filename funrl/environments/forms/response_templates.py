@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 from funrl.data.tokenizer import TokenizerError
 from funrl.rollout.policy import Tools
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINK, END_THINK = "<think>", "</think>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+THINK = "<think>"
+END_THINK = "</think>"
 
 
 class Call(NamedTuple):

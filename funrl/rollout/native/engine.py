@@ -26,7 +26,7 @@ from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
-from funrl.rollout.native.free_memory import FREE_SHARE, free_bytes
+from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
 from funrl.rollout.native.loading import LoadedAdapter, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
@@ -39,22 +39,12 @@ DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU com
 log = logging.getLogger(__name__)
 
 
-def page_tokens(device: str) -> int:
-    """Tokens of a page. Kernels on a GPU need 256."""
-    return 16 if device == "cpu" else 256
-
-
 def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
     """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
     if packed and packed_problem(model, mesh, dtype) is None:
         return PackedBackend(model, dtype).page_bytes
     assert model.init_cache is not None
     return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
-
-
-def pass_tokens(device: str) -> int:
-    """Bound on the new tokens of a pass, so that decoding does not wait long for prompts."""
-    return 1024 if device == "cpu" else 8192
 
 
 class NativeOptions(NamedTuple):

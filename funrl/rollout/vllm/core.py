@@ -32,7 +32,7 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
 from funrl.processes.device_memory import expand_segments
-from funrl.rollout.native.free_memory import FREE_SHARE, free_bytes
+from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 

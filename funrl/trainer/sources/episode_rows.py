@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +24,12 @@ from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.logged import LoggedEpisode
+from funrl.environments.row_paths import RowPath, paths_of, run_totals
 from funrl.environments.run import EpisodeGroup, EpisodeLimits, EpisodeRun, PolicySetup, episode_groups, run_episodes
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
-from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
@@ -121,14 +122,6 @@ class EpisodeTable(NamedTuple):
     tokens: Tensor
 
 
-class RowPath(NamedTuple):
-    """A row: a path, and the sampled nodes of it that are trained in this row."""
-
-    trajectory: Trajectory
-    nodes: list[Node]
-    trained: frozenset[Node]
-
-
 def rewarded_episodes(
     setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
 ) -> tuple[Rollout, Rows]:
@@ -155,7 +148,7 @@ def rewarded_episodes(
     if setup.log is not None:
         seeds = [seed for group in groups for seed in group.seeds]
         setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    counts = _counts_of(run, recomputed, setup.form.frozen)
+    counts = run_totals(run, recomputed, setup.form.frozen)
     return rollout_of_episodes(setup, engine, run.episodes, len(examples), sampling, counts=counts)
 
 
@@ -280,26 +273,6 @@ def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
     return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
 
 
-def _counts_of(run: EpisodeRun, recomputed: int, frozen: Collection[str]) -> Totals:
-    """Totals of what a replica counted: calls of tools, forks by cause, tokens of others, and what waiting cost."""
-    count = len(run.episodes)
-    if not count:
-        return {}
-    paths = [path for _, episode in run.episodes for path in paths_of(episode, frozen)]
-    sampled = sum(len(node.tokens) for path in paths for node in path.trained)
-    sums = {
-        "context_tokens": float(sum(map(_length, paths)) - sampled),
-        "recomputed_tokens": float(recomputed),
-        "environment_s": run.environment_s,
-    }
-    has_tools = any(end.tools for _, episode in run.episodes for end in episode.ends)
-    for _, episode in run.episodes:
-        for name, number in episode.counts.items():
-            if number or has_tools:
-                sums[name] = sums.get(name, 0.0) + number
-    return {name: (value, count) for name, value in sums.items()}
-
-
 def _facts(table: EpisodeTable) -> Totals:
     """Totals of facts about all episodes, as metrics have them."""
     columns = {
@@ -309,28 +282,6 @@ def _facts(table: EpisodeTable) -> Totals:
         "unscored": table.reward.isnan().all(1) & ~table.failed,
     }
     return {name: (float(x.sum()), len(x)) for name, x in columns.items()}
-
-
-def paths_of(episode: Episode, frozen: Collection[str] = ()) -> list[RowPath]:
-    """The rows of an episode in canonical order.
-
-    A trajectory without a sampled node of its own gives none, nor does one whose last reply others went on from: it
-    does not matter how much of a path an environment lists again.
-
-    Args:
-      frozen: agents that are not trained, whose trajectories give no rows.
-    """
-    paths: list[RowPath] = []
-    ends = [end for end in episode.ends if end.agent not in frozen]
-    sampled = [[node for node in end.leaf.path() if node.sampled] for end in ends]
-    continued = {node for nodes in sampled for node in nodes[:-1]}
-    seen: set[Node] = set()
-    for end, nodes in zip(ends, sampled, strict=True):
-        trained = frozenset(nodes) - seen
-        if trained and nodes[-1] not in continued:
-            paths.append(RowPath(end, nodes[-1].path(), trained))  # context after it is read by nobody
-            seen |= trained
-    return paths
 
 
 def rows_of_episodes(
@@ -358,7 +309,7 @@ def rows_of_episodes(
     flat = [(episode, path) for (_, episode), some in zip(own, paths, strict=True) for path in some]
     tokens = _token_fields(flat, form, mesh.device)
     columns = {
-        "length": torch.tensor([_length(path) for _, path in flat], dtype=torch.int64, device=mesh.device),
+        "length": torch.tensor([path.length for _, path in flat], dtype=torch.int64, device=mesh.device),
         "agent": torch.tensor(
             [form.agents.index(path.trajectory.agent) for _, path in flat], dtype=torch.int64, device=mesh.device
         ),
@@ -393,10 +344,6 @@ def scored_rows(rows: Rows, table: EpisodeTable, samples: int) -> Rows:
     return rows if bool(kept_B.all()) else take(rows, np.flatnonzero(kept_B.cpu().numpy()))
 
 
-def _length(path: RowPath) -> int:
-    return sum(len(node.tokens) for node in path.nodes)
-
-
 def _episode_table(
     own: NumberedEpisodes, paths: Sequence[Sequence[RowPath]], count: int, form: RowForm, mesh: Mesh
 ) -> tuple[EpisodeTable, np.ndarray]:
@@ -413,7 +360,7 @@ def _episode_table(
         turns = sum(len(path.trained) for path in some)
         values = [math.nan if reward is None else float(reward) for reward in rewards]
         failed = episode.status in ("failed", "cancelled")
-        length = sum(_length(path) for path in some)
+        length = sum(path.length for path in some)
         row = [index, len(some), failed, _is_finished(episode, some), turns, length, *values]
         columns_E[number] = torch.tensor(row, dtype=torch.float64)
     whole_E = collectives.psum(columns_E.to(mesh.device), mesh, mesh.row_axes)
@@ -438,7 +385,7 @@ def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
 
 def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
     """Fields per token of this rank's rows."""
-    longest = max((_length(path) for _, path in flat), default=1)
+    longest = max((path.length for _, path in flat), default=1)
     shape = (len(flat), math.ceil(longest / 8) * 8)
     tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
     mask = torch.zeros(shape, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Free memory of a rank, for a cache whose size is not given."""
+"""Sizes of a cache: free memory where none is given, tokens of a page and of a pass."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def free_bytes(mesh: Mesh) -> int:
     except (OSError, StopIteration):  # not Linux
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return free // local_ranks(mesh.world)
+
+
+def page_tokens(device: str) -> int:
+    """Tokens of a page. Kernels on a GPU need 256."""
+    return 16 if device == "cpu" else 256
+
+
+def pass_tokens(device: str) -> int:
+    """Bound on the new tokens of a pass, so that decoding does not wait long for prompts."""
+    return 1024 if device == "cpu" else 8192
