@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_same_bits import Texts as DenseTexts
+from bit_texts import Texts as DenseTexts
 from test_same_bits_experts import Texts as ExpertTexts
 
 from funrl import trees

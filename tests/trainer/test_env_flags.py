@@ -103,7 +103,13 @@ def test_a_function_of_messages_is_one(files):
 
 def test_a_list_of_tools_is_one(files):
     (files / "answers.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) for n in range(20)))
-    job = job_of(files, "TOOLS", chat_template=str(files / "chat.jinja"), prompts=str(files / "answers.jsonl"))
+    job = job_of(
+        files,
+        "TOOLS",
+        chat_template=str(files / "chat.jinja"),
+        tool_parser="hermes",
+        prompts=str(files / "answers.jsonl"),
+    )
     batch = scored_batch(*begin(job, single()))[0].batch
     assert set(batch.score.tolist()) <= {0.0, 1.0} and batch.score.shape == (12,)
 

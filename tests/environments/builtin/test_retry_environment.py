@@ -16,7 +16,7 @@ def replies(environment, *texts):
 
 
 def other_side(environment):
-    return environment._make()
+    return environment.make()
 
 
 def test_a_wrong_answer_gets_a_verdict_and_the_last_one_the_reward():
