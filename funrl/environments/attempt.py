@@ -167,7 +167,8 @@ def _with_forks(episode: Episode, policy: Policy) -> Episode:
     """An episode with the trajectories from which its own forked, and with what the policy has counted."""
     leaves = {end.leaf for end in episode.ends}
     before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=policy.counts())
+    counts = {**episode.counts, **policy.counts()}  # an episode of a log has counts that nothing renders again
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=counts)
 
 
 def _finite(value: object) -> bool:
