@@ -108,9 +108,11 @@ def failed_episode(problem: str) -> Episode:
 
 
 def problem_text(what: str, error: BaseException) -> str:
-    """The error and where it was raised."""
+    """A line with the error and where it was raised, and the traceback below it."""
     trace = "".join(traceback.format_exception(error))
-    return f"{what} raised {error!r}\n{trace[-LONGEST_PROBLEM:]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{what} raised {error!r}{where}\n{trace[-LONGEST_PROBLEM:]}"
 
 
 def checked_scores(scores: Sequence[float | None], count: int) -> list[float | None]:
