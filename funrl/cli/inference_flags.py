@@ -6,7 +6,7 @@ They have the names and meanings of a run's flags of prompts, rewards, devices a
 from __future__ import annotations
 
 from funrl.flags import parser as flags
-from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least
+from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least, at_most
 from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
@@ -78,9 +78,10 @@ SUMMARY = {
     "serve": "Serve a model over HTTP, in the dialects of OpenAI and Anthropic. MODEL is a Hugging Face directory, a "
     "name in the local cache, or the directory of a run. Sampling flags hold where a request has none of its own.",
 }
+PORT = (at_least(0), at_most(65535))
 SERVE = (
     Flag("host", "127.0.0.1", str, False, text="address to listen at", group="run"),
-    Flag("port", 8000, int, False, text="port to listen at; 0: a free one", group="run", bounds=(at_least(0),)),
+    Flag("port", 8000, int, False, text="port to listen at; 0: a free one", group="run", bounds=PORT),
     Flag("api_key", None, str, True, text="key that clients give", group="run", chosen="$FUNRL_API_KEY, or new"),
 )
 SERVED = ("chat_template", "template_arguments", "max_new_tokens")

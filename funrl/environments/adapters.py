@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from funrl.data.prompts import Example
+from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
 from funrl.environments.forms.tool_calls import argument_problem
@@ -100,6 +102,8 @@ def example_messages(example: Example) -> list[Message]:
 class _Conversations:
     """See `message_environment`. `make` makes the other side."""
 
+    agents = (POLICY,)
+
     def __init__(self, make: Callable[[], MessageEnvironment | PlainEnvironment]):
         self.make = make
 
@@ -107,7 +111,7 @@ class _Conversations:
         """Let the policy and a new environment take turns."""
         environment = self.make()
         try:
-            messages, tools = await call(environment.reset, example, seed)
+            messages, tools = _parts_of("reset", await call(environment.reset, example, seed), "messages, tools")
             policy.answered((messages, tools))
             trajectory = policy.start(messages, tools)
             rewards: dict[Node, float] = {}
@@ -124,10 +128,11 @@ class _Conversations:
                 if state is not None:
                     states[trajectory.leaf] = state
                 message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
-                messages, reward, ended = await call(environment.step, message)
+                answer = await call(environment.step, message)
+                messages, reward, ended = _parts_of("step", answer, "messages, reward, whether the episode ends")
                 policy.answered((messages, reward, ended))
                 if reward is not None:
-                    rewards[trajectory.leaf] = reward
+                    rewards[trajectory.leaf] = _checked_reward(reward)
                 if not ended:
                     trajectory = policy.extend(trajectory, messages)
             total = math.fsum(rewards.values()) if rewards else None
@@ -139,6 +144,8 @@ class _Conversations:
 
 class _Tools:
     """See `tool_environment`. `tools` are the schemas."""
+
+    agents = (POLICY,)
 
     def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
         self._tools = {tool.__name__: tool for tool in tools}
@@ -182,6 +189,8 @@ class _Tools:
 
 
 class _Answers:
+    agents = (POLICY,)
+
     def __init__(self, answer: Callable[..., Any]):
         self._answer = answer
 
@@ -204,6 +213,8 @@ class _Answers:
 
 
 class _SingleTurn:
+    agents = (POLICY,)
+
     def __init__(self, reward: Reward | None):
         self._reward = None if reward is None else reward_functions([reward])[0]
 
@@ -223,6 +234,20 @@ class _SingleTurn:
             raise RewardError(*outcome)
         parts = outcome.entries if isinstance(outcome, RewardScore) else {}
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
+
+
+def _parts_of(method: str, value: Any, parts: str) -> Any:
+    """The parts of what a method of an environment returned, a tuple. Raises TypeError if it is anything else."""
+    if not isinstance(value, tuple | list) or len(value) != len(parts.split(", ")):
+        raise TypeError(f"{method} returned {value!r:.200}; return a tuple: {parts}")
+    return value
+
+
+def _checked_reward(reward: Any) -> Any:
+    """The reward of a step. Raises TypeError if it is no number."""
+    if not isinstance(reward, Real):
+        raise TypeError(f"step returned the reward {reward!r:.200}; a number or None is needed")
+    return reward
 
 
 def _output_text(value: Any) -> str:

@@ -108,9 +108,11 @@ def failed_episode(problem: str) -> Episode:
 
 
 def problem_text(what: str, error: BaseException) -> str:
-    """The error and where it was raised."""
+    """A line with the error and where it was raised, and the traceback below it."""
     trace = "".join(traceback.format_exception(error))
-    return f"{what} raised {error!r}\n{trace[-LONGEST_PROBLEM:]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{what} raised {error!r}{where}\n{trace[-LONGEST_PROBLEM:]}"
 
 
 def checked_scores(scores: Sequence[float | None], count: int) -> list[float | None]:
@@ -167,7 +169,8 @@ def _with_forks(episode: Episode, policy: Policy) -> Episode:
     """An episode with the trajectories from which its own forked, and with what the policy has counted."""
     leaves = {end.leaf for end in episode.ends}
     before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=policy.counts())
+    counts = {**episode.counts, **policy.counts()}  # an episode of a log has counts that nothing renders again
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=counts)
 
 
 def _finite(value: object) -> bool:

@@ -117,7 +117,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise OSError(f"{host}:{port} cannot be listened at: {error.strerror}; --port=N names another one") from None
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; --port=N names another port") from None
     listening.listen(1024)
     return listening
 

@@ -23,6 +23,8 @@ ROLE_MARKS = ("<user>", "<assistant>", "<tool>")  # one token each
 UNKNOWN = "?"  # any character outside of a task's alphabet is read as this one
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<tool_call>{\"name\": \"' + call['function']['name']"
+    " + '\", \"arguments\": ' + call['function']['arguments'] | tojson + '}</tool_call>' }}{% endfor %}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )

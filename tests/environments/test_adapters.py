@@ -23,6 +23,9 @@ from funrl.rollout.sampling_parameters import Sampling
 LONG = SETUP._replace(sampling=Sampling(max_new_tokens=200, stop=(1,)))
 
 
+GO = [{"role": "user", "content": "f"}], []
+
+
 def run(environment, engine, *examples, limits=EpisodeLimits(environment_s=5, retries=0)):  # noqa: B008
     groups = episode_groups(examples, 1, 0)
     return [episode for _, episode in run_episodes(engine, SINGLE, environment, groups, LONG, limits).episodes]
@@ -107,6 +110,29 @@ def test_a_message_environment_may_be_plain_and_sees_calls_and_problems():
     assert first["tool_calls"][0]["function"] == {"name": "multiply", "arguments": {"a": 2, "b": 3}}
     assert first["problems"] == ["a call has no </tool_call>: ''"] and closed == "closed"
     assert second == {"role": "assistant", "content": "six"}
+
+
+@pytest.mark.parametrize(
+    "opened,answer,problem",
+    [
+        ("hello", None, "reset returned 'hello'; return a tuple: messages, tools"),
+        (([], [], 0), None, "reset returned ([], [], 0); return a tuple: messages, tools"),
+        (GO, ([], 1.0), "step returned ([], 1.0); return a tuple: messages, reward, whether the episode ends"),
+        (GO, ([], "high", True), "step returned the reward 'high'; a number or None is needed"),
+    ],
+)
+def test_what_a_message_environment_returns_is_checked(opened, answer, problem):
+    class Wrong:
+        def reset(self, example, seed):
+            return opened
+
+        def step(self, message):
+            return answer
+
+        def close(self): ...
+
+    (episode,) = run(message_environment(Wrong), ScriptedEngine(lambda prompt: "six"), *examples_of("go"))
+    assert episode.status == "failed" and problem in episode.problem.partition("\n")[0]
 
 
 def test_a_score_follows_where_a_limit_ends_the_calls():

@@ -239,7 +239,7 @@ KINDS = {
     "hangs": "longer than 0.2 s between two calls",
     "blocks a thread": "longer than 0.2 s between two calls",
     "cancels": "cancelled itself",
-    "nonsense": "ValueError",
+    "nonsense": "return a tuple: messages, reward, whether the episode ends",
     "not a number": "nan; a finite number is needed",
 }
 

@@ -75,4 +75,6 @@ def test_a_server_of_several_replicas_and_a_taken_port_are_refused(model, capsys
         taken.listen(1)
         port = taken.getsockname()[1]
         assert main(["funrl", "serve", str(model), f"--port={port}"]) == 2
-    assert f"127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err
+    assert f"cannot listen at 127.0.0.1:{port}: " in capsys.readouterr().err
+    assert main(["funrl", "serve", str(model), "--port=65536"]) == 2
+    assert "--port=65536: it must be at least 0 and at most 65535" in capsys.readouterr().err

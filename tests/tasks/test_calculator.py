@@ -63,3 +63,14 @@ def test_the_last_message_is_scored():
     messages = [{"role": "assistant", "content": "12"}]
     assert final_product(messages, answer="12") == 1.0 and final_product(messages, answer="1") == 0.0
     assert final_product([*messages, {"role": "tool", "content": "12"}], answer="12") == 0.0
+
+
+def test_the_chat_template_shows_the_calls_as_the_demonstrator_writes_them():
+    tokenizer = c.calculator_tokenizer()
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "37*48"}}}
+    question = {"role": "user", "content": "37*48"}
+    read = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    written = [question, {"role": "assistant", "content": f"{c.CALL}37*48{c.END_OF_CALL}"}]
+    texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in (read, written)]
+    assert texts[0] == texts[1]
+    assert TemplateChat(tokenizer).opening([question], c.calculator_environment().tools)

@@ -7,6 +7,7 @@ import torch
 from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, gap, resized, steps_program, whole_weights
 
 import funrl
+from funrl.environments.adapters import single_turn
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
@@ -81,6 +82,11 @@ def test_an_earlier_self_stays_or_is_renewed():
         assert torch.equal(one.tokens, other.tokens)  # both are the first weights
     assert not torch.equal(kept[2].tokens, renewed[2].tokens)
     assert same[0].agent.max() == 1
+
+
+def test_an_environment_of_one_agent_has_no_other():
+    with pytest.raises(ValueError, match="the environment has no agent 'rival'; its agents are policy"):
+        with_environment(parse_agents("policy:policy,rival:frozen"), single_turn())
 
 
 @pytest.mark.parametrize(

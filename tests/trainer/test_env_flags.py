@@ -144,7 +144,7 @@ def test_flags_bound_the_episodes(files):
         ({"env": "own.py:Turns", "prompts": None}, "needs --prompts=FILE.jsonl, whose records"),
         ({"env": "own.py:Counted"}, "class Counted needs worth; give --env_args=worth:VALUE"),
         ({"env": "own.py:Counted", "env_args": "worht:1"}, "'worht', only worth, sums; did you mean worth"),
-        ({"env": "own.py:made", "env_args": "worth:1"}, r"made\(\) takes no argument 'worth', only none"),
+        ({"env": "own.py:made", "env_args": "worth:1"}, r"made\(\) takes no argument 'worth', nor any other"),
         (
             {"env": "own.py:TOOLS", "env_args": "reward:math,format:1"},
             "takes no argument 'format', only reward, system",

@@ -245,7 +245,10 @@ def test_a_step_without_a_usable_episode_is_left_out(settings, count):
     steps, notes, _ = run(None, environment=environment, **settings)
     assert [metrics["episodes/skipped"] for _, metrics in steps] == [1, 1, 0, 0]
     assert ["actor/pg_loss" in metrics for _, metrics in steps] == [False, False, True, True]
-    assert sum(f"each of {count} episodes failed or is unscored; the step has no up" in note for note in notes) == 2
+    none = (
+        f"none of {count} episodes can be trained on: {count} failed, 0 are unscored; a failed one leaves out its group"
+    )
+    assert sum(f"{none}; the step has no update" in note for note in notes) == 2
 
 
 @pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
@@ -254,7 +257,8 @@ def test_a_run_ends_after_some_such_steps_in_a_row(settings, count):
     observer = Quiet()
     outcome = train_loop(job, single(), observer)
     assert len(observer.steps) == 4
-    assert f"step 5: each of {count} episodes failed or is unscored, as in the 4 steps before" in outcome.error
+    assert f"step 5: none of {count} episodes can be trained on: {count} failed" in outcome.error
+    assert "the 4 steps before had none either" in outcome.error
 
 
 def test_a_run_closes_its_environments():

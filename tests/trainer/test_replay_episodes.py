@@ -1,5 +1,6 @@
 """A run of episodes again: on its saved rows, and generated with the logged answers of its environment."""
 
+import dataclasses
 import json
 
 import pytest
@@ -39,7 +40,17 @@ def generated(folder, names, step=None, **settings):
     return launch(lambda mesh: replay(again, folder, step, mesh, Quiet(), logged), again.sizes, "cpu")
 
 
+class Named(Branching):
+    """Names the state of each turn."""
+
+    async def run(self, policy, example, seed):
+        episode = await super().run(policy, example, seed)
+        sampled = [node for end in episode.ends for node in end.nodes() if node.sampled]
+        return dataclasses.replace(episode, states={node: f"turn {len(node.path()) % 3}" for node in sampled})
+
+
 RUNS = {
+    "states": (Named, ("policy", "other"), {"agents": None}),
     "branches": (Branching, ("policy", "other"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),

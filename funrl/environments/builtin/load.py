@@ -133,7 +133,8 @@ def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str
         if name not in taken and not more:
             near = difflib.get_close_matches(name, taken, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise TypeError(f"{what} takes no argument {name!r}, only {', '.join(taken) or 'none'}{hint}")
+            others = f"only {', '.join(taken)}" if taken else "nor any other"
+            raise TypeError(f"{what} takes no argument {name!r}, {others}{hint}")
     needed = [p.name for p in parameters[first:] if p.name in taken and p.default is p.empty]
     missing = [name for name in needed if name not in arguments]
     if missing and not first:

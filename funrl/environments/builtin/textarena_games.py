@@ -38,9 +38,7 @@ def textarena_game(name: str, players: int = 1, games: int = DEFAULT_GAMES) -> E
     try:
         import textarena  # type: ignore[import-not-found]
     except ImportError as error:
-        raise LoadError(
-            f"--env=textarena:{name} needs textarena ({error}): pip install 'funrl[environments]'"
-        ) from error
+        raise LoadError(f"textarena:{name} needs textarena ({error}): pip install 'funrl[environments]'") from error
 
     def make() -> Any:
         return textarena.make(name.removesuffix("-raw") + "-raw")

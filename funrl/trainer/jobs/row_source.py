@@ -125,7 +125,8 @@ def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree]
         show.note(remark)
     generation = generation_of(job, parts, frozen, clock, show)
     if generation.episodes is not None and generation.episodes.chat is not None:
-        tools = bool(getattr(generation.episodes.environment, "tools", ()))
+        # a small decoder of an embedded task needs no description of its one tool
+        tools = bool(getattr(generation.episodes.environment, "tools", ())) and not task.embedded
         for line in template_limits(generation.episodes.chat, tools):
             show.note(line)
     if settings.sampling.new_tokens_per_step is None:

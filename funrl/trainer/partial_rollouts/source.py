@@ -121,7 +121,8 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
             metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
         seen, skipped = _with_some_kept(generation, seen, show, step=step)
         state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured}
-        state, emptiness = count_empty(state, step, 0 if seen.kept_PS.any() else seen.kept_PS.size, show)
+        unusable = 0 if seen.kept_PS.any() else seen.kept_PS.size
+        state, emptiness = count_empty(state, step, unusable, seen.episodes, show)
         metrics |= emptiness
         useful = np.flatnonzero(seen.kept_PS.any(1))[: schedule.batch]
         chosen = chosen_rows(examples_at(schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)

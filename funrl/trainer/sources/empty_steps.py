@@ -1,4 +1,4 @@
-"""Steps without a row to train on: the filter kept none, or each episode has failed or is unscored."""
+"""Steps without a row to train on: the filter kept none, or each episode is of a failed group or unscored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from funrl.rewards.call import RewardError
 from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.sources.source import EMPTY
 
 MOST_EMPTY = 5  # steps in a row
@@ -37,7 +38,7 @@ def skips_empty(when_empty: str, step: int, prompts: int, show: Show) -> bool:
 
 
 def count_empty(
-    state: Mapping[str, Any], step: int, unusable: int, show: Show
+    state: Mapping[str, Any], step: int, unusable: int, facts: Totals, show: Show
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Count steps in a row without a usable episode, which have no update; shows a remark.
 
@@ -45,6 +46,7 @@ def count_empty(
       state: of a source; without "empty_steps" it has no episodes, and stays as it is.
       step: number of the step.
       unusable: episodes that were run in it if none of them can be trained on; else 0.
+      facts: totals of the step's episodes, of which "failed" and "unscored" are shown.
       show: receives the remark.
 
     Returns: the state, and metrics.
@@ -55,11 +57,16 @@ def count_empty(
     if "empty_steps" not in state:
         return dict(state), {}
     count = state["empty_steps"] + 1 if unusable else 0
-    problem = f"step {step}: each of {unusable} episodes failed or is unscored"
+    failed, unscored = (int(facts.get(name, (0.0, 0))[0]) for name in ("failed", "unscored"))
+    problem = f"step {step}: none of {unusable} episodes can be trained on: {failed} failed, {unscored} are unscored"
+    if failed:
+        problem += "; a failed one leaves out its group"
+    if unscored:
+        problem += "; one that a limit ends before any reward is unscored, return 0.0 to count it as a failure"
     if count >= MOST_EMPTY:
         raise RewardError(
-            f"{problem}, as in the {count - 1} steps before; there is nothing to train on: see the remarks on failed "
-            "episodes, and try the environment with funrl generate --env"
+            f"{problem}; the {count - 1} steps before had none either: see the remarks on failed episodes, and try the "
+            "environment with funrl generate --env"
         )
     if count:
         show.note(f"{problem}; the step has no update, and the run ends after {MOST_EMPTY} such steps in a row")

@@ -186,7 +186,7 @@ def rollout_of_episodes(
     own = (*_parts_of(episodes), counts)
     parts, problems, everywhere = zip(*collectives.gather_objects(own, mesh), strict=True)
     if table.failed.any():
-        problem = next(filter(None, problems), "")[:LONGEST_REMARK]
+        problem = next(filter(None, problems), "").partition("\n")[0][:LONGEST_REMARK]
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
     done = Rollout(
         transcripts,

@@ -170,14 +170,14 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         assert spare is not None
         batches, skipped = _batches(generation, batches, spare, (step, sampled), show)
         unusable = 0 if batches[0].examples else sampled * sampling.samples
-        state, emptiness = count_empty(state, step, unusable, show)
+        entries, facts = (add_totals(*parts) for parts in zip(*totals, strict=True))
+        state, emptiness = count_empty(state, step, unusable, facts, show)
         baseline = generation.greedy_baseline and not skipped
         batch = one_step_of(generation, batches, begin, clock=clock, baseline=baseline)
         batch = batch if skipped else with_demonstrations(generation, batch, batches)
         metrics[SKIPPED] = float(skipped)
         failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
         state = {**state, "prompts_consumed": consumed, "curriculum": measured}
-        entries, facts = (add_totals(*parts) for parts in zip(*totals, strict=True))
         further = entry_metrics(entries) | episode_metrics(facts) | emptiness
         return batch, state, weighed | failures | further | (metrics if selection.filter else {})
 

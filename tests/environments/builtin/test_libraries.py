@@ -1,6 +1,7 @@
 """Games of textarena and tasks of reasoning-gym, where they are installed."""
 
 import asyncio
+import sys
 
 import pytest
 from small_policy import Scripted
@@ -26,6 +27,13 @@ def reasoning_gym():
     return pytest.importorskip(
         "reasoning_gym", reason="reasoning-gym is not installed: pip install 'funrl[environments]'"
     )
+
+
+def test_a_missing_package_is_named_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    with pytest.raises(LoadError) as refused:
+        load_environment("textarena:GuessTheNumber-v0")
+    assert str(refused.value).count("--env=") == 1 and "pip install 'funrl[environments]'" in str(refused.value)
 
 
 def test_a_game_of_one_player(textarena):
