@@ -29,7 +29,14 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "partial/": "generate",
     "perf/": "generate",
 }
-MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/")  # of the machine and its load, not of the run
+MEASURED = (  # of the machine, its load and what a cache still has, not of the run
+    "time_s/",
+    "memory/",
+    "perf/tokens_per_s",
+    "compile/",
+    "episodes/environment_s",
+    "episodes/recomputed_tokens",
+)
 KINDS = ("turns", "field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
     "generate",
