@@ -164,10 +164,13 @@ async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Epi
 
 
 def _with_forks(episode: Episode, policy: Policy) -> Episode:
-    """An episode with the trajectories from which its own forked, and with what the policy has counted."""
+    """An episode with the trajectories from which its own forked, and with what the policy has counted.
+
+    Counts that an environment gives stand: an episode of a log has those of its first run, in which it forked.
+    """
     leaves = {end.leaf for end in episode.ends}
     before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=policy.counts())
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts={**policy.counts(), **episode.counts})
 
 
 def _finite(value: object) -> bool:

@@ -96,7 +96,8 @@ class LoggedEnvironment:
         again = await self._repeated(policy, logged.episode, name)
         ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in logged.episode.ends]
         turn_rewards = {again[node]: reward for node, reward in logged.episode.turn_rewards.items()}
-        return dataclasses.replace(logged.episode, ends=ends, turn_rewards=turn_rewards)
+        states = {again[node]: state for node, state in logged.episode.states.items()}
+        return dataclasses.replace(logged.episode, ends=ends, turn_rewards=turn_rewards, states=states)
 
     async def _repeated(self, policy: Policy, episode: Episode, name: str) -> dict[Node, Node]:
         """The nodes of an episode, sampled again where the policy sampled them; all that are ready at a time."""

@@ -1,5 +1,6 @@
 """A run of episodes again: on its saved rows, and generated with the logged answers of its environment."""
 
+import dataclasses
 import json
 
 import pytest
@@ -39,7 +40,18 @@ def generated(folder, names, step=None, **settings):
     return launch(lambda mesh: replay(again, folder, step, mesh, Quiet(), logged), again.sizes, "cpu")
 
 
+class Named(Rivals):
+    """The state of each turn has a name, and the environment has counts of its own."""
+
+    async def run(self, policy, example, seed):
+        episode = await super().run(policy, example, seed)
+        sampled = [node for end in episode.ends for node in end.nodes() if node.sampled]
+        states = {node: f"round {n}" for n, node in enumerate(sampled)}
+        return dataclasses.replace(episode, states=states, counts={"forks/thinking": 1.0})
+
+
 RUNS = {
+    "states": (Named, ("policy", "rival"), {"agents": None, "steps": 3}),
     "branches": (Branching, ("policy", "other"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),
