@@ -62,6 +62,8 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return f"there are no C++ kernels for {job.dtype}"
     if isinstance(sums, str):
         return sums
+    if job.lora is not None and job.agents.policies:
+        return "the engines of second policies merge adapters, which the trainer adds"
     if is_ring(settings.devices.sequence_parallel, policy.model.abilities.heads // sizes["tensor"], sizes):
         return "ring attention adds up keys by ranks"
     return split_problem(sums, {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")})
