@@ -107,6 +107,7 @@ def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
         assert lags[-1] == (state.version - batch.version[batch.mask]).max() <= 5
         assert metrics["partial/waiting_episodes"] <= 2 * metrics["partial/unfinished_prompts"]
         assert batch.group.unique().numel() == 3 and metrics["episodes/failed"] == 0
+        assert 0 < metrics["episodes/context_tokens"] < metrics["episodes/tokens"]
         seen.update(tuple(row[:n].tolist()) for row, n in zip(batch.tokens, batch.length, strict=True))
         for n, length in enumerate(batch.length.tolist()):
             tokens, versions = batch.tokens[n, :length], batch.version[n, :length]
