@@ -159,8 +159,10 @@ async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Epi
         raise
     except (Exception, SystemExit) as error:
         return failed_episode(problem_text("the environment", error))
+    if isinstance(episode, Episode) and episode.ends and all(isinstance(end, Trajectory) for end in episode.ends):
+        episode = _with_forks(episode, policy)  # turns before a fork may have rewards
     problem = episode_problem(episode)
-    return failed_episode(problem) if problem else _with_forks(episode, policy)
+    return failed_episode(problem) if problem else episode
 
 
 def _with_forks(episode: Episode, policy: Policy) -> Episode:
