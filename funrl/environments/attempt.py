@@ -161,16 +161,20 @@ async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Epi
         raise
     except (Exception, SystemExit) as error:
         return failed_episode(problem_text("the environment", error))
+    if isinstance(episode, Episode) and episode.ends and all(isinstance(end, Trajectory) for end in episode.ends):
+        episode = _with_forks(episode, policy)  # turns before a fork may have rewards
     problem = episode_problem(episode)
-    return failed_episode(problem) if problem else _with_forks(episode, policy)
+    return failed_episode(problem) if problem else episode
 
 
 def _with_forks(episode: Episode, policy: Policy) -> Episode:
-    """An episode with the trajectories from which its own forked, and with what the policy has counted."""
+    """An episode with the trajectories from which its own forked, and with what the policy has counted.
+
+    Counts that an environment gives stand: an episode of a log has those of its first run, in which it forked.
+    """
     leaves = {end.leaf for end in episode.ends}
     before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
-    counts = {**episode.counts, **policy.counts()}  # an episode of a log has counts that nothing renders again
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=counts)
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts={**policy.counts(), **episode.counts})
 
 
 def _finite(value: object) -> bool:

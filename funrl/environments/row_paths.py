@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from funrl.environments.run import EpisodeRun
@@ -45,20 +45,24 @@ def paths_of(episode: Episode, frozen: Collection[str] = ()) -> list[RowPath]:
 
 
 def run_totals(run: EpisodeRun, recomputed: int, frozen: Collection[str]) -> dict[str, tuple[float, int]]:
-    """Totals of what a replica counted: calls of tools, forks by cause, tokens of others, and what waiting cost."""
+    """Totals of what a replica counted: those of its episodes, and what waiting and computing again cost."""
     count = len(run.episodes)
     if not count:
         return {}
-    paths = [path for _, episode in run.episodes for path in paths_of(episode, frozen)]
+    cost = {"recomputed_tokens": (float(recomputed), count), "environment_s": (run.environment_s, count)}
+    return episode_totals([episode for _, episode in run.episodes], frozen) | cost
+
+
+def episode_totals(episodes: Sequence[Episode], frozen: Collection[str]) -> dict[str, tuple[float, int]]:
+    """Totals of what episodes have: calls of tools, forks by cause, and tokens of others."""
+    if not episodes:
+        return {}
+    paths = [path for episode in episodes for path in paths_of(episode, frozen)]
     sampled = sum(len(node.tokens) for path in paths for node in path.trained)
-    sums = {
-        "context_tokens": float(sum(path.length for path in paths) - sampled),
-        "recomputed_tokens": float(recomputed),
-        "environment_s": run.environment_s,
-    }
-    has_tools = any(end.tools for _, episode in run.episodes for end in episode.ends)
-    for _, episode in run.episodes:
+    sums = {"context_tokens": float(sum(path.length for path in paths) - sampled)}
+    has_tools = any(end.tools for episode in episodes for end in episode.ends)
+    for episode in episodes:
         for name, number in episode.counts.items():
             if number or has_tools:
                 sums[name] = sums.get(name, 0.0) + number
-    return {name: (value, count) for name, value in sums.items()}
+    return {name: (value, len(episodes)) for name, value in sums.items()}

@@ -189,11 +189,15 @@ class PathPrefix(NamedTuple):
 def exchange_of(node: Node) -> list[Node]:
     """A node and those before it, back to what a user said last or to the root; that is the first one if it is.
 
-    In a cycle of tools only the node and the reply that it follows, as those before have been compared.
+    In a cycle of tools only the node and the reply that it follows, as those before have been compared; and tokens that
+    the reply had to begin with.
     """
     assert node.parent is not None
     if not any(message.get("role") == "user" for message in node.messages):
-        return [node.parent, node]
+        opening = node.parent.parent
+        if opening is None or opening.parent is None or opening.sampled or opening.messages:
+            return [node.parent, node]
+        return [opening, node.parent, node]
     nodes = [node]
     while (before := nodes[-1].parent) is not None and (before.parent is None or not _asks(before)):
         nodes.append(before)

@@ -223,8 +223,10 @@ class Policy:
         reply = leaf.messages[0] if leaf.messages else None
         tokens = chat.continuation(messages, trajectory.tools, last, reply)
         node = Node(leaf, tokens, sampled=False, messages=messages)
-        self._causes[leaf] = chat.fork_cause(exchange_of(node), trajectory.tools)
-        if not self._causes[leaf][1]:
+        cause, forks = chat.fork_cause(exchange_of(node), trajectory.tools)
+        forks = forks and all(earlier.messages for earlier in leaf.path())  # raw tokens cannot be rendered again
+        self._causes[leaf] = cause, forks
+        if not forks:
             return dataclasses.replace(trajectory, leaf=node)
         before = dataclasses.replace(trajectory, leaf=leaf)
         fork = self.start([*before.messages(), *messages], trajectory.tools, trajectory.agent)

@@ -166,7 +166,7 @@ class Session:
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory
             replies = (self._reply(policy, start, ask, number, hear) for number in range(ask.count))
-            ends = await asyncio.gather(*replies)
+            sampled = await asyncio.gather(*replies)
         except LimitReached as limit:
             self.limit = limit.status
             raise BadRequest(str(limit), code="context_length_exceeded") from limit
@@ -175,7 +175,9 @@ class Session:
                 raise
             raise BadRequest(str(error)) from error
         exchanges = []
-        for reply, end in ends:
+        for reply, end in sampled:
+            if forced:
+                reply, end = self._read_whole(ask, reply, end, forced)
             exchange = self._exchange(ask, reply, end, forced)
             self._sampled.append(end)
             self._remember(ask, exchange, end)
@@ -237,6 +239,15 @@ class Session:
         with tokens_heard(listener):
             return await policy.sample(start, ask.max_tokens, ask.stop, seed)
 
+    def _read_whole(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> tuple[Reply, Trajectory]:
+        """A reply read with the tokens that the client demanded before it, as a history has it."""
+        node = end.leaf
+        before = end.token_ids()[: -len(forced) - len(node.tokens)]
+        written = node.tokens[:-1] if node.finish == "stop" else node.tokens
+        reading = self._speech.chat.read(before, [*forced, *written], ask.tools)
+        leaf = dataclasses.replace(node, messages=(reading.message,), problems=reading.problems)
+        return Reply(*reading, tokens=node.tokens, finish=reply.finish), dataclasses.replace(end, leaf=leaf)
+
     def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
         node = end.leaf
         assert node.parent is not None and node.sampling_logp is not None and node.versions is not None
@@ -251,11 +262,10 @@ class Session:
         calls: Sequence[ReplyCall] = ()
         content = text
         if ask.tools and ask.tool_choice != "none" and stop is None:
-            reading = self._speech.chat.read(before, [*forced, *written], ask.tools) if forced else reply
-            functions = reading.tool_calls if ask.parallel else reading.tool_calls[:1]
+            functions = reply.tool_calls if ask.parallel else reply.tool_calls[:1]
             calls = [ReplyCall(_number(end, n), name, given) for n, (name, given) in enumerate(functions)]
-            if not reading.problems:
-                content = str(reading.message.get("content") or "")
+            if not reply.problems:
+                content = str(reply.message.get("content") or "")
         finish = "length" if node.finish == "length" else "calls" if calls else "stop"
         return Exchange(
             content,

@@ -29,7 +29,7 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "partial/": "generate",
     "perf/": "generate",
 }
-MEASURED = (  # of the machine and its load, not of the run
+MEASURED = (  # of the machine, its load and what a cache still has, not of the run
     "time_s/",
     "memory/",
     "perf/tokens_per_s",

@@ -62,6 +62,8 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return f"there are no C++ kernels for {job.dtype}"
     if isinstance(sums, str):
         return sums
+    if job.lora is not None and job.agents.policies:
+        return "the engines of second policies merge adapters, which the trainer adds"
     if is_ring(settings.devices.sequence_parallel, policy.model.abilities.heads // sizes["tensor"], sizes):
         return "ring attention adds up keys by ranks"
     return split_problem(sums, {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")})
@@ -99,6 +101,9 @@ class GapCheck:
         self.folder = None if checkpoints is None else Path(checkpoints).with_name(GAP_FOLDER)
         self.note = note
         self.saved = False
+        generator = parts.generator
+        assert generator is not None
+        self.searches = generator.base is None and not generator.policies  # one engine has all weights of all rows
 
     def scored(self, rows: Rows, metrics: Mapping[str, float], step: int) -> None:
         """Check rows that have been scored. Collective where there is a gap.
@@ -130,7 +135,7 @@ class GapCheck:
             return
         assert self.parts.generator is not None
         shards = held_shards(self.parts.generator.engine)
-        if any(gather_objects(shares_memory(shards, params), self.parts.mesh)):
+        if not self.searches or any(gather_objects(shares_memory(shards, params), self.parts.mesh)):
             self.note(f"{_difference(gap)}; --on_gap=stop names the token, which it scores before the update")
             return
         role = self.parts.roles[self.parts.main_role]._replace(writes={"old_logp": "logp"})
@@ -147,6 +152,8 @@ class GapCheck:
         text = f"{text}, most at {row}"
         if self.saved:
             return text
+        if not self.searches:
+            return f"{text}; `funrl bisect --gap` searches runs of one policy without adapters"
         self.saved = True
         if self.folder is None:
             return f"{text}; with --run_dir `funrl bisect RUN --gap` names the operation that differs"

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funrl.compiled_kernels import linear as kernels
 from funrl.compiled_kernels.exact import packs
-from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.compiled_kernels.exact.dispatch import kernels_work
+from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.compiled_kernels.linear import ONEDNN, linear, product, sum_of_products
 from funrl.compiled_kernels.packed import pack_linear
 from funrl.mesh.simulate import gather, per_rank, simulate

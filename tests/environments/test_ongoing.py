@@ -11,10 +11,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from small_chats import SETUP, engine_of, examples_of
+from small_chats import CHAT, SETUP, engine_of, examples_of
 from test_run import PROMPTS, Talk, run
 
 from funrl.environments.adapters import message_environment, tool_environment
+from funrl.environments.chat import TemplateChat
 from funrl.environments.ongoing import OngoingEpisodes, Round, recorded_episodes
 from funrl.environments.run import episode_groups
 from funrl.environments.workers import open_environment
@@ -23,7 +24,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.rollout.episode_records import from_record, record_from_json
 from funrl.rollout.episodes import Episode
-from funrl.rollout.policy import EpisodeLimits
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 
 
 class Branches:
@@ -68,12 +69,14 @@ def assert_equal_episodes(some, others, tolerance=0.0):
         assert (told(one)[3] - told(other)[3]).abs().max() <= tolerance
 
 
-def rounds(environment, allowance, engine=None, renewed=0, limits=EpisodeLimits(), between=lambda run: None):  # noqa: B008
+def rounds(
+    environment, allowance, engine=None, renewed=0, limits=EPISODE_LIMITS, between=lambda run: None, setup=SETUP
+):
     """All episodes and the records after each rollout, which are made anew after the first `renewed` ones."""
     engine = engine or engine_of()
     groups = episode_groups(examples_of(*PROMPTS), 3, 4)
     by_number = {group.first: group for group in groups}
-    ongoing = OngoingEpisodes(environment, SETUP, limits)
+    ongoing = OngoingEpisodes(environment, setup, limits)
     done, records, new, own = {}, [], groups, []
     while new or own:
         result = ongoing.run(engine, SINGLE, Round(new, own, allowance))
@@ -84,7 +87,7 @@ def rounds(environment, allowance, engine=None, renewed=0, limits=EpisodeLimits(
         new = []
         if len(records) <= renewed:
             ongoing.close()
-            ongoing = OngoingEpisodes(environment, SETUP, limits)
+            ongoing = OngoingEpisodes(environment, setup, limits)
     ongoing.close()
     return [episode for first in sorted(done) for episode in done[first]], records
 
@@ -98,6 +101,25 @@ def test_with_the_same_weights_episodes_are_those_of_one_rollout(name, renewed):
     assert len(records) > 2 and sum(x.waiting for x in records[0].groups) > 5
     assert_equal_episodes(episodes, whole, 1e-5)
     assert not any(run.restarted for run in records)
+
+
+class Forking(TemplateChat):
+    """Every history is rendered anew."""
+
+    def fork_cause(self, nodes, tools=()):
+        return "thinking", True
+
+
+@pytest.mark.parametrize("renewed", [0, 99], ids=["alive", "from records"])
+def test_forks_keep_the_rewards_of_their_turns_over_rollouts(renewed):
+    setup = SETUP._replace(chat=Forking(CHAT.tokenizer))
+    whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS), setup=setup).episodes]
+    assert all(episode.status == "done" and len(episode.turn_rewards) == len(episode.ends) for episode in whole)
+    assert whole[0].counts["forks/thinking"] == len(whole[0].ends) - 1 > 1
+    episodes, records = rounds(TALK, 5, renewed=renewed, setup=setup)
+    assert len(records) > 2 and not any(run.restarted for run in records)
+    assert_equal_episodes(episodes, whole, 1e-5)
+    assert [episode.counts for episode in episodes] == [episode.counts for episode in whole]
 
 
 @pytest.mark.parametrize("name", list(ENVIRONMENTS))

@@ -267,3 +267,22 @@ def test_a_fork_keeps_both_trajectories_and_the_limits_of_one():
     assert texts[1].endswith("assistant\none<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n")
     assert [computed for _, computed in engine.prompts[:2]] == [0, 0]
     assert isinstance(first.leaf, Node) and Episode([first, third], {"policy": 1.0}).agents() == ["policy"]
+
+
+def test_no_fork_leaves_out_tokens_that_are_no_message():
+    tokenizer = tokenizer_of("qwen3")
+    chat = TemplateChat(tokenizer, options=ChatOptions(history="template"))
+    engine = Scripted(tokenizer, ["one<|im_end|>", "two<|im_end|>", "<think>\nhm\n</think>\n\nthree<|im_end|>"])
+    policy = Policy(engine, PolicySetup(Sampling(), chat), 1)
+    user = {"role": "user", "content": "go"}
+    raw = tokenizer.encode("raw", add_special_tokens=False)
+
+    async def run():
+        _, end = await policy.sample(policy.start([user]))
+        _, end = await policy.sample(policy.extend(end, raw))
+        _, end = await policy.sample(policy.extend(end, [user]))
+        return policy.extend(end, [user])
+
+    nodes = list(asyncio.run(run()).nodes())
+    assert [node.sampled for node in nodes] == [False, True] * 3 + [False] and list(nodes[2].tokens) == raw
+    assert policy.counts()["drift/thinking"] == 1.0

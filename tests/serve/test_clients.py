@@ -4,7 +4,9 @@ import json
 
 import pytest
 from small_chats import CHAT, SAMPLING, SETUP, engine_of, text
-from small_servers import TOOL, anthropic_client, call, needs_clients, openai_client, scripted, serve
+from small_servers import LONG, TOOL, anthropic_client, call, needs_clients, openai_client, scripted, serve
+
+from funrl.environments.chat import ChatOptions, TemplateChat
 
 pytestmark = needs_clients
 USER = [{"role": "user", "content": "hello"}]
@@ -126,6 +128,25 @@ def test_a_demanded_call_begins_as_one(choice, begin):
     assert one.function.name == "add" and json.loads(one.function.arguments) == {"a": 4}
     (end,) = session.trajectories()
     assert not end.leaf.parent.sampled and text(end.leaf.parent.tokens) == "<tool_call>\n" + begin
+    (message,) = end.leaf.messages  # a fork renders it again
+    assert [one["function"]["arguments"] for one in message["tool_calls"]] == [{"a": 4}]
+
+
+def test_a_demanded_call_is_answered_without_a_fork():
+    chat = TemplateChat(CHAT.tokenizer, options=ChatOptions(history="template"))
+
+    async def program(endpoint):
+        async with openai_client(endpoint) as client:
+            asked = {"model": "any", "tools": [TOOL]}
+            done = await client.chat.completions.create(messages=USER, tool_choice="required", **asked)
+            message = done.choices[0].message.model_dump(exclude_none=True)
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+            await client.chat.completions.create(messages=[*USER, message, result], **asked)
+            return endpoint.session
+
+    session = serve(scripted('add", "arguments": {"a": 4}}</tool_call>', "3"), program, LONG._replace(chat=chat))
+    (end,) = session.trajectories()
+    assert len([node for node in end.nodes() if node.sampled]) == 2 and session.forks == 0
 
 
 def test_a_retry_gets_the_first_answer_and_an_equal_request_another_one():

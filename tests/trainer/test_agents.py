@@ -15,6 +15,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.rollout.episodes import Episode
 from funrl.trainer import loop
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
+from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
@@ -265,6 +266,17 @@ def test_a_policy_learns_what_it_learns_without_the_second_one():
 def test_second_policies_that_cannot_be(agents, message):
     with pytest.raises(ValueError, match=message):
         job_of(agents=agents)
+
+
+@pytest.mark.parametrize(("adapters", "exact"), [({}, True), ({"lora_rank": 2}, False)])
+def test_second_policies_have_no_gap_but_for_merged_adapters(adapters, exact):
+    trainer, state = begin(job_of(agents=TWO, on_gap="stop", dtype="float32", **adapters), single())
+    assert (gap_problem(trainer.job, trainer.parts) is None) == exact == (trainer.gap_check is not None)
+    largest = 0.0
+    for _ in range(2):
+        trainer, state, record = loop.one_step(trainer, state, lambda run, state, stage: (run, state))
+        largest = max(largest, record.metrics["rollout/logprob_gap_max"])
+    assert (largest == 0) == exact and largest < 1e-5
 
 
 @pytest.mark.slow

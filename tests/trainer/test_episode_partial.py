@@ -18,6 +18,7 @@ from test_episode_runs import episode_job
 
 from funrl import trees
 from funrl.algos import unequal_scores
+from funrl.algos.recipes import recipe
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
@@ -107,6 +108,7 @@ def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
         assert lags[-1] == (state.version - batch.version[batch.mask]).max() <= 5
         assert metrics["partial/waiting_episodes"] <= 2 * metrics["partial/unfinished_prompts"]
         assert batch.group.unique().numel() == 3 and metrics["episodes/failed"] == 0
+        assert 0 < metrics["episodes/context_tokens"] < metrics["episodes/tokens"]
         seen.update(tuple(row[:n].tolist()) for row, n in zip(batch.tokens, batch.length, strict=True))
         for n, length in enumerate(batch.length.tolist()):
             tokens, versions = batch.tokens[n, :length], batch.version[n, :length]
@@ -125,6 +127,16 @@ def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
         state = sync(trainer.parts, learn_batch(trainer, drawn, rows)[0])
     trainer.source.close()
     assert mixed > 3 and lags[0] == 0 < max(lags)
+
+
+@pytest.mark.parametrize("settings", [{}, {"new_tokens_per_step": None}], ids=["across steps", "whole"])
+def test_only_episodes_of_one_step_are_kept_to_be_repeated(settings):
+    job = job_of(compose=recipe("remax"), save_rollouts=1, **settings)
+    trainer, state = begin(job, single())
+    for _ in range(2):
+        _, state, _ = draw_batch(trainer, state)
+    trainer.source.close()
+    assert bool(trainer.source.episodes) == bool(settings)  # the greedy baseline's are whole
 
 
 SLOW_MESHES = [("dp2", "fixed"), ("tp2", "tickets")]

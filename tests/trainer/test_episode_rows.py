@@ -17,7 +17,8 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.trainer.sources.episode_rows import RowForm, rows_of_episodes, scored_rows
+from funrl.trainer.sources.episode_rows import RowForm, episode_metrics, rows_of_episodes, scored_rows
+from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch
 from funrl.trainer.steps.roles import row_fields_of
@@ -228,3 +229,9 @@ def test_episodes_are_counted_by_the_mask_that_a_role_learns_from():
         pieces = [p.batch for p in own_micro_batches(rows, 64, mask=mask, row_fields=row_fields_of(loss))]
         nums = [loss.numerators(torch.zeros(p.mask.shape, dtype=torch.float64), p)[0][0] for p in pieces]
         assert float(total["role"].denominators[0]) == pytest.approx(float(sum(nums)))
+
+
+def test_forks_that_only_some_replicas_have_are_means_over_all_episodes():
+    totals = add_totals({"failed": (2.0, 4), "forks/thinking": (1.0, 4)}, {"failed": (0.0, 4)})
+    assert episode_metrics(totals, "eval/") == {"eval/episodes/failed": 0.25, "eval/episodes/forks/thinking": 0.125}
+    assert episode_metrics({}) == {}

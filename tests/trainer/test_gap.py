@@ -57,6 +57,18 @@ def test_a_gap_where_there_should_be_none_stops_the_run_or_is_said(stop, tmp_pat
     assert len(show.notes) == 2
 
 
+def test_a_gap_of_adapters_is_said_and_not_saved(tmp_path):
+    show = Quiet(str(tmp_path / "checkpoints"))
+    trainer, state = begin(small_job(PPO, lora_rank=2), single(), show)
+    rows, _, _ = scored_batch(trainer, state)
+    rows = rows.with_fields(rollout_logp=rows.batch.rollout_logp + 1e-9)
+    show.notes.clear()
+    trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9}, 1)
+    assert "differ by 1e-09 nats" in show.notes[-1] and show.notes[-1].endswith("of one policy without adapters")
+    trainer.gap_check.learned(rows, {GAP_METRIC: 1e-9}, state.roles["policy"].params, 1)
+    assert len(show.notes) == 2 and newest_gap(tmp_path / "gap") is None
+
+
 def test_tokens_of_other_weights_are_counted_apart():
     job = small_job(GRPO, new_tokens_per_step=2, max_new_tokens=6, batch_prompts=4, lr=0.05, minibatches=2)
     trainer, state = begin(job, single())

@@ -40,17 +40,18 @@ def generated(folder, names, step=None, **settings):
     return launch(lambda mesh: replay(again, folder, step, mesh, Quiet(), logged), again.sizes, "cpu")
 
 
-class Named(Branching):
-    """Names the state of each turn."""
+class Named(Rivals):
+    """The state of each turn has a name, and the environment has counts of its own."""
 
     async def run(self, policy, example, seed):
         episode = await super().run(policy, example, seed)
         sampled = [node for end in episode.ends for node in end.nodes() if node.sampled]
-        return dataclasses.replace(episode, states={node: f"turn {len(node.path()) % 3}" for node in sampled})
+        states = {node: f"round {n}" for n, node in enumerate(sampled)}
+        return dataclasses.replace(episode, states=states, counts={"forks/thinking": 1.0})
 
 
 RUNS = {
-    "states": (Named, ("policy", "other"), {"agents": None}),
+    "states": (Named, ("policy", "rival"), {"agents": None, "steps": 3}),
     "branches": (Branching, ("policy", "other"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),

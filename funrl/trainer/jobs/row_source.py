@@ -247,7 +247,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     frozen = tuple(agent for agent in models if agent not in agents.trained)
     versions = job.settings.sampling.new_tokens_per_step is not None
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices)
-    log = [] if job.settings.run.save_rollouts else None
+    log = [] if job.settings.run.save_rollouts and not versions else None  # across steps they cannot be repeated
     return EpisodeSetup(environment, chat, limits, form, models, log)
 
 

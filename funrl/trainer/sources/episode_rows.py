@@ -205,8 +205,12 @@ def rollout_of_episodes(
 
 
 def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
-    """Metrics "episodes/...": means over episodes, and the shares of them that failed or are unscored."""
-    return {f"{prefix}episodes/{name}": value / count for name, (value, count) in totals.items() if count}
+    """Metrics "episodes/...": means over all episodes, and the shares of them that failed or are unscored.
+
+    A replica or a part of a step names no fork that none of its episodes has, so the largest count is that of all.
+    """
+    episodes = max((count for _, count in totals.values()), default=0)
+    return {f"{prefix}episodes/{name}": value / episodes for name, (value, _) in totals.items() if episodes}
 
 
 def outcome_rows(done: Rollout, rows: Rows) -> Rows:
