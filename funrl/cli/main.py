@@ -5,6 +5,7 @@ funrl ppo --help
 funrl --config=runs/ppo-20260101-120000/config.json
 funrl evaluate RUN_DIR --data=test.jsonl
 funrl generate RUN_DIR "a prompt"
+funrl serve RUN_DIR --port=8000
 funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR

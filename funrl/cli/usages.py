@@ -38,7 +38,7 @@ COMMANDS = {
         "funrl replay RUN_DIR [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
     ),
     "bisect": SmallCommand(
-        "The first difference between two runs, or between engine and trainer",
+        "The first difference of two runs or of a gap",
         "funrl bisect RUN_DIR OTHER_RUN_DIR | funrl bisect RUN_DIR --gap",
     ),
     "explain": SmallCommand(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,23 +18,12 @@ TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs",
 @functools.cache
 def embedded_task(name: str) -> EmbeddedTask:
     """The task of one of `TASK_NAMES`."""
-    from funrl.tasks import (  # here, for flags are read without numpy
-        arithmetic,
-        calculator,
-        guessing,
-        programs,
-        retry,
-        search,
-    )
+    if name in ("arithmetic", "arithmetic_moe"):
+        from funrl.tasks.arithmetic import arithmetic_task  # here, for flags are read without numpy
 
-    with_environments = {
-        "calculator": calculator.calculator_task,
-        "retry": retry.retry_task,
-        "programs": programs.programs_task,
-        "search": search.search_task,
-        "guessing": guessing.guessing_task,
-    }
-    return with_environments[name]() if name in with_environments else arithmetic.arithmetic_task(name)
+        return arithmetic_task(name)
+    # Only that of the task, for those with environments import torch.
+    return getattr(importlib.import_module(f"funrl.tasks.{name}"), f"{name}_task")()
 
 
 def is_embedded_reward(reward: object) -> bool:

@@ -83,9 +83,9 @@ def test_an_environment_by_name():
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ({"env": [talk]}, r"tools need a score of the messages; give tool_environment\(tools, score\)"),
+        ({"env": [talk]}, "tool talk needs types, and a docstring with a line for each argument"),
         ({"env": Talk()}, "each episode has its own; give the class Talk"),
-        ({"env": 3}, "env=3: an object with run, a class or a function is needed"),
+        ({"env": 3}, "env=3: an object with run, a class, a function or a list of functions is needed"),
         ({"env": int}, "class int lacks reset, step, close"),
         ({"reward": talk}, "a reward function with --env=Twice: the environment rewards its episodes"),
         ({"reward": "math"}, "--reward=math with --env=Twice: the environment rewards its episodes"),

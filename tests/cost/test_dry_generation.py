@@ -141,10 +141,14 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
         dry_run.estimate(small("grpo", judge_max_new_tokens=4090, **judge), 8, CPU)
 
 
+FROZEN = (None, "other:frozen", "other:frozen:5")
+SECOND = (None, "other:policy:second")
+
+
 def test_agents_hold_weights_and_caches():
     """Once in an engine of their own; an earlier self that is renewed once more, for the checkpoint."""
-    jobs = [small("grpo", task="calculator", agents=agents) for agents in (None, "other:frozen", "other:frozen:5")]
-    plain, kept, renewed = (dry_run.estimate(job, 20, CPU).phases for job in jobs)
+    jobs = [small("grpo", task="calculator", agents=agents) for agents in FROZEN]
+    plain, kept, renewed = (dry_run.estimate(job, 10, CPU).phases for job in jobs)
     nbytes = trees.count(jobs[0].model.shapes) * jobs[0].dtype.itemsize
     for phase in ("generate", "reshard", "update_policy"):
         weights = [phases[phase].peak["weights"] for phases in (plain, kept, renewed)]
@@ -153,8 +157,8 @@ def test_agents_hold_weights_and_caches():
 
 
 def test_a_second_policy_holds_what_the_first_one_holds():
-    plain, two = (small("grpo", task="calculator", agents=agents) for agents in (None, "other:policy:second"))
-    one, both = (dry_run.estimate(job, 20, CPU).phases for job in (plain, two))
+    plain, two = (small("grpo", task="calculator", agents=agents) for agents in SECOND)
+    one, both = (dry_run.estimate(job, 10, CPU).phases for job in (plain, two))
     model = trees.count(plain.model.shapes) * plain.dtype.itemsize
     assert both["generate"].peak["weights"] - one["generate"].peak["weights"] == 2 * model  # its own and its engine's
     assert both["update_second"].peak["optimizer"] == 2 * one["update_policy"].peak["optimizer"]

@@ -130,7 +130,9 @@ def test_a_task_of_episodes_is_estimated_with_its_turns(capsys):
     assert "32 episodes of 2 replies, 37 tokens each" in said
     assert "an engine reads 192 tokens of later turns; of 32 unfinished episodes 32 generate at a time" in said
     assert "environments take 500 ms before each later reply: 500 ms of a step are waited for, 0 s overlap" in said
-    assert "branches of episodes, and the work of their environments" in said.split("not counted: ")[1]
+    assert (
+        "branches of episodes, replies of frozen agents, and the work of environments" in said.split("not counted: ")[1]
+    )
     assert main("grpo", ["grpo", *flags, "--json"], "grpo") == 0
     episodes = json.loads(capsys.readouterr().out)["episodes"]
     assert (episodes["turns"], episodes["turn_tokens"], episodes["read_tokens"]) == (2, 6, 192)

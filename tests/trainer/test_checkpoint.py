@@ -55,7 +55,7 @@ def crash(folder, mesh="dp1", **settings):
 
 
 def measured(name):
-    return name.startswith(("memory/", "time_s/"))
+    return name.startswith(("memory/", "time_s/")) or name.endswith(("/environment_s", "/recomputed_tokens"))
 
 
 def assert_equal_steps(steps, expected):

@@ -71,6 +71,7 @@ QUICK = (
 SHOWN: dict[str, Any] = {"steps": 3, "eval_every": 1, "eval_prompts": 3, "eval_temperature": 2.0, "sample_every": 1}
 TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "critic"}
 TESTED = {  # flag: the test that fails where it does nothing
+    "agents": "trainer/test_agents.py::test_an_earlier_self_stays_or_is_renewed",
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
     "generate_mesh": "cli/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "cli/test_bad_input.py::test_cuda_without_a_gpu_is_refused",

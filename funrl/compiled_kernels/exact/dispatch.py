@@ -38,7 +38,6 @@ def computes_exactly(*tensors: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
 def has_kernels() -> bool:
     """`kernels_work` as a constant of what is compiled; see `compiled_layer`."""
     return kernels_work()

@@ -107,13 +107,11 @@ def environment_from(
 
 
 def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
-    make = _bound(kind, arguments, f"class {kind.__name__}")
-    if hasattr(kind, "run"):
-        return make()
     missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
-    if missing:
+    if missing and not hasattr(kind, "run"):
         raise TypeError(f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close")
-    return message_environment(make)
+    make = _bound(kind, arguments, f"class {kind.__name__}")
+    return make() if hasattr(kind, "run") else message_environment(make)
 
 
 def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:

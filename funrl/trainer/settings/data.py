@@ -21,10 +21,7 @@ class ExampleSettings:
 
     task: str = flag(
         "arithmetic",
-        "the embedded task, unless --prompts or --data is given; arithmetic_moe: the same with a MoE decoder; "
-        "calculator: products, by calls of a tool; retry: products, again after verdicts; "
-        "programs: written again after failed tests; search: questions, by a search of documents; guessing: a game of "
-        "two agents",
+        "the embedded task, unless --prompts or --data is given; docs/built_in_environments.md describes them",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )

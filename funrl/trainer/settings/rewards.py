@@ -83,21 +83,18 @@ class EnvironmentSettings:
 
     env: str | None = flag(
         None,
-        "FILE.py:NAME of an environment, which rewards its episodes: a class, a function or a list of tools; or "
-        "module:NAME, as of funrl.environments.builtin; textarena:GAME; reasoning_gym:TASK",
+        "environment that rewards its episodes: FILE.py:NAME, module:NAME, textarena:GAME or reasoning_gym:TASK",
         kinds=RL,
     )
     env_args: str | None = flag(
         None,
-        "arguments of the class or function that --env names, attempts:3,reward:math, or a JSON object; of a list of "
-        "tools: reward and system",
+        "arguments of what --env names, such as attempts:3,reward:math, or a JSON object",
         kinds=RL,
         example="turns:1",
     )
     agents: str | None = flag(
         None,
-        "the models of an environment's agents, as NAME:policy; NAME:policy:ROLE, a second policy; NAME:frozen, the "
-        "weights that the run began with; NAME:frozen:N, those of the policy, renewed every N steps; or NAME:DIR",
+        "models of an environment's agents: NAME:policy, NAME:policy:ROLE, NAME:frozen, NAME:frozen:N or NAME:DIR",
         kinds=RL,
         chosen="policy for each",
         example="policy:policy,other:frozen",
@@ -155,7 +152,7 @@ class EnvironmentSettings:
     )
     history: str = flag(
         "append",
-        "append: keep what was sampled; template: fork where the chat template renders a history otherwise",
+        "template: fork where the chat template renders a history otherwise",
         one_of("append", "template"),
         kinds=RL,
         effect="event",
