@@ -24,13 +24,17 @@ from funrl.environments.forms.drift import SAME, NodeText, drift_cause
 from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
 from funrl.environments.forms.tool_calls import read_message, read_reply
 from funrl.rollout.episodes import Message, Node
-from funrl.rollout.policy import ReadReply, Tools
+from funrl.rollout.policy import ReadReply, RunEndingError, Tools
 
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
 TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
 CACHED_RENDERINGS = 256  # renderings that do not depend on messages
+
+
+class UnknownFormError(TokenizerError, RunEndingError):
+    """A chat template does not show how tools are called, and no flag says it."""
 
 
 class ChatOptions(NamedTuple):
@@ -95,11 +99,12 @@ class TemplateChat:
         """Tokens of a conversation, up to the begin of the policy's turn: those of `encode_prompt`.
 
         Raises:
-          TokenizerError: there is no chat template, it refuses the messages, or calls of tools have no known form.
+          TokenizerError: there is no chat template, or it refuses the messages.
+          UnknownFormError: there are tools, and the chat template shows no known form of their calls.
         """
         if tools and not self.form and not self._own_template():
             forms = "|".join(REPLY_FORMS)
-            raise TokenizerError(
+            raise UnknownFormError(
                 f"the chat template shows no known form of calls of tools; name it: --tool_parser={forms}"
             )
         return encode_prompt(self.tokenizer, self.prepared(messages), tools, arguments=self.arguments)[0]

@@ -8,6 +8,7 @@ from small_runs import GRPO, SMALL, Quiet, begin, scored_batch
 
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.mesh.mesh import single
+from funrl.rewards.call import RewardError
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.prepare import prepare
@@ -182,3 +183,10 @@ def test_a_flag_without_an_environment_is_refused():
         check_settings(settings_of(env_args="a:1", task="calculator"))
     with pytest.raises(SettingsError, match="--reward_weights=2 with --task=calculator"):
         check_settings(settings_of(task="calculator", reward_weights="2"))
+
+
+def test_tools_without_a_known_form_of_calls_end_the_run(files):
+    (files / "answers.jsonl").write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "answer": "7"}) for n in range(20)))
+    job = job_of(files, "TOOLS", chat_template=str(files / "chat.jinja"), prompts=str(files / "answers.jsonl"))
+    with pytest.raises(RewardError, match="shows no known form of calls of tools; name it: --tool_parser=hermes"):
+        metrics_of_step(job)
