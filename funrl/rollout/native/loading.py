@@ -66,8 +66,8 @@ def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -
       ModelError: the model takes no adapters, or has none of the targets.
     """
     adapted = with_lora(model, lora)
-    if unknown := set(lora.targets).difference(name.rsplit("/", 1)[-1] for name, _ in trees.named(model.shapes)):
-        raise ModelError(f"an adapter of {sorted(unknown)[0]!r}, which the model has not")
+    if not set(lora.targets).intersection(name.rsplit("/", 1)[-1] for name, _ in trees.named(model.shapes)):
+        raise ModelError(f"an adapter of {', '.join(sorted(lora.targets))}, none of which the model has")
     shapes = trained_part(adapted, adapted.shapes)
     placed = trained_part(adapted, layouts(adapted.shapes, adapted.axes, GENERATE, sizes=mesh.sizes))
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(shapes)}
