@@ -207,7 +207,9 @@ TWO = "rival:policy:second"
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_policies_give_the_same_numbers_on_every_mesh(mesh):
     one, other = steps_of_job(mesh, TWO), steps_of_job("dp1", TWO)
-    assert one["metrics"] == [pytest.approx(metrics, rel=1e-9, abs=1e-9) for metrics in other["metrics"]]
+    for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
+        kept = [name for name in theirs if not name.endswith(("environment_s", "recomputed_tokens"))]
+        assert [ours[name] for name in kept] == pytest.approx([theirs[name] for name in kept], rel=1e-9, abs=1e-9)
     assert gap(one["weights"], other["weights"]) < 1e-9
     assert {"actor/pg_loss", "second/loss", "actor/grad_norm", "second/grad_norm"} <= other["metrics"][0].keys()
     for metrics in other["metrics"]:

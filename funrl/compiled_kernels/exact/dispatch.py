@@ -55,8 +55,8 @@ def kernels_work() -> bool:
 
 
 def is_watched() -> bool:
-    """True if some mode has to see the operators that are called."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """True if some mode, or torch.compile, has to see the operators that are called."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _transparent_modes() -> bool:
