@@ -15,6 +15,7 @@ from funrl.cli.evaluate import launched, settings_of_stored
 from funrl.cli.inference_flags import SERVE, USAGES, inference_flags
 from funrl.cli.line import read_words
 from funrl.mesh.mesh import Mesh
+from funrl.processes.workers import stops_when_asked
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
@@ -110,5 +111,5 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
             policy_for, chat, model=served.name, address=served.address, key=served.key, ready=ready
         )
 
-    with awake(engine):
+    with awake(engine), stops_when_asked():  # so that the other ranks compute until the first has ended its connections
         run_beside(engine, parts.generator.mesh, main)

@@ -117,6 +117,18 @@ def packed_decoder(
     return PackedDecoder(sizes, params, dtype, threads or torch.get_num_threads())
 
 
+def _set_adapters(step: StepCall, adapters: TokenAdapters) -> tuple[ctypes.Array, Tensor]:
+    """Let a call add the products of adapters; returns the memory that it then reads. Raises ValueError."""
+    number_N = adapters.number_N.contiguous()
+    if number_N.dtype != torch.int64 or number_N.shape[0] != step.tokens:
+        raise ValueError(f"{step.tokens} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")
+    structures = (StepAdapter * len(adapters.adapters))(*(x.structure() for x in adapters.adapters))
+    step.adapters = ctypes.addressof(structures)
+    step.adapter = number_N.data_ptr()
+    step.adapter_count = len(structures)
+    return structures, number_N
+
+
 class PackedDecoder:
     """A decoder's weights in the kernel's layout; made by `packed_decoder`.
 
@@ -292,14 +304,7 @@ class PackedDecoder:
             logits=logits_MV.data_ptr(),
             trace=None if trace is None else ctypes.addressof(trace),
         )
-        if adapters is not None:
-            number_N = adapters.number_N.contiguous()
-            if number_N.dtype != torch.int64 or number_N.shape[0] != N:
-                raise ValueError(f"{N} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")
-            structures = (StepAdapter * len(adapters.adapters))(*(x.structure() for x in adapters.adapters))
-            step.adapters = ctypes.addressof(structures)
-            step.adapter = number_N.data_ptr()
-            step.adapter_count = len(structures)
+        memory = None if adapters is None else _set_adapters(step, adapters)  # which the call reads
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])
         problem = self._library.funrl_forward(*call)
         if problem == _NO_ROTATION:
@@ -307,6 +312,7 @@ class PackedDecoder:
             problem = self._library.funrl_forward(*call)
         if problem:
             raise ValueError(_PROBLEMS[problem])
+        del memory
         return logits_MV
 
     def copy_pages(self, cache: PagedKeyValues, source: Sequence[int], target: Sequence[int]) -> None:

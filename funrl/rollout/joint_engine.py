@@ -10,7 +10,7 @@ from torch import Tensor
 from funrl.rollout.engine import Engine, EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Request
 
-ALIKE = ("page_tokens", "rows")  # costs that are the policy's; the others are summed
+OF_POLICY = ("page_tokens", "rows")  # costs that are the policy's; the others are summed
 
 
 class JointEngine:
@@ -107,7 +107,9 @@ class JointEngine:
     def cost(self) -> EngineCost:
         """Sums over the engines; the sizes of a page and of a batch are those of the policy's."""
         costs = [engine.cost() for engine in self._engines.values()]
-        sums = {name: sum(getattr(cost, name) for cost in costs) for name in EngineCost._fields if name not in ALIKE}
+        sums = {
+            name: sum(getattr(cost, name) for cost in costs) for name in EngineCost._fields if name not in OF_POLICY
+        }
         return costs[0]._replace(**sums)
 
     def _by_model(self, requests: Sequence[Request]) -> dict[str, list[Request]]:

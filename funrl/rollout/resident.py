@@ -34,7 +34,7 @@ CANCEL_S = 10.0  # for a program to clean up when the engine has failed
 
 @contextlib.contextmanager
 def tokens_heard(listener: Listener | None) -> Iterator[None]:
-    """Let a listener be told the new token ids of the completions that are asked for in this context.
+    """Give a listener the new token ids of the completions that are asked for in this context.
 
     It is called after an iteration of the engine that has sampled some, but not with the last ones, which the
     completion has; an engine that completes whole requests tells nothing.

@@ -149,7 +149,7 @@ async def serve_policy(policy: Policy, note: Callable[[str], None] = _log.warnin
 
     Args:
       policy: of the episode, with a chat.
-      note: is told, once an episode, that sampling parameters of a client are not those of the run.
+      note: receives, once an episode, that sampling parameters of a client are not those of the run.
 
     Raises:
       ImportError: the packages of the extra `serve` are missing.
@@ -209,7 +209,7 @@ async def serve_until_stopped(
       model: its name.
       address: host and port.
       key: that clients give; "": a new one.
-      ready: is told the URL and the key.
+      ready: receives the URL and the key.
     """
     from funrl.serve.app import Sessions, make_app
 

@@ -136,7 +136,7 @@ class Session:
         Args:
           digest: of the request.
           again: a client library sends the request once more; the first answer is given, not another one.
-          hear: is told the tokens of a reply while they are sampled.
+          hear: receives the tokens of a reply while they are sampled.
 
         Raises:
           BadRequest: it cannot be served.

@@ -1,4 +1,4 @@
-"""An embedded task of two agents: they guess a number in turn, told its bounds, and whoever names it wins.
+"""An embedded task of two agents: they guess a number in turn, within its bounds, and whoever names it wins.
 
     user       1-15
     assistant  4

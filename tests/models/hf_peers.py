@@ -96,7 +96,9 @@ def assert_logits_and_files(peer, folder):
     with torch.no_grad():
         expected = peer(tokens_BT).logits
     assert expected.std() > 0.03
-    assert (logits_of(model, params, tokens_BT) - expected).abs().max() < 3e-5
+    exact = logits_of(model, trees.map(lambda x: x.double() if x.is_floating_point() else x, params), tokens_BT)
+    for logits in (logits_of(model, params, tokens_BT), expected):  # each has roundings of its own
+        assert (logits - exact).abs().max() < 2e-5
     hf.save(folder / "ours", model, params)
     again = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours").eval()
     with torch.no_grad():

@@ -35,14 +35,18 @@ def largest(x: Tensor, count: int) -> Tensor:
     return exact_largest(x, count) if computes_exactly(x) else x.topk(count, -1).indices
 
 
-class _ExactSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return exact_softmax(x)
+class _FromResult(torch.autograd.Function):
+    """A function whose derivative reads its result."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(output)
+
+
+class _ExactSoftmax(_FromResult):
+    @staticmethod
+    def forward(x):
+        return exact_softmax(x)
 
     @staticmethod
     @once_differentiable
@@ -51,14 +55,10 @@ class _ExactSoftmax(torch.autograd.Function):
         return torch.ops.aten._softmax_backward_data(grad, out, -1, out.dtype)
 
 
-class _ExactSigmoid(torch.autograd.Function):
+class _ExactSigmoid(_FromResult):
     @staticmethod
     def forward(x):
         return exact_sigmoid(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
 
     @staticmethod
     @once_differentiable

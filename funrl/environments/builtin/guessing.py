@@ -1,4 +1,4 @@
-"""Guess the number: two agents guess in turn, each told where the number can be, and whoever names it wins."""
+"""Guess the number: two agents guess in turn, each with the bounds of the number, and whoever names it wins."""
 
 from __future__ import annotations
 

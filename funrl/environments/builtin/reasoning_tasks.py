@@ -22,7 +22,7 @@ def reasoning_task(name: str, size: int = 1000, attempts: int = 1, **config: Any
     Args:
       name: of the data set, such as "chain_sum".
       size: number of questions, which the seed of the run chooses.
-      attempts: answers to each; after a wrong one the policy is told so.
+      attempts: answers to each; after a wrong one the policy hears so.
       config: further arguments of the data set, such as `min_terms`.
 
     Raises:

@@ -23,7 +23,7 @@ def textarena_game(name: str, players: int = 1, games: int = DEFAULT_GAMES) -> E
     """A game of textarena. Player 0 is the agent "policy", the others are "player1", "player2" and so on.
 
     An agent reads what the game and the other players have said since its last turn. The rewards are textarena's,
-    mostly from -1 to 1; they are 0 where a limit ends a game. Games of equal seed begin alike; a seed is that of the
+    mostly from -1 to 1; they are 0 where a limit ends a game. Games of equal seed begin equally; a seed is that of the
     record's field "seed", or else of the episode.
 
     Args:

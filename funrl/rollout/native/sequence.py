@@ -53,8 +53,8 @@ class RunningSequence:
 
     def is_sibling(self, other: RunningSequence) -> bool:
         """True if `other` has the same prompt and adapter, and has sampled nothing yet."""
-        alike = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
-        return alike and bool((self.text == other.text).all())
+        equal = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
+        return equal and bool((self.text == other.text).all())
 
     @property
     def limit(self) -> int:

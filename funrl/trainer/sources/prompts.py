@@ -163,10 +163,9 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             room -= len(useful)
             batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
-        count = sum(len(chosen.examples) for chosen in batches)
         if weights is not None:
             weighed["curriculum/passed_over"] = consumed - begin - sampled
-        metrics = filter_metrics(count, sampled, dropped_rows)
+        metrics = filter_metrics(sum(len(chosen.examples) for chosen in batches), sampled, dropped_rows)
         assert spare is not None
         batches, skipped = _batches(generation, batches, spare, (step, sampled), show)
         unusable = 0 if batches[0].examples else sampled * sampling.samples
