@@ -3,6 +3,7 @@
 The workers of pytest-xdist share the cache of the process that starts them, and the parts of ./test share one.
 """
 
+import gc
 import os
 import tempfile
 
@@ -14,3 +15,12 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+gc.disable()  # until all is imported and collected, which stays
+
+
+def pytest_collection_finish(session):
+    """Leave what stays to no later collection of garbage, which would read all of it, and copy it in each fork."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

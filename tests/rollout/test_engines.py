@@ -349,8 +349,24 @@ def left_behind(promise, kind, mesh):
     return [engine.unfinished() for engine in engines]
 
 
-@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.gloo] * bool(k.mesh)) for n, k in KINDS.items()])
+QUICK_ON_RANKS = [
+    log_probs_are_what_they_are_called,
+    cancelled_requests_end_at_once,
+    an_error_in_the_caller_leaves_nothing_in_flight,
+    a_pause_and_a_load_in_the_middle,
+    parts_are_the_whole,
+]
+
+
+def marks(name, promise):
+    on_ranks = bool(KINDS[name].mesh)
+    return [pytest.mark.gloo] * on_ranks + [pytest.mark.slow] * (on_ranks and promise not in QUICK_ON_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "promise"),
+    [pytest.param(n, p, marks=marks(n, p), id=f"{n}-{p.__name__}") for n in KINDS for p in CONTRACT],
+)
 def test_every_engine_keeps_its_promises(name, promise):
     kind = KINDS[name]
     absent = {"packed": NO_PACKING, "vllm": NO_VLLM}.get(name.split()[0])

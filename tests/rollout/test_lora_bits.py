@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from bit_texts import FAMILIES, Texts, model_of
+from selection import quick
 
 from funrl import trees
 from funrl.compiled_kernels.exact import low_rank
@@ -29,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 150, 12
+DRAWS, QUICK = 150, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 # Several ranks and targets, of which one has them all.
@@ -127,7 +128,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("number", [pytest.param(i, marks=[pytest.mark.slow] * (i >= QUICK)) for i in range(DRAWS)])
+@pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))
 def test_a_draw(number):
     assert draw(number).differ() == 0
 
@@ -162,7 +163,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", quick(FAULTS, ["the first factor in one part", "merged weights"]))
 def test_a_planted_fault_is_found(fault, monkeypatch):
     """In float32 the engine is right and the trainer is not."""
     right = [AdaptedTexts(family, torch.float32, 3).generate(family) for family in ("qwen3", "odd sizes")]
@@ -171,12 +172,18 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     assert sum(texts.differ() for texts in right) > 0
 
 
+ON_RANKS = [  # of each family in all dtypes, but for the quick case
+    (2, [("llama, scaled", torch.bfloat16), ("qwen2", torch.float32)]),
+    *((2, [(family, dtype) for dtype in DTYPES]) for family in ("llama, scaled", "qwen2", "gemma2")),
+    *((4, [(family, dtype) for dtype in DTYPES]) for family in ("llama", "qwen3")),
+]
+
+
 @pytest.mark.gloo
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_bits_do_not_depend_on_tensor_ranks(ranks):
+@pytest.mark.parametrize("choice", quick(ON_RANKS, ON_RANKS[:1]), ids=str)
+def test_the_bits_do_not_depend_on_tensor_ranks(choice):
     """Texts of an engine on one rank and on all, scored on one rank and on all, with and without a split stream."""
-    families = ["llama", "qwen3"] if ranks == 4 else ["llama, scaled", "qwen2", "gemma2"]
-    cases = [(family, dtype) for family in families for dtype in DTYPES]
+    ranks, cases = choice
 
     def program(mesh):
         counts = {}

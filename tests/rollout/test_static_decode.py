@@ -248,7 +248,7 @@ def replayed_on_ranks(mesh, refused):
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "refused",
-    [0, pytest.param(1, marks=pytest.mark.slow), 3],
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3],
     ids=["all replay", "the first fails", "a later one fails"],
 )
 def test_tensor_ranks_replay_together_or_not_at_all(refused):

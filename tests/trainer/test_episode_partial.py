@@ -193,6 +193,7 @@ class Interrupted(Stopping):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_goes_on(tmp_path):
     steps, _, weights = run(tmp_path / "whole")
     with pytest.raises(AttributeError, match="params"):  # it ends before its model is written

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
+from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job, whole_batch
 
 from funrl import trees
@@ -77,11 +78,14 @@ def test_the_stop_token_is_not_part_of_the_text():
     assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
 
 
-@pytest.mark.parametrize("queue", ["fixed", "tickets"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+QUEUES = [(count, queue) for count in (1, 2, 3, 5) for queue in ("fixed", "tickets")]
+
+
+@pytest.mark.parametrize("queued", quick(QUEUES, [(1, "tickets"), (5, "fixed")]), ids=str)
 @pytest.mark.gloo
-def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue):
+def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(queued):
     """An engine that repeats its prompt's first token: rows, widths and rewards must come back in order."""
+    count, queue = queued
     examples = [Example([10 + i] * (1 + i % 3), f"p{i}", {"n": i}) for i in range(count)]
 
     def echo(request):
