@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, scored_batch, small_job
 
 from funrl.compiled_kernels.kernel_library import library_problem
@@ -14,10 +15,21 @@ from funrl.trainer.loop import draw_batch, learn_batch, score_batch
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"lora_rank": 2}])
-def test_the_gap_is_0(dtype, settings):
-    job = small_job(PPO, dtype=dtype, on_gap="stop", max_new_tokens=12, token_budget=64, **settings)
+CASES = [
+    {"dtype": dtype, **more}
+    for dtype in ("float32", "float64", "bfloat16")
+    for more in ({}, {"temperature": 0.7}, {"top_p": 0.8}, {"lora_rank": 2})
+]
+QUICK = (
+    {"dtype": "bfloat16", "temperature": 0.7},
+    {"dtype": "float64", "top_p": 0.8},
+    {"dtype": "float32", "lora_rank": 2},
+)
+
+
+@pytest.mark.parametrize("settings", quick(CASES, QUICK), ids=str)
+def test_the_gap_is_0(settings):
+    job = small_job(PPO, on_gap="stop", max_new_tokens=12, token_budget=64, **settings)
     trainer, state = begin(job, single())
     assert gap_problem(trainer.job, trainer.parts) is None and trainer.gap_check is not None
     rows, _, metrics = scored_batch(trainer, state)

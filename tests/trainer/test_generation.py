@@ -142,7 +142,9 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
     assert "no such animal" in said and repr(drawn[-1].text) in said
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-10)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [pytest.param("float32", 1e-5, marks=pytest.mark.slow), ("float64", 1e-10)]
+)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
     job = small_job(dtype=dtype, max_new_tokens=12, **settings)

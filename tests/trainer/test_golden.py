@@ -69,7 +69,7 @@ def answer_reward(prompt, completion, answer, **fields):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
 def test_five_steps_of_ppo(mesh):
     assert_golden(golden_run(mesh), FILE, STEPS, 1e-12)
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, PPO, assert_same, begin, gap, run_steps, scored_batch, small_job, whole_weights
 
 from funrl.mesh.launch import launch
@@ -42,7 +43,7 @@ def two_steps(compose, mesh, score_old):
     return launch(program, job.sizes, "cpu")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", quick(ALGORITHMS, ["entropy", "ppo without a penalty"]))
 @pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=[pytest.mark.gloo, pytest.mark.slow])])
 def test_a_pass_less_gives_the_same_updates_and_metrics(name, mesh):
     records, weights = two_steps(ALGORITHMS[name], mesh, False)

@@ -58,7 +58,8 @@ def jiggle(x):
 
 def compositions():
     entropy = functools.partial(PPO, entropy_coef=0.1)
-    return pytest.mark.parametrize("compose", [PPO, entropy, GRPO], ids=["ppo", "ppo with entropy", "grpo"])
+    cases = [pytest.param(PPO, marks=pytest.mark.slow), entropy, GRPO]  # an entropy is a term more
+    return pytest.mark.parametrize("compose", cases, ids=["ppo", "ppo with entropy", "grpo"])
 
 
 def moved(state):
