@@ -60,10 +60,7 @@ def _alone(optimizer="adamw"):
     return _steps(mesh="dp1", optimizer=optimizer)
 
 
-QUICK = (
-    "dp3 fully sharded, with muon",
-    "dp2,tp2 fully sharded to tp4",
-)
+QUICK = ("dp2,tp2 fully sharded to tp4",)
 
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, QUICK))

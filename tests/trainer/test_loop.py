@@ -37,9 +37,10 @@ def test_the_mesh_to_generate_on_changes_nothing(generate_mesh):
     assert_same(run("dp2,tp2", generate_mesh=generate_mesh), run("dp1"), 1e-9)
 
 
-def test_grpo_in_float64():
+@pytest.mark.parametrize("mesh", quick(["tp2", "dp2,tp2"], ["tp2"]))
+def test_grpo_in_float64(mesh):
     settings = {"compose": GRPO, "samples_per_prompt": 3, "minibatches": 3, "epochs": 2}
-    assert_same(run("dp2,tp2", **settings), run("dp1", **settings), 1e-9)
+    assert_same(run(mesh, **settings), run("dp1", **settings), 1e-9)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import quick
 from small_runs import GRPO, gap, run_steps, small_job
 
 from funrl.algos import clipped_surrogate, token_mean
@@ -63,7 +64,7 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
     assert {s["step"] for s in samples} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("mesh", ["dp2,tp2", pytest.param("dp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", quick(["dp2", "dp4", "dp2,tp2"], ["dp2"]))
 def test_the_same_lines_and_samples_on_every_mesh(alone, mesh, tmp_path):
     _, expected, one = alone
     _, lines, run_dir = train_in(tmp_path / "other", mesh=mesh)
