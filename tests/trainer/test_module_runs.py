@@ -84,7 +84,7 @@ def test_two_steps_of_ppo_on_one_and_two_ranks(case, folders, tmp_path):
     if {
         "dp2",
         "fsdp",
-    } <= runs.keys():  # the same rows on the same ranks: shards and layers computed again change nothing
+    } <= runs.keys():  # the same rows on the same ranks
         whole, sharded = (runs[key].metrics[0] for key in ("dp2", "fsdp"))
         for key in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
             assert sharded[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
