@@ -106,7 +106,9 @@ def read_numbers(reads):
     return read
 
 
-@pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", "cosine"), ("muon", "linear")])
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"), [pytest.param("adamw", "cosine", marks=pytest.mark.slow), ("muon", "linear")]
+)
 def test_an_update_waits_once(optimizer, schedule):
     """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
     run, state = begin(small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1), single())
@@ -129,11 +131,15 @@ PLACES = {  # a function of a micro-batch that scores, of one that learns, and o
     "packing": (micro, "pack_tokens"),
     "update": (step, "apply_updates_"),
 }
+QUICK = [("scoring", "item"), ("update", "item")]
 
 
 @pytest.mark.parametrize(
     ("place", "fault"),
-    [pytest.param(p, f, marks=[] if f == "item" else pytest.mark.slow) for p, f in itertools.product(PLACES, FAULTS)],
+    [
+        pytest.param(place, fault, marks=[] if (place, fault) in QUICK else pytest.mark.slow)
+        for place, fault in itertools.product(PLACES, FAULTS)
+    ],
 )
 def test_what_waits_is_found(place, fault, monkeypatch):
     """A fault in each place, which the tests above would be failed by."""

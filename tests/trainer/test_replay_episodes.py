@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from selection import quick
@@ -108,9 +109,17 @@ def test_on_another_mesh_the_numbers_are_nearly_the_same(tmp_path):
     assert unlike(generated(folder, agents, mesh="dp2", **settings)) == []
 
 
-def test_a_differing_token_is_named(tmp_path):
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The folder of a run of one step, the names of its agents, and its settings."""
     environment, agents, settings = RUNS["frozen"]
-    folder = trained(tmp_path, environment(), steps=1, **settings)
+    settings = settings | {"steps": 1}
+    return trained(tmp_path_factory.mktemp("short"), environment(), **settings), agents, settings
+
+
+def test_a_differing_token_is_named(short, tmp_path):
+    folder, agents, settings = short
+    folder = shutil.copytree(folder, tmp_path / "other")
     file = folder / "rollouts/step-1/episodes-0.jsonl"
     lines = file.read_text().splitlines()
     number, seed, record = json.loads(lines[4])
@@ -119,7 +128,7 @@ def test_a_differing_token_is_named(tmp_path):
     tokens[-1] = (tokens[-1] + 1) % 10
     lines[4] = json.dumps([number, seed, record])
     file.write_text("\n".join(lines))
-    differences = [part for part in generated(folder, agents, steps=1, **settings)[0].differences if part.count]
+    differences = [part for part in generated(folder, agents, **settings)[0].differences if part.count]
     turns = [part.name for part in differences if part.kind == "turns"]
     assert str(differences[0]) == turns[0]
     assert turns[0].startswith(f"episode {number} ('") and f", token {len(tokens) - 1}: " in turns[0]
@@ -135,16 +144,14 @@ def test_episodes_that_are_not_there_or_damaged(tmp_path):
         read_episodes(tmp_path, 1)
 
 
-def test_an_episode_that_the_log_lacks_is_named(tmp_path):
-    environment, agents, settings = RUNS["frozen"]
-    folder = trained(tmp_path, environment(), steps=1, **settings)
+def test_an_episode_that_the_log_lacks_is_named(short):
+    folder, agents, settings = short
     with pytest.raises(RewardError, match="the log has no episode of the prompt "):
-        generated(folder, agents, steps=1, **settings | {"seed": 5})
+        generated(folder, agents, **settings | {"seed": 5})
 
 
-def test_what_is_saved_is_all_of_an_episode(tmp_path):
-    environment, _, settings = RUNS["frozen"]
-    folder = trained(tmp_path, environment(), steps=1, **settings)
+def test_what_is_saved_is_all_of_an_episode(short):
+    folder, _, _ = short
     episodes = read_episodes(folder / "rollouts", 1)
     assert sorted(logged.number for logged in episodes) == list(range(12))
     for logged in episodes:

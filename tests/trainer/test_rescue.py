@@ -72,9 +72,9 @@ def raises(*ranks):
     [
         ("dp2", {}, killed(1), "rank 1 was killed by SIGKILL"),
         ("dp2,tp2", {}, killed(0), "rank 0 was killed by SIGKILL"),
-        ("tp2", {}, raises(1), "rank 1 failed:"),
+        pytest.param("tp2", {}, raises(1), "rank 1 failed:", marks=pytest.mark.slow),
         ("dp2", {"fsdp": True}, raises(0, 1), "failed:"),
-        ("dp2", {"new_tokens_per_step": 2}, raises(1), "rank 1 failed:"),
+        pytest.param("dp2", {"new_tokens_per_step": 2}, raises(1), "rank 1 failed:", marks=pytest.mark.slow),
         ("dp2", {}, stopped(1), r"no answer for 10 s \(--stalled_after\) from rank 1 on "),
     ],
     ids=[
@@ -104,7 +104,9 @@ def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same
 
 
 @pytest.mark.parametrize(
-    ("mesh", "settings"), [("tp2", {}), ("dp2", {"new_tokens_per_step": 2})], ids=["tp2", "rows that are begun"]
+    ("mesh", "settings"),
+    [("tp2", {}), pytest.param("dp2", {"new_tokens_per_step": 2}, marks=pytest.mark.slow)],
+    ids=["tp2", "rows that are begun"],
 )
 def test_what_no_rank_holds_any_more_is_not_saved(mesh, settings, tmp_path):
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):

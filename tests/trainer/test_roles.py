@@ -48,7 +48,7 @@ MAKERS = {name: recipes.recipe(name) for name in recipes.NAMES}
 MADE = {name: make() for name, make in MAKERS.items()}
 GENERATING = [name for name, made in MADE.items() if made.advantage is not None and run_kind(made, None) == "rl"]
 COMPUTED = [*FIELDS.by(*ROLES), "greedy_score"]
-QUICK = ("ppo", "grpo", "remax", "prime", "distillation", "gdpo", "otb", "dapo", "vapo")
+QUICK = ("ppo", "remax", "prime", "distillation", "gdpo", "otb", "dapo")
 each = pytest.mark.parametrize("name", GENERATING)
 
 

@@ -148,21 +148,14 @@ def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypa
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, how",
     [
         ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
-        pytest.param("sp3", {}, marks=pytest.mark.slow),
-        pytest.param(
-            "dp2,tp2",
-            {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "dp4",
-            {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24},
-            marks=pytest.mark.slow,
-        ),
+        ("sp3", {}),
+        ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
+        ("dp4", {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
     ],
 )
 def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
