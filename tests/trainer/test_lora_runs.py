@@ -126,10 +126,11 @@ def test_a_reward_model_learns_its_head_and_adapters(tmp_path):
     assert names_of(base) == names_of(job.model) and with_value_head(base).value is not None
 
 
+@pytest.mark.slow
 def test_adapters_learn_from_texts():
     sizes = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 64}
     job = small_job(
-        sft, sizes, reward=None, steps=16, lr=3e-2, dtype="float32", batch_prompts=8, warmstart_steps=10, **LORA
+        sft, sizes, reward=None, steps=16, lr=3e-2, dtype="float32", batch_prompts=16, warmstart_steps=40, **LORA
     )
     with warm_started(job) as job:
         outcome = train_loop(job, single(), Quiet())
