@@ -34,6 +34,7 @@ ORDER = (
     "models",
     "optim",
     "algos",
+    "asynchrony",
     "rollout",
     "rewards",
     "data",
