@@ -130,7 +130,7 @@ class EstimateSettings:
     hardware: str | None = flag(
         None,
         "GPU whose memory and speed --dry_run assumes",
-        one_of("a100", "h100", "h200", "mi300x", "cpu"),
+        one_of("a100", "h100", "h200", "gb200", "mi300x", "cpu"),
         chosen="h100",
         requires="dry_run",
         effect="output",
