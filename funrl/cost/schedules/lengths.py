@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 SPREAD = 0.8  # deviation of the logarithm, where none is given
 SHARED = 0.5  # share of that variance which the completions of one prompt have in common
-LEAST = 16  # tokens of the shortest completion
+LEAST = 1  # tokens of the shortest completion
+LONGEST_DEVIATIONS = 3.0  # deviations of the longest completion of a step from the median, for about a thousand of them
 
 
 class LengthError(ValueError):
@@ -88,3 +91,33 @@ def parse_lengths(text: str) -> LengthLaw:
     if not {"mean", "max"} <= set(numbers) <= {"mean", "max", "spread"}:
         raise LengthError(f"{text!r} is not a law of lengths; write mean:2000,max:16384, perhaps with ,spread:0.8")
     return law_of_mean(numbers["mean"], int(numbers["max"]), numbers.get("spread", SPREAD))
+
+
+def law_of_run(directory: Path) -> LengthLaw:
+    """The law of the completions of a run, from its metrics: their mean, the share that was cut off, the longest.
+
+    Raises:
+      LengthError: it logged no completions, or all have one length.
+    """
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if {"response_length/mean", "response_length/max"} <= set(row)]
+    if not rows:
+        raise LengthError(f"{directory}/metrics.jsonl has no step with response_length/mean and response_length/max")
+    mean = sum(row["response_length/mean"] for row in rows) / len(rows)
+    longest = sum(row["response_length/max"] for row in rows) / len(rows)
+    most = int(max(row["response_length/max"] for row in rows))
+    if not LEAST <= mean < longest:
+        raise LengthError(f"{directory}: completions of {mean:g} tokens in the mean, {longest:g} at most, have no law")
+    cut = sum(row.get("response_length/clip_ratio", 0.0) for row in rows) / len(rows)
+    low = 0.01
+    high = 3.0
+    for _ in range(50):
+        spread = (low + high) / 2
+        law = law_of_mean(mean, most, spread)
+        beyond = 1 - _normal(math.log(most / law.median) / spread)
+        expected = law.median * math.exp(LONGEST_DEVIATIONS * spread)
+        if (beyond < cut) if cut else (expected < longest):
+            low = spread
+        else:
+            high = spread
+    return law_of_mean(mean, most, low)
