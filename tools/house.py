@@ -34,6 +34,7 @@ ORDER = (
     "models",
     "optim",
     "algos",
+    "asynchrony",
     "rollout",
     "rewards",
     "data",
@@ -57,7 +58,7 @@ INSIDE = {
     "rollout": (OWN, "native", "vllm"),
     "environments": ("forms", OWN, "builtin"),
     "trainer": ("settings", "steps", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN),
-    "cost": ("tracing", OWN, "search", "reports"),
+    "cost": ("tracing", OWN, "search", "schedules", "reports"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
 }

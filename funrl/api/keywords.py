@@ -86,9 +86,12 @@ class TrainKeywords(SharedKeywords, total=False):
     keep_rollouts: WholeValue | None
     resume: TruthValue
     overwrite: TruthValue
+    staleness: WholeValue
+    window: WholeValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None
+    lengths: TextValue | None
     json: TruthValue
     hardware: TextValue | None
     fsdp: TruthValue

@@ -167,6 +167,9 @@ TESTED = {  # flag: the test that fails where it does nothing
         "trainer/test_episode_dry_run.py::test_tokens_and_turns_are_those_of_a_real_run",
     ),
     "assume_tool_seconds": "cost/test_dry_turns.py::test_seconds_of_tools_lengthen_generation",
+    **dict.fromkeys(
+        ("staleness", "window", "lengths"), "cost/test_schedule_report.py::test_flags_decide_what_is_simulated"
+    ),
     "env": "trainer/test_env_flags.py::test_an_environment_of_a_file",
     "env_args": "trainer/test_env_flags.py::test_arguments_and_prompts_of_an_environment",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",

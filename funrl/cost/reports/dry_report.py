@@ -12,6 +12,7 @@ from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.reports.dry_json import as_object
+from funrl.cost.reports.schedule_report import schedules_object, schedules_of, schedules_text, wants_schedules
 from funrl.cost.reports.search_needs import needs_of
 from funrl.cost.reports.search_report import search_json, search_text
 from funrl.cost.search.mesh_search import Traced, search
@@ -53,6 +54,11 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
     settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
     text = report(settings, costs, tokens)
+    if wants_schedules(settings):
+        schedules = schedules_of(settings, algorithm, HARDWARE[str(settings.estimate.hardware)], tokens)
+        if settings.estimate.json:
+            return json.dumps(json.loads(text) | {"schedules": schedules_object(schedules)}, indent=1)
+        text += f"\n\n{schedules_text(schedules)}"
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
 
 

@@ -60,8 +60,24 @@ def closed_form(job: Job, width: int, hardware: Hardware) -> Rough:
     return Rough(resting + _learning(job, split) + _activations(job, split), seconds)
 
 
+def training_bytes(job: Job, width: int, hardware: Hardware) -> float:
+    """Peak bytes of a rank that trains and does not generate.
+
+    Args:
+      width: tokens of a row.
+    """
+    split = split_of(job, width, hardware)
+    return _states(job, split) + _learning(job, split) + _activations(job, split)
+
+
 def _resting(job: Job, split: MeshSplit) -> float:
     """Bytes of weights and optimizer states, and of the engine's copy."""
+    copied = isinstance(job, RLJob) and copies_weights(job, split)
+    return _states(job, split) + split.item * generated(job, split) * copied
+
+
+def _states(job: Job, split: MeshSplit) -> float:
+    """Bytes of weights and optimizer states."""
     nbytes = 0.0
     for name in job.models:
         count = stored(job, split, name)
@@ -69,7 +85,7 @@ def _resting(job: Job, split: MeshSplit) -> float:
             nbytes += count * split.item * (name == job.main_role)  # one base for all
         else:
             nbytes += count * (job.master.itemsize + MOMENT_BYTES if name in job.algorithm.losses else split.item)
-    return nbytes + split.item * generated(job, split) * (isinstance(job, RLJob) and copies_weights(job, split))
+    return nbytes
 
 
 def _learning(job: Job, split: MeshSplit) -> float:

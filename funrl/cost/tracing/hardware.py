@@ -65,6 +65,15 @@ HARDWARE = {
         link=450e9,
         network=50e9,
     ),
+    "gb200": Hardware(  # one of the two GPUs of a superchip
+        memory=186e9,
+        half=2500e12,
+        single=1250e12,
+        double=45e12,
+        bandwidth=8e12,
+        link=900e9,
+        network=50e9,
+    ),
     "mi300x": Hardware(
         memory=192e9,
         half=1307e12,

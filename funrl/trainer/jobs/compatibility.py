@@ -8,6 +8,7 @@ from typing import Any
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
+from funrl.asynchrony.behaviour import StaleLossError, check_behaviour
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
@@ -70,6 +71,21 @@ def check_algorithm(
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
+    _check_staleness(algorithm, settings)
+
+
+def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
+    staleness = settings.asynchrony.staleness
+    if staleness and not settings.estimate.dry_run:
+        raise SettingsError(
+            f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
+            "behind; add --dry_run to simulate devices of their own for both, or leave --staleness out"
+        )
+    try:
+        check_behaviour(algorithm, staleness)
+    except StaleLossError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from funrl import seeds
@@ -18,6 +19,7 @@ from funrl.trainer.settings.declaration import (
 )
 
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
+LENGTHS = r"mean:\d{1,9},max:\d{1,9}(,spread:\d{1,3}(\.\d{1,9})?)?"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,27 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class AsynchronySettings:
+    """Asynchrony, as --dry_run simulates it."""
+
+    staleness: int = flag(
+        0,
+        "versions that a group may be behind when it begins",
+        at_least(0),
+        kinds=RL,
+        effect="output",
+    )
+    window: int = flag(
+        1,
+        "places among which finished groups are consumed",
+        at_least(1),
+        kinds=RL,
+        requires="staleness",
+        effect="output",
+    )
+
+
+@dataclass(frozen=True)
 class EstimateSettings:
     """Dry run."""
 
@@ -126,11 +149,24 @@ class EstimateSettings:
         requires="dry_run",
         effect="output",
     )
+    lengths: str | None = flag(
+        None,
+        "completions that --dry_run simulates",
+        Bound(
+            "mean:TOKENS,max:TOKENS[,spread:DEVIATION], or a run directory",
+            lambda x: re.fullmatch(LENGTHS, x) is not None or (Path(x) / "metrics.jsonl").is_file(),
+        ),
+        chosen="a mean of half of --max_new_tokens",
+        kinds=RL,
+        requires="dry_run",
+        effect="output",
+        example="mean:4,max:8",
+    )
     json: bool = flag(False, "print the result of --dry_run as one JSON object", requires="dry_run", effect="output")
     hardware: str | None = flag(
         None,
         "GPU whose memory and speed --dry_run assumes",
-        one_of("a100", "h100", "h200", "mi300x", "cpu"),
+        one_of("a100", "h100", "h200", "gb200", "mi300x", "cpu"),
         chosen="h100",
         requires="dry_run",
         effect="output",

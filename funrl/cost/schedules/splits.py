@@ -1,0 +1,135 @@
+"""Ways to split devices between training and generation, each simulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost.schedules.engine_times import engine_times
+from funrl.cost.schedules.lengths import LengthLaw
+from funrl.cost.schedules.simulation import AsyncRun, Simulated, rows_together, simulate_run
+from funrl.cost.schedules.update_times import UpdateTimes
+from funrl.cost.search.closed_form import training_bytes
+from funrl.cost.search.closed_seconds import training_seconds
+from funrl.cost.search.closed_split import parameters, split_of
+from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
+from funrl.cost.tracing.turns import turns_of
+from funrl.mesh.mesh import Mesh
+from funrl.trainer.jobs.job import RLJob
+
+MOST_SPLITS = 8  # that are simulated
+SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
+
+
+class Workload(NamedTuple):
+    """Rows of a run.
+
+    Attributes:
+      lengths: of the sampled tokens of a row.
+      prompt: tokens of a prompt.
+      hardware: of each device.
+    """
+
+    lengths: LengthLaw
+    prompt: int
+    hardware: Hardware
+
+
+class DeviceSplit(NamedTuple):
+    """A way to split devices.
+
+    Attributes:
+      train, generate: numbers of devices; a run on shared devices has all in both.
+      shared: whether they are the same devices, which take turns.
+      fits: whether the formula of memory lets the trainer fit.
+      result: of the simulation.
+    """
+
+    train: int
+    generate: int
+    shared: bool
+    fits: bool
+    result: Simulated
+
+
+def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
+    """The run that trains on a job's mesh and generates on other devices.
+
+    Args:
+      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh.
+      generate: devices of the generators.
+      work: its rows.
+      rule: of admission.
+    """
+    settings = job.settings
+    hardware = work.hardware
+    model = job.models[job.main_role]
+    item = job.dtype.itemsize
+    width = work.prompt + work.lengths.mean
+    split = split_of(job, round(width), hardware)
+    rows = math.ceil(split.count / split.rows)
+    tensor = job.generate_sizes["tensor"]
+    times = engine_times(model, hardware, tensor, item)
+    turns = turns_of(settings)
+    return AsyncRun(
+        rule=rule,
+        samples=job.sampling.samples,
+        lengths=work.lengths,
+        prompt=work.prompt,
+        engine=times,
+        replicas=generate // tensor,
+        slots=rows_together(times, settings.engines.decode_rows, width),
+        update=UpdateTimes(
+            ranks=split.rows,
+            token=training_seconds(job, split, hardware) / (rows * width),
+            minibatches=settings.updates.minibatches,
+        ),
+        transfer=message_seconds(hardware, 1, item * parameters(model) / tensor, near=False),
+        environment=turns.gaps * turns.seconds,
+    )
+
+
+def simulate_rule(run: AsyncRun, rule: AdmissionRule) -> Simulated:
+    """The same run under a rule."""
+    return simulate_run(run._replace(rule=rule), steps=SIMULATED_STEPS + 3 + int(rule.staleness))
+
+
+def simulate_splits(
+    job: RLJob, on_devices: Callable[[int], RLJob], work: Workload, rule: AdmissionRule
+) -> tuple[list[DeviceSplit], dict[DeviceSplit, AsyncRun]]:
+    """Simulate splits of a job's devices, and the run in which both share all of them.
+
+    Args:
+      job: on all devices.
+      on_devices: the job whose trainer has so many devices; it raises ValueError where that cannot be.
+      work: rows of the run.
+      rule: of admission, of the splits; the shared run has staleness 0.
+
+    Returns: the splits, the fastest that fits first, and the run of each.
+    """
+    runs = {}
+    everything = Mesh(job.sizes).world
+    shared = async_run(job, everything, work, rule._replace(staleness=0, window=1))
+    width = work.prompt + work.lengths.most
+    room = work.hardware.memory * USABLE
+    fits = training_bytes(job, width, work.hardware) <= room
+    runs[DeviceSplit(everything, everything, True, fits, simulate_rule(shared, shared.rule))] = shared
+    unit = everything // job.sizes["data"]
+    for train in _counts(everything, unit, job.generate_sizes["tensor"]):
+        try:
+            trainer = on_devices(train)
+        except ValueError:  # such as rows that cannot be divided
+            continue
+        trainer_run = async_run(trainer, everything - train, work, rule)
+        fits = training_bytes(trainer, width, work.hardware) <= room
+        runs[DeviceSplit(train, everything - train, False, fits, simulate_rule(trainer_run, rule))] = trainer_run
+    return sorted(runs, key=lambda split: (not split.fits, split.result.step)), runs
+
+
+def _counts(everything: int, unit: int, tensor: int) -> Sequence[int]:
+    """Numbers of devices of a trainer: some of those that leave whole replicas for generation, evenly spaced."""
+    counts = [n for n in range(unit, everything, unit) if (everything - n) % tensor == 0]
+    stride = math.ceil((len(counts) + 1) / MOST_SPLITS)
+    return counts[stride - 1 :: stride]

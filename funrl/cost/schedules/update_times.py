@@ -1,0 +1,43 @@
+"""Seconds of an update, by the rows of its batch and the ranks that share them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class UpdateTimes(NamedTuple):
+    """Seconds of scoring and training one batch.
+
+    Attributes:
+      ranks: groups of devices that have rows of their own.
+      token: of one token of a row, scoring and all epochs.
+      pair: of one pair of tokens of a row.
+      fixed: of a mini-batch whatever its rows: optimizer, sums of gradients.
+      minibatches: updates of a batch.
+    """
+
+    ranks: int
+    token: float
+    pair: float = 0.0
+    fixed: float = 0.0
+    minibatches: int = 1
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of a batch.
+
+        Rows of a mini-batch are balanced over the ranks, and the ranks wait for the one with the most work: at least
+        the mean, the longest row, and the two rows that must share a rank if there are more rows than ranks.
+
+        Args:
+          lengths: tokens of each row, prompts included.
+        """
+        total = self.fixed * self.minibatches
+        for part in np.array_split(self.token * lengths + self.pair * lengths**2, self.minibatches):
+            if not len(part):
+                continue
+            work = np.sort(part)[::-1]
+            shared = work[self.ranks - 1] + work[self.ranks] if len(work) > self.ranks else 0.0
+            total += max(work.sum() / self.ranks, work[0], shared)
+        return float(total)
