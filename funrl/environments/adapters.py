@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
@@ -99,6 +99,80 @@ def example_messages(example: Example) -> list[Message]:
     return [{"role": "user", "content": example.text}] if example.messages is None else list(example.messages)
 
 
+class ToolOutput(NamedTuple):
+    """Result of a call of a tool.
+
+    Attributes:
+      text: that the policy reads.
+      succeeded: whether the tool gave it, and not an error.
+      reward: that the call earned; None: nothing is known of it.
+      ends: whether it ends the episode.
+    """
+
+    text: str
+    succeeded: bool = True
+    reward: float | None = None
+    ends: bool = False
+
+
+class ToolConversation(NamedTuple):
+    """A conversation in which the policy called tools.
+
+    Attributes:
+      end: trajectory up to the policy's last reply.
+      status: of the episode.
+      outputs: of all calls, those that could not be read included.
+      rewards: of replies whose calls earned one: the sums.
+    """
+
+    end: Trajectory
+    status: Status
+    outputs: Sequence[ToolOutput]
+    rewards: Mapping[Node, float]
+
+    def parts(self) -> dict[str, float]:
+        """Numbers of calls and of failed ones, as parts of an episode."""
+        failed = sum(not output.succeeded for output in self.outputs)
+        return {"tool_calls": float(len(self.outputs)), "failed_tool_calls": float(failed)}
+
+
+async def tool_conversation(
+    policy: Policy,
+    trajectory: Trajectory,
+    run_call: Callable[[str, Mapping[str, Any]], Awaitable[ToolOutput]],
+    run_problem: Callable[[str], ToolOutput] = lambda problem: ToolOutput(f"error: {problem}", succeeded=False),
+) -> ToolConversation:
+    """Let the policy call tools until it replies without a call, a call ends the episode, or a limit does.
+
+    Args:
+      trajectory: its begin, with the tools.
+      run_call: (name, arguments) -> output of a call; the calls of a reply run one after another.
+      run_problem: what could not be read of a reply -> what the policy hears of it.
+    """
+    status: Status = "done"
+    all_outputs: list[ToolOutput] = []
+    rewards: dict[Node, float] = {}
+    while True:
+        try:
+            reply, trajectory = await policy.sample(trajectory)
+        except LimitReached as limit:
+            status = limit.status
+            break
+        if not reply.tool_calls and not reply.problems:
+            break
+        outputs = [await run_call(name, arguments) for name, arguments in reply.tool_calls]
+        outputs += [run_problem(problem) for problem in reply.problems]
+        policy.answered([tuple(output) for output in outputs])
+        all_outputs += outputs
+        earned = [output.reward for output in outputs if output.reward is not None]
+        if earned:
+            rewards[trajectory.leaf] = math.fsum(earned)
+        if any(output.ends for output in outputs):
+            break
+        trajectory = policy.extend(trajectory, _tool_messages(reply.message, [output.text for output in outputs]))
+    return ToolConversation(to_last_turn(trajectory), status, all_outputs, rewards)
+
+
 class _Conversations:
     """See `message_environment`. `make` makes the other side."""
 
@@ -136,7 +210,7 @@ class _Conversations:
                 if not ended:
                     trajectory = policy.extend(trajectory, messages)
             total = math.fsum(rewards.values()) if rewards else None
-            end = _to_last_turn(trajectory)
+            end = to_last_turn(trajectory)
             return Episode([end], {trajectory.agent: total}, rewards, status=status, states=states)
         finally:
             await call(environment.close)
@@ -156,36 +230,19 @@ class _Tools:
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy call tools until it replies without a call."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        trajectory = policy.start([*system, *example_messages(example)], self.tools)
-        status: Status = "done"
-        calls = failed = 0
-        while True:
-            try:
-                reply, trajectory = await policy.sample(trajectory)
-            except LimitReached as limit:
-                status = limit.status
-                break
-            if not reply.tool_calls and not reply.problems:
-                break
-            outputs = [await self._output(name, arguments) for name, arguments in reply.tool_calls]
-            outputs += [(False, f"error: {problem}") for problem in reply.problems]
-            policy.answered(outputs)
-            calls += len(outputs)
-            failed += sum(not succeeded for succeeded, _ in outputs)
-            trajectory = policy.extend(trajectory, _tool_messages(reply.message, [text for _, text in outputs]))
-        trajectory = _to_last_turn(trajectory)
-        reward = await call(self._score, trajectory.messages(), **example.fields)
-        parts = {"tool_calls": float(calls), "failed_tool_calls": float(failed)}
-        return Episode([trajectory], {trajectory.agent: reward}, parts=parts, status=status)
+        opened = policy.start([*system, *example_messages(example)], self.tools)
+        talk = await tool_conversation(policy, opened, self._output)
+        reward = await call(self._score, talk.end.messages(), **example.fields)
+        return Episode([talk.end], {talk.end.agent: reward}, parts=talk.parts(), status=talk.status)
 
-    async def _output(self, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:
-        """Success of a call, and the text of its output or error."""
+    async def _output(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+        """Run a call."""
         if problem := argument_problem(name, arguments, self.tools):
-            return False, f"error: {problem}"
+            return ToolOutput(f"error: {problem}", succeeded=False)
         try:
-            return True, _output_text(await call(self._tools[name], **arguments))
+            return ToolOutput(output_text(await call(self._tools[name], **arguments)))
         except (Exception, SystemExit) as error:
-            return False, f"error: {_error_text(error)}"
+            return ToolOutput(f"error: {error_text(error)}", succeeded=False)
 
 
 class _Answers:
@@ -201,7 +258,7 @@ class _Answers:
             try:
                 _, trajectory = await policy.sample(trajectory)
             except LimitReached as limit:
-                last = _to_last_turn(trajectory)
+                last = to_last_turn(trajectory)
                 return Episode([last], {last.agent: None}, status=limit.status)
             answer = await call(self._answer, trajectory.messages(), **example.fields)
             policy.answered(answer)
@@ -250,14 +307,15 @@ def _checked_reward(reward: Any) -> Any:
     return reward
 
 
-def _output_text(value: Any) -> str:
+def output_text(value: Any) -> str:
     """Text of what a tool returned: itself, or JSON."""
     if isinstance(value, bytes | bytearray):
         return bytes(value).decode("utf-8", "replace")
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Name and text of an error, cut off."""
     try:
         return f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
     except Exception:  # its own text fails
@@ -274,7 +332,7 @@ def _tool_messages(reply: Message, texts: Sequence[str]) -> list[Message]:
     ]
 
 
-def _to_last_turn(trajectory: Trajectory) -> Trajectory:
+def to_last_turn(trajectory: Trajectory) -> Trajectory:
     """The trajectory up to its last sampled turn: what follows is never read."""
     node: Node | None = trajectory.leaf
     while node is not None and not node.sampled:

@@ -172,6 +172,11 @@ class Policy:
         """The chat of its setup; None: everything is token ids."""
         return self._setup.chat
 
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters of its setup."""
+        return self._setup.sampling
+
     def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
         """Begin a trajectory.
 

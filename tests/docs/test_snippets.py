@@ -30,7 +30,9 @@ PAGES = [
     "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
     "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
     "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
+    "docs/foreign_environments.md",
 ]  # fmt: skip
+SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
     "docs/resharding.md": "tests/cost/test_resharding_docs.py",
@@ -93,7 +95,7 @@ def write_files(page: str, folder: Path) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] if page == "docs/mesh.md" else []) for page in PAGES]
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW_PAGES else []) for page in PAGES]
 )
 def test_python_blocks_run(page, tmp_path):
     write_files(page, tmp_path)

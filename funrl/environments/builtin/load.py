@@ -37,7 +37,7 @@ def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> 
     named = None if library in GAME_LIBRARIES else load_object(FLAG, text)
     try:
         if named is None:
-            return _bound(GAME_LIBRARIES[library], arguments, text, first=1)(name)
+            return bound(GAME_LIBRARIES[library], arguments, text, first=1)(name)
         return environment_from(named, arguments)
     except (TypeError, ValueError) as error:
         raise LoadError(f"--{FLAG}={text}: {error}") from error
@@ -85,7 +85,7 @@ def environment_from(
       TypeError: it has another form, or does not take the arguments.
     """
     if isinstance(given, (list, tuple)):
-        return _bound(rewarded_tools, arguments, "a list of tools", first=1)(given)
+        return bound(rewarded_tools, arguments, "a list of tools", first=1)(given)
     if isinstance(given, type):
         return _of_class(given, arguments)
     if hasattr(given, "run"):
@@ -99,8 +99,8 @@ def environment_from(
     parameters = inspect.signature(given).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if any(parameter.name not in arguments for parameter in required):
-        return function_environment(_bound(given, arguments, f"{name}()", first=1))
-    environment = _bound(given, arguments, f"{name}()")()
+        return function_environment(bound(given, arguments, f"{name}()", first=1))
+    environment = bound(given, arguments, f"{name}()")()
     if not hasattr(environment, "run"):
         raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
     return environment
@@ -110,11 +110,11 @@ def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
     missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
         raise TypeError(f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close")
-    make = _bound(kind, arguments, f"class {kind.__name__}")
+    make = bound(kind, arguments, f"class {kind.__name__}")
     return make() if hasattr(kind, "run") else message_environment(make)
 
 
-def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
     """A function with its arguments by name.
 
     Args:

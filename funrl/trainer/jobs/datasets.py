@@ -26,8 +26,9 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.environments.builtin.load import environment_arguments, environment_from, load_environment
+from funrl.environments.builtin.load import environment_arguments, environment_from
 from funrl.environments.environment import Environment, PromptingEnvironment
+from funrl.foreign.load import named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
@@ -119,7 +120,7 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
     arguments = environment_arguments(settings.environments.env_args)
     if given.environment is None:
         assert settings.environments.env is not None
-        return load_environment(settings.environments.env, arguments)
+        return named_environment(settings.environments.env, arguments)
     try:
         return environment_from(given.environment, arguments)
     except (TypeError, ValueError) as error:

@@ -162,6 +162,7 @@ def _code_digest(text: str | None) -> str:
     """The digest of the files that hold functions such as "a.py:f,module:g@0.5"; "" where they are this package's."""
     files = {}
     for name in (part.rpartition(":")[0] for part in parts(text)):
+        name = name if Path(name).is_file() else name.rpartition(":")[2]  # behind the name of a framework
         file = name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", None)
         if file is not None and not name.startswith("funrl."):
             files[Path(file).name] = Path(file)

@@ -49,4 +49,4 @@ def test_the_answer_after_a_search_is_rewarded():
     assert score([*answered, {"role": "assistant", "content": "an animal"}], answer="an animal") == 1.0
     assert score([*answered, {"role": "assistant", "content": "a star"}], answer="an animal") == 0.0
     assert score(answered[:2], answer="an animal") == 0.0
-    assert asyncio.run(environment._output("search", {"query": "cat"})) == (True, "a cat is an animal")
+    assert asyncio.run(environment._output("search", {"query": "cat"})).text == "a cat is an animal"

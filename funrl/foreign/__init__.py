@@ -1,0 +1,1 @@
+"""Environments that are written for other frameworks."""

@@ -1,0 +1,105 @@
+"""Programs that talk to an endpoint, by the arguments that other frameworks give them: --env=program:FILE.py:run.
+
+async def run(base_url, api_key, ...): ... return reward
+
+| argument | value |
+|---|---|
+| `base_url`, `api_key`, `model` | of the endpoint of the episode, see `funrl.serve` |
+| `messages` | of the example |
+| `prompt` | as in the record: a text or messages |
+| `data`, `metadata` | the whole record |
+| any other | the field of the record |
+
+AReaL's `run(data, base_url, api_key, **extra)` and miles' `run_agent(base_url, prompt, ...)` have this form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from funrl.data.prompts import Example
+from funrl.environments.adapters import example_messages
+from funrl.environments.builtin.load import FLAG
+from funrl.environments.calls import call
+from funrl.environments.environment import Environment
+from funrl.loading import load_object
+from funrl.rollout.episodes import Episode, Message
+from funrl.rollout.policy import Policy
+from funrl.serve.endpoint import check_installed
+from funrl.serve.programs import endpoint_environment
+
+ENDPOINT_ARGUMENTS = ("base_url", "api_key")  # at least one of them is an argument
+
+
+def load_program(name: str, **arguments: Any) -> Environment:
+    """The environment of the program that "FILE.py:NAME" names; the arguments are the same at every call."""
+    return agent_program(load_object(FLAG, name), **arguments)
+
+
+def agent_program(program: Any, **arguments: Any) -> Environment:
+    """An environment of a program that asks an endpoint.
+
+    Args:
+      program: a function, plain or `async`, or an object or a class with `run`. It returns the reward of the episode,
+        None (unscored), or a dict with "reward" and further numbers, which become metrics.
+      arguments: of the program, the same at every call; of the class, if it takes them.
+
+    Raises:
+      TypeError: it is no such program.
+      ImportError: the packages of the extra `serve` are missing.
+    """
+    run = program
+    if isinstance(program, type) or not callable(program):
+        owner = program() if isinstance(program, type) else program
+        run = getattr(owner, "run", None)
+    if not callable(run):
+        raise TypeError(f"{program!r:.100} is neither a function nor has it run(base_url, api_key, ...)")
+    check_installed()
+    parameters = inspect.signature(run).parameters
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not more and not set(ENDPOINT_ARGUMENTS) & set(parameters):
+        raise TypeError(
+            f"{program!r:.100} takes neither {' nor '.join(ENDPOINT_ARGUMENTS)}, so that it cannot ask the endpoint"
+        )
+    unknown = [name for name in arguments if name not in parameters and not more]
+    if unknown:
+        raise TypeError(f"{program!r:.100} takes no argument {unknown[0]!r}, only {', '.join(parameters)}")
+    return _Program(run, arguments, None if more else frozenset(parameters))
+
+
+class _Program:
+    """See `agent_program`. `takes` are names of arguments; None: any."""
+
+    def __init__(self, program: Callable[..., Any], arguments: Mapping[str, Any], takes: frozenset[str] | None):
+        self._program = program
+        self._arguments = arguments
+        self._takes = takes
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Run the program with an endpoint of its own."""
+        parts: dict[str, float] = {}
+        prompt = example.messages if example.conversational else example.text
+        record = {"prompt": prompt, **example.fields}
+
+        async def program(messages: list[Message], **place: Any) -> float | None:
+            values = {"messages": messages, "data": record, "metadata": example.fields, **record, **place}
+            values |= self._arguments
+            if self._takes is not None:
+                values = {name: value for name, value in values.items() if name in self._takes}
+            result = await call(self._program, **values)
+            if isinstance(result, Mapping):
+                if "reward" not in result:
+                    raise TypeError(f"the program returned {dict(result)!r:.200}, without 'reward'")
+                numbers = {name: value for name, value in result.items() if isinstance(value, Real)}
+                parts.update({name: float(value) for name, value in numbers.items() if name != "reward"})
+                result = result["reward"]
+            return None if isinstance(result, float) and math.isnan(result) else result
+
+        bare = example._replace(fields={}, messages=example_messages(example))
+        episode = await endpoint_environment(program).run(policy, bare, seed)
+        return dataclasses.replace(episode, parts={**episode.parts, **parts})

@@ -1,0 +1,95 @@
+"""Programs by the arguments of other frameworks, in front of the endpoint."""
+
+import json
+import urllib.request
+
+import pytest
+from foreign_runs import LIMITS, run
+from small_chats import SETUP, engine_of, text
+
+from funrl.foreign.load import named_environment
+from funrl.foreign.program import agent_program
+from funrl.loading import LoadError
+
+pytest.importorskip("starlette", reason="pip install 'funrl[serve]'")
+pytest.importorskip("uvicorn", reason="pip install 'funrl[serve]'")
+
+AGENT = """
+import json, urllib.request
+
+def say(base_url, api_key, messages):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"authorization": f"Bearer {api_key}"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+def run(base_url, api_key, prompt, bonus=0.0):
+    return len(say(base_url, api_key, [{"role": "user", "content": prompt}])) + bonus
+
+class Agent:
+    async def run(self, data, **extra):
+        first = say_later(extra)
+        return {"reward": float(len(await first)), "cost": 3, "note": "text"}
+
+async def say_later(extra):
+    import asyncio
+    return await asyncio.to_thread(say, extra["base_url"], extra["api_key"], extra["messages"])
+"""
+
+
+@pytest.fixture
+def agent(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    return f"program:{tmp_path}/agent.py"
+
+
+def test_a_program_gets_the_arguments_that_it_takes(agent):
+    episode = run(named_environment(f"{agent}:run", {"bonus": 0.5}), "four", other=1)
+    assert episode.rewards == {"policy": 4.5} and episode.parts == {"forks": 0.0}
+    assert text(episode.ends[0].token_ids()) == "u>go</s>\na>four</s>"
+
+
+def test_a_class_may_return_a_reward_with_further_numbers(agent):
+    episode = run(named_environment(f"{agent}:Agent"), engine=engine_of(), setup=SETUP)
+    (node,) = [node for node in episode.ends[0].nodes() if node.sampled]
+    written = node.tokens[:-1] if node.finish == "stop" else node.tokens
+    assert episode.rewards == {"policy": float(len(text(written)))} and episode.parts["cost"] == 3.0
+    assert len(node.sampling_logp) == len(node.tokens)
+
+
+def test_no_reward_is_unscored_and_an_error_fails():
+    def ask(base_url, api_key):
+        body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "x"}]}).encode()
+        head = {"authorization": f"Bearer {api_key}"}
+        urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, head)).read()
+
+    assert run(agent_program(ask), "yes").rewards == {"policy": None}
+
+    def broken(base_url, api_key):
+        ask(base_url, api_key)
+        return {"score": 1.0}
+
+    episode = run(agent_program(broken), "yes")
+    assert episode.status == "failed" and "without 'reward'" in episode.problem
+
+    def insisting(base_url, api_key):
+        for _ in range(3):
+            ask(base_url, api_key)
+        return 1.0
+
+    episode = run(agent_program(insisting), "yes", limits=LIMITS._replace(length=8))
+    assert episode.status == "tokens" or episode.rewards == {"policy": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name,arguments,problem",
+    [
+        ("run", {"bonuss": 1}, "takes no argument 'bonuss', only base_url, api_key, prompt, bonus"),
+        ("json", {}, "is neither a function nor has it run"),
+    ],
+)
+def test_what_is_no_program_is_refused(agent, name, arguments, problem):
+    with pytest.raises(LoadError, match=problem):
+        named_environment(f"{agent}:{name}", arguments)
+    with pytest.raises(TypeError, match="takes neither base_url nor api_key"):
+        agent_program(len)
