@@ -16,13 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from funrl.serve import chat_completions, generate, messages, responses
+from funrl.serve import chat_completions, connections, generate, messages, responses
 from funrl.serve.asks import Ask, BadRequest, Body
 from funrl.serve.session import DecodeIds, Exchange, Session, replies_again, request_digest
 from funrl.serve.streams import TextStream
 
 LARGEST_BODY = 64 << 20  # bytes
-BODY_S = 60.0  # for a body to arrive
 
 
 class Events(Protocol):
@@ -198,6 +197,8 @@ async def _pieces(
         if text:
             yield _Piece(index, text)
     ends = []
+    if answer.cancelled():
+        raise BadRequest("the key has ended with its episode", status=401, code="invalid_api_key")
     for index, exchange in enumerate(await answer):
         stream = streams.get(index)
         ends.append(_End(exchange, exchange.content if stream is None else stream.finish(exchange.content)))
@@ -227,14 +228,14 @@ async def _read_body(request: Request) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(connections.BODY_S):
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
                     raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413, code="too_large")
     except TimeoutError:
-        raise BadRequest(f"the body took longer than {BODY_S:g} s", status=408, code="timeout") from None
+        raise BadRequest(f"the body took longer than {connections.BODY_S:g} s", status=408, code="timeout") from None
     return b"".join(parts)
 
 

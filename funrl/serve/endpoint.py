@@ -48,16 +48,18 @@ class HTTPServer:
     def __init__(self, app: Any, host: str = _LOOPBACK, port: int = 0):
         import uvicorn
 
+        from funrl.serve.connections import KEEP_ALIVE_S, LARGEST_HEAD, LimitedConnection
+
         self.listening = listening_socket(host, port)
         config = uvicorn.Config(
             app,
             log_level="error",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(STOP_S),
-            h11_max_incomplete_event_size=1 << 16,
-            http="h11",
+            h11_max_incomplete_event_size=LARGEST_HEAD,
+            http=LimitedConnection,
             ws="none",
         )
         self._server = uvicorn.Server(config)
