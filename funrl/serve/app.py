@@ -22,6 +22,7 @@ from funrl.serve.session import DecodeIds, Exchange, Session, replies_again, req
 from funrl.serve.streams import TextStream
 
 LARGEST_BODY = 64 << 20  # bytes
+CHUNK_S = 0.05  # between two chunks of a stream: those of single tokens would cost as much as a small model's tokens
 
 
 class Events(Protocol):
@@ -183,19 +184,30 @@ async def _pieces(
 ) -> AsyncIterator[_Piece | list[_End]]:
     """Pieces of the replies while they are sampled, if the client wants a stream; then all replies."""
     streams: dict[int, TextStream] = {}
-    new: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
-    hear = (lambda index, tokens: new.put_nowait((index, tokens))) if ask.stream else None
-    answer = asyncio.ensure_future(session.answer(ask, digest, again=again, hear=hear))
-    answer.add_done_callback(lambda _: new.put_nowait(None))
+    heard: dict[int, list[int]] = {}
+    wake = asyncio.Event()
+
+    def hear(index: int, tokens: list[int]) -> None:
+        heard.setdefault(index, []).extend(tokens)
+        wake.set()
+
+    answer = asyncio.ensure_future(session.answer(ask, digest, again=again, hear=hear if ask.stream else None))
+    answer.add_done_callback(lambda _: wake.set())
     calls = bool(ask.tools) and ask.tool_choice != "none"
-    while (heard := await new.get()) is not None:
-        index, tokens = heard
-        if calls and not session.streams_calls:
-            continue  # what is content is known at the end
-        stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
-        text = stream.feed(tokens)
-        if text:
-            yield _Piece(index, text)
+    while not answer.done():
+        await wake.wait()
+        wake.clear()
+        new = dict(heard)
+        heard.clear()
+        for index, tokens in new.items():
+            if calls and not session.streams_calls:
+                continue  # what is content is known at the end
+            stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
+            text = stream.feed(tokens)
+            if text:
+                yield _Piece(index, text)
+        if new and not answer.done():
+            await asyncio.wait({answer}, timeout=CHUNK_S)
     ends = []
     if answer.cancelled():
         raise BadRequest("the key has ended with its episode", status=401, code="invalid_api_key")
