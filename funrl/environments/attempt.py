@@ -153,7 +153,8 @@ def episode_problem(episode: object) -> str:
 async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Episode:
     """Run an episode; whatever it raises or returns becomes an episode."""
     try:
-        episode = await run()
+        async with policy.served:
+            episode = await run()
     except LimitReached as limit:
         ends = policy.ends()
         episode = Episode(ends, dict.fromkeys((end.agent for end in ends), None), status=limit.status)

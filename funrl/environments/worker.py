@@ -9,12 +9,12 @@ import resource
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from funrl.environments.attempt import LONGEST_PROBLEM
 from funrl.environments.calls import call
-from funrl.environments.environment import MessageEnvironment
 from funrl.processes.forks import leave_signals_to_the_rank, own_group
 from funrl.processes.parent import end_with_parent
 
@@ -22,7 +22,7 @@ from funrl.processes.parent import end_with_parent
 def host_environments(
     connection: Connection,
     others: Sequence[Connection],
-    make: Callable[[], MessageEnvironment],
+    make: Callable[[], Any],
     memory_bytes: int,
 ) -> None:
     """Main function of the process.
@@ -30,7 +30,7 @@ def host_environments(
     Args:
       connection: to the server.
       others: ends of pipes that it inherits and closes, so that their other ends see the processes end.
-      make: makes an environment.
+      make: makes an environment, or another object.
       memory_bytes: address space that it may take, beyond what it has.
     """
     for other in others:
@@ -44,10 +44,10 @@ def host_environments(
         asyncio.run(_answer_calls(connection, make))
 
 
-async def _answer_calls(connection: Connection, make: Callable[[], MessageEnvironment]) -> None:
+async def _answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
-    environments: dict[int, MessageEnvironment] = {}
+    environments: dict[int, Any] = {}
     tasks = set[asyncio.Task[None]]()
 
     async def answer(session: int, number: int, payload: bytes) -> None:

@@ -82,13 +82,26 @@ def open_environment(
     if not workers:
         yield message_environment(make)
         return
+    with open_workers(make, workers, memory_bytes) as client:
+        yield message_environment(lambda: _RemoteEnvironment(client))
+
+
+@contextlib.contextmanager
+def open_workers(make: Callable[[], Any], workers: int, memory_bytes: int = 1 << 30) -> Iterator[WorkerClient]:
+    """Open processes that hold objects whose methods are called from here; see `open_environment`.
+
+    Args:
+      make: makes the object of a session, in its process.
+      workers: bound on the processes, at least 1.
+      memory_bytes: that a process may take, beyond what it has when it is forked.
+    """
     here, there = Pipe()
     options = _Options(make, workers, memory_bytes)
     server = fork(functools.partial(_serve, there, here, os.getpid(), options))
     there.close()
-    client = _Client(here)
+    client = WorkerClient(here)
     try:
-        yield message_environment(lambda: _RemoteEnvironment(client))
+        yield client
     finally:
         client.close()
         with contextlib.suppress(ChildProcessError):
@@ -98,7 +111,7 @@ def open_environment(
 class _RemoteEnvironment:
     """A message environment in another process."""
 
-    def __init__(self, client: _Client):
+    def __init__(self, client: WorkerClient):
         self._client = client
         self._session = client.session()
         self._waiting = False
@@ -132,8 +145,8 @@ class _RemoteEnvironment:
         return value
 
 
-class _Client:
-    """The rank's side of the server."""
+class WorkerClient:
+    """The rank's side of the server. A session is an object in a process."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -148,7 +161,7 @@ class _Client:
         return next(self._sessions)
 
     async def call(self, session: int, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of the environment of a session.
+        """Call a method of the object of a session.
 
         Raises:
           RuntimeError: the method raised, or its process has ended.
@@ -202,9 +215,9 @@ def _settle(future: asyncio.Future[_Answer], answer: _Answer) -> None:
 
 
 class _Options(NamedTuple):
-    """Arguments of `open_environment`."""
+    """Arguments of `open_workers`."""
 
-    make: Callable[[], MessageEnvironment]
+    make: Callable[[], Any]
     workers: int
     memory_bytes: int
 

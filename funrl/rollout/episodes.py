@@ -10,6 +10,7 @@ policy wrote is tokenised a second time.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,20 @@ from funrl.rollout.sampling_parameters import Sampling
 
 Message = Mapping[str, Any]  # of a chat: "role", "content", and perhaps "tool_calls" and others
 Status = Literal["done", "turns", "tokens", "time", "failed", "cancelled"]
+
+
+class Endpoint(NamedTuple):
+    """Address at which programs reach one agent of an episode over HTTP.
+
+    Attributes:
+      base_url: of the OpenAI dialects; others are beside it, as clients of these expect.
+      api_key: ends with the episode.
+      model: name of the model.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,3 +225,28 @@ def _asks(node: Node) -> bool:
         return False
     reply = node.parent
     return reply is None or not any(message.get("tool_calls") for message in reply.messages)
+
+
+def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
+    """Split what was given into token ids and messages, one of which is empty. Raises ValueError if both are."""
+    tokens = [token for token in content if not isinstance(token, Mapping)]
+    messages = [message for message in content if isinstance(message, Mapping)]
+    if bool(tokens) == bool(messages):
+        raise ValueError(f"give messages or token ids, at least one, instead of {list(content)[:10]!r}")
+    return tokens, messages
+
+
+def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
+    """Seed of the noise of a call, a signed 64-bit number.
+
+    It depends on nothing else: neither on the order in which concurrent calls arrive (up to an exchange of equal ones),
+    nor on the mesh. The first call of the trajectory that an episode starts first, with the sampling parameters of the
+    setup, has the seed of the episode instead.
+
+    Args:
+      seed: of the episode.
+      key: digest of all tokens before the call, and of its sampling parameters.
+      kind, number: "ordinal" among equal calls, or "seed" given by the caller.
+    """
+    digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
+    return int.from_bytes(digest.digest(), "little", signed=True)

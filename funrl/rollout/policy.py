@@ -14,10 +14,22 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from funrl.rollout.episodes import Message, Node, PathPrefix, Reply, Status, Trajectory, exchange_of
+from funrl.rollout.episodes import (
+    Endpoint,
+    Message,
+    Node,
+    PathPrefix,
+    Reply,
+    Status,
+    Trajectory,
+    call_seed,
+    exchange_of,
+    tokens_or_messages,
+)
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -99,11 +111,13 @@ class PolicySetup(NamedTuple):
       sampling: of a reply; `max_new_tokens` bounds each reply, `samples` is ignored.
       chat: renders messages and reads replies; None: everything is token ids, and messages are empty.
       models: agent -> the model that answers for it, as `Request.model`; None: any agent is the policy.
+      serve: (policy, agent) -> a context with the endpoint of an agent, such as `funrl.serve.endpoint.serve_agent`.
     """
 
     sampling: Sampling
     chat: Chat | None = None
     models: Mapping[str, str] | None = None
+    serve: Callable[[Policy, str], AbstractAsyncContextManager[Endpoint]] | None = None
 
 
 class EpisodeLimits(NamedTuple):
@@ -166,6 +180,7 @@ class Policy:
         self._causes: dict[Node, tuple[str, bool]] = {}  # by the reply that a template would render otherwise
         self._forked: dict[Node, Trajectory] = {}  # by the root of what goes on
         self._prefixes: dict[Node, PathPrefix] = {}
+        self.served = AsyncExitStack()  # the endpoints, which end with the episode
 
     @property
     def chat(self) -> Chat | None:
@@ -244,6 +259,7 @@ class Policy:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        opening: int = 0,
     ) -> tuple[Reply, Trajectory]:
         """Sample the policy's next turn.
 
@@ -251,6 +267,7 @@ class Policy:
           max_tokens: bound on its tokens; None: that of the setup, which holds in any case.
           stop: texts that end it, besides those of the setup.
           seed: makes equal calls with the same seed give the same tokens; None: they differ.
+          opening: last tokens before it that are read as its begin, such as that of a call which is demanded.
 
         Raises:
           LimitReached: a limit leaves no room for a turn.
@@ -261,9 +278,11 @@ class Policy:
         room = self._room(prefix)
         request_seed = self._call_seed(prefix, asked, model=self._model(trajectory), seed=seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
-        return await self.request(trajectory, sampling, request_seed)
+        return await self.request(trajectory, sampling, request_seed, opening)
 
-    async def request(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> tuple[Reply, Trajectory]:
+    async def request(
+        self, trajectory: Trajectory, sampling: Sampling, seed: int, opening: int = 0
+    ) -> tuple[Reply, Trajectory]:
         """Sample the next turn by the parameters and the seed of a request, such as those of a node of a log.
 
         Raises:
@@ -275,7 +294,8 @@ class Policy:
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
         if chat is not None:
-            reading = chat.read(tokens, written, trajectory.tools)
+            begin = len(tokens) - opening
+            reading = chat.read(tokens[:begin], [*tokens[begin:], *written], trajectory.tools)
             self._read["tool_calls"] += len(reading.tool_calls) + len(reading.problems)
             self._read["call_errors"] += len(reading.problems)
         node = Node(
@@ -295,6 +315,19 @@ class Policy:
         longer = dataclasses.replace(trajectory, leaf=node)
         self._sampled.append(longer)
         return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+
+    async def endpoint(self, agent: str = "policy") -> Endpoint:
+        """Serve an agent over HTTP until the episode ends; `ends` gives the trajectories of its replies.
+
+        Raises:
+          ImportError: the packages of the extra `serve` are missing.
+          ValueError: the setup has no server or no chat.
+          UnknownAgentError: the run does not know the agent.
+        """
+        self._check_agent(agent)
+        if self._setup.serve is None:
+            raise ValueError("the policy has no server: give PolicySetup serve=funrl.serve.endpoint.serve_agent")
+        return await self.served.enter_async_context(self._setup.serve(self, agent))
 
     def answered(self, answer: object) -> None:
         """Take note of what the environment itself answered, such as the messages and the reward of a turn.
@@ -408,28 +441,3 @@ class Policy:
         if ordinal == 0 and not model and asked == default and prefix.tokens == self._first:
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
-
-
-def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
-    """Split what was given into token ids and messages, one of which is empty. Raises ValueError if both are."""
-    tokens = [token for token in content if not isinstance(token, Mapping)]
-    messages = [message for message in content if isinstance(message, Mapping)]
-    if bool(tokens) == bool(messages):
-        raise ValueError(f"give messages or token ids, at least one, instead of {list(content)[:10]!r}")
-    return tokens, messages
-
-
-def call_seed(seed: int, key: bytes, kind: str, number: int) -> int:
-    """Seed of the noise of a call, a signed 64-bit number.
-
-    It depends on nothing else: neither on the order in which concurrent calls arrive (up to an exchange of equal ones),
-    nor on the mesh. The first call of the trajectory that an episode starts first, with the sampling parameters of the
-    setup, has the seed of the episode instead.
-
-    Args:
-      seed: of the episode.
-      key: digest of all tokens before the call, and of its sampling parameters.
-      kind, number: "ordinal" among equal calls, or "seed" given by the caller.
-    """
-    digest = hashlib.blake2b(f"{seed} {kind} {number} ".encode() + key, digest_size=8)
-    return int.from_bytes(digest.digest(), "little", signed=True)

@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from funrl.serve import chat_completions, generate, messages, responses
+from funrl.serve import chat_completions, connections, generate, messages, responses
 from funrl.serve.asks import Ask, BadRequest, Body
 from funrl.serve.session import DecodeIds, Exchange, Session, replies_again, request_digest
 from funrl.serve.streams import TextStream
 
 LARGEST_BODY = 64 << 20  # bytes
-BODY_S = 60.0  # for a body to arrive
+CHUNK_S = 0.05  # between two chunks of a stream: those of single tokens would cost as much as a small model's tokens
 
 
 class Events(Protocol):
@@ -184,20 +184,33 @@ async def _pieces(
 ) -> AsyncIterator[_Piece | list[_End]]:
     """Pieces of the replies while they are sampled, if the client wants a stream; then all replies."""
     streams: dict[int, TextStream] = {}
-    new: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
-    hear = (lambda index, tokens: new.put_nowait((index, tokens))) if ask.stream else None
-    answer = asyncio.ensure_future(session.answer(ask, digest, again=again, hear=hear))
-    answer.add_done_callback(lambda _: new.put_nowait(None))
+    heard: dict[int, list[int]] = {}
+    wake = asyncio.Event()
+
+    def hear(index: int, tokens: list[int]) -> None:
+        heard.setdefault(index, []).extend(tokens)
+        wake.set()
+
+    answer = asyncio.ensure_future(session.answer(ask, digest, again=again, hear=hear if ask.stream else None))
+    answer.add_done_callback(lambda _: wake.set())
     calls = bool(ask.tools) and ask.tool_choice != "none"
-    while (heard := await new.get()) is not None:
-        index, tokens = heard
-        if calls and not session.streams_calls:
-            continue  # what is content is known at the end
-        stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
-        text = stream.feed(tokens)
-        if text:
-            yield _Piece(index, text)
+    while not answer.done():
+        await wake.wait()
+        wake.clear()
+        new = dict(heard)
+        heard.clear()
+        for index, tokens in new.items():
+            if calls and not session.streams_calls:
+                continue  # what is content is known at the end
+            stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
+            text = stream.feed(tokens)
+            if text:
+                yield _Piece(index, text)
+        if new and not answer.done():
+            await asyncio.wait({answer}, timeout=CHUNK_S)
     ends = []
+    if answer.cancelled():
+        raise BadRequest("the key has ended with its episode", status=401, code="invalid_api_key")
     for index, exchange in enumerate(await answer):
         stream = streams.get(index)
         ends.append(_End(exchange, exchange.content if stream is None else stream.finish(exchange.content)))
@@ -227,14 +240,14 @@ async def _read_body(request: Request) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(connections.BODY_S):
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
                     raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413, code="too_large")
     except TimeoutError:
-        raise BadRequest(f"the body took longer than {BODY_S:g} s", status=408, code="timeout") from None
+        raise BadRequest(f"the body took longer than {connections.BODY_S:g} s", status=408, code="timeout") from None
     return b"".join(parts)
 
 

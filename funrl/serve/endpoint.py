@@ -1,8 +1,10 @@
 """Endpoints of episodes: a server beside the engine's steps, with a key for each episode.
 
-async with serve_policy(policy, speech) as endpoint:
-await agent(endpoint.base_url, endpoint.api_key)
-episode = Episode(endpoint.session.trajectories(), {"policy": reward})
+async with serve_policy(policy) as (endpoint, session):
+reward = await agent(endpoint.base_url, endpoint.api_key)
+episode = Episode(session.trajectories(), {"policy": reward})
+
+An environment that calls `policy.endpoint` has the same without this file; see `funrl.rollout.policy.Policy`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from weakref import WeakKeyDictionary
 
 from funrl.environments.chat import TemplateChat
 from funrl.environments.forms.response_templates import OPEN
-from funrl.rollout.policy import Policy
+from funrl.rollout.episodes import Endpoint
+from funrl.rollout.policy import LimitReached, Policy
 from funrl.serve.asks import Ask
 from funrl.serve.session import Sampler, Session, Speech
 
@@ -32,19 +35,10 @@ EPISODE_MODEL = "policy"  # name of the model of an episode
 KEPT_EXCHANGES = 4096  # exchanges that a server of a model remembers
 
 
-class Endpoint(NamedTuple):
-    """Place of the policy of an episode.
+class ServedAgent(NamedTuple):
+    """An agent of an episode that is served, and what was said."""
 
-    Attributes:
-      base_url: of the OpenAI dialects; others are beside it, as clients of these expect.
-      api_key: of the episode; it ends with it.
-      model: name of the model.
-      session: what was said.
-    """
-
-    base_url: str
-    api_key: str
-    model: str
+    endpoint: Endpoint
     session: Session
 
 
@@ -54,16 +48,18 @@ class HTTPServer:
     def __init__(self, app: Any, host: str = _LOOPBACK, port: int = 0):
         import uvicorn
 
+        from funrl.serve.connections import KEEP_ALIVE_S, LARGEST_HEAD, LimitedConnection
+
         self.listening = listening_socket(host, port)
         config = uvicorn.Config(
             app,
             log_level="error",
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(STOP_S),
-            h11_max_incomplete_event_size=1 << 16,
-            http="h11",
+            h11_max_incomplete_event_size=LARGEST_HEAD,
+            http=LimitedConnection,
             ws="none",
         )
         self._server = uvicorn.Server(config)
@@ -142,14 +138,17 @@ def speech_of(chat: TemplateChat) -> Speech:
 
 
 @contextlib.asynccontextmanager
-async def serve_policy(policy: Policy, note: Callable[[str], None] = _log.warning) -> AsyncIterator[Endpoint]:
-    """Serve the policy of one episode on loopback, under a key of its own, as long as the context lasts.
+async def serve_policy(
+    policy: Policy, agent: str = "policy", note: Callable[[str], None] = _log.warning
+) -> AsyncIterator[ServedAgent]:
+    """Serve an agent of one episode on loopback, under a key of its own, as long as the context lasts.
 
     All episodes of an event loop share a server. Sampling parameters are those of the run, whatever a client asks for.
 
     Args:
       policy: of the episode, with a chat.
-      note: receives, once an episode, that sampling parameters of a client are not those of the run.
+      agent: whose trajectories the replies are.
+      note: receives, once a key, that sampling parameters of a client are not those of the run.
 
     Raises:
       ImportError: the packages of the extra `serve` are missing.
@@ -167,14 +166,30 @@ async def serve_policy(policy: Policy, note: Callable[[str], None] = _log.warnin
             note(f"the run's sampling parameters replace those of a client, {dict(ask.sampling)}")
         return policy
 
-    session = Session(policy_for, speech_of(chat))
+    session = Session(policy_for, speech_of(chat), agent=agent)
     shared = await _server_of_loop(chat)
     key = shared.sessions.open(session)
     try:
-        yield Endpoint(f"{shared.server.url}/v1", key, EPISODE_MODEL, session)
+        yield ServedAgent(Endpoint(f"{shared.server.url}/v1", key, EPISODE_MODEL), session)
     finally:
         shared.sessions.close(key)
         await session.close()
+
+
+@contextlib.asynccontextmanager
+async def serve_agent(policy: Policy, agent: str) -> AsyncIterator[Endpoint]:
+    """As `serve_policy`, for `PolicySetup`.
+
+    Raises:
+      LimitReached: an error, in place of it, that follows a request which would have passed a limit.
+    """
+    async with serve_policy(policy, agent) as (endpoint, session):
+        try:
+            yield endpoint
+        except Exception as error:
+            if session.limit is None:
+                raise
+            raise LimitReached(session.limit, f"a request passed a limit, and the program ended: {error}") from error
 
 
 async def _server_of_loop(chat: TemplateChat) -> _Shared:

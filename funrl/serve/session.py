@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +36,12 @@ class Sampler(Protocol):
     def start(self, content: Any, tools: Any = (), agent: str = "policy") -> Trajectory: ...
     def extend(self, trajectory: Trajectory, content: Any) -> Trajectory: ...
     async def sample(
-        self, trajectory: Trajectory, max_tokens: int | None = None, stop: Sequence[str] = (), seed: int | None = None
+        self,
+        trajectory: Trajectory,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        opening: int = 0,
     ) -> tuple[Reply, Trajectory]: ...
 
 
@@ -165,7 +171,8 @@ class Session:
             trajectory = self._begin(policy, ask)
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory
-            replies = (self._reply(policy, start, ask, number, hear) for number in range(ask.count))
+            sample = functools.partial(policy.sample, start, ask.max_tokens, ask.stop, opening=len(forced))
+            replies = (_reply(sample, ask, number, hear) for number in range(ask.count))
             sampled = await asyncio.gather(*replies)
         except LimitReached as limit:
             self.limit = limit.status
@@ -176,8 +183,6 @@ class Session:
             raise BadRequest(str(error)) from error
         exchanges = []
         for reply, end in sampled:
-            if forced:
-                reply, end = self._read_whole(ask, reply, end, forced)
             exchange = self._exchange(ask, reply, end, forced)
             self._sampled.append(end)
             self._remember(ask, exchange, end)
@@ -231,23 +236,6 @@ class Session:
             )
         return self._speech.encode(opening(None if ask.tool_choice == "required" else ask.tool_choice))
 
-    async def _reply(
-        self, policy: Sampler, start: Trajectory, ask: Ask, number: int, hear: Hear | None
-    ) -> tuple[Reply, Trajectory]:
-        seed = None if ask.seed is None else ask.seed + number
-        listener = None if hear is None else lambda ids: hear(number, ids)
-        with tokens_heard(listener):
-            return await policy.sample(start, ask.max_tokens, ask.stop, seed)
-
-    def _read_whole(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> tuple[Reply, Trajectory]:
-        """A reply read with the tokens that the client demanded before it, as a history has it."""
-        node = end.leaf
-        before = end.token_ids()[: -len(forced) - len(node.tokens)]
-        written = node.tokens[:-1] if node.finish == "stop" else node.tokens
-        reading = self._speech.chat.read(before, [*forced, *written], ask.tools)
-        leaf = dataclasses.replace(node, messages=(reading.message,), problems=reading.problems)
-        return Reply(*reading, tokens=node.tokens, finish=reply.finish), dataclasses.replace(end, leaf=leaf)
-
     def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
         node = end.leaf
         assert node.parent is not None and node.sampling_logp is not None and node.versions is not None
@@ -290,6 +278,14 @@ class Session:
             _bound(self._by_history, self._kept)
         if self._kept is not None:
             del self._sampled[: -self._kept]
+
+
+async def _reply(
+    sample: Callable[..., Awaitable[tuple[Reply, Trajectory]]], ask: Ask, number: int, hear: Hear | None
+) -> tuple[Reply, Trajectory]:
+    listener = None if hear is None else lambda ids: hear(number, ids)
+    with tokens_heard(listener):
+        return await sample(seed=None if ask.seed is None else ask.seed + number)
 
 
 def request_digest(path: str, body: bytes) -> bytes:

@@ -36,6 +36,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
     "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}"),
+    "serve": (
+        "--clients=2 --requests=1 --tokens=4 --token_ms=1",
+        rf"^tokens a second, 2 clients, 1 ms a token: direct {NUMBER} \(100%\)  whole {NUMBER} .* stream {NUMBER}",
+    ),
     "speculate": (
         "--warmstart_steps=1 --rows=1 --drafts=0,2 --sizes=1x128 --repeats=1",
         rf"^ +loops, 1x128 .* drafts of 2: {NUMBER}",
@@ -45,7 +49,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
         rf"^total +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
     ),
 }  # fmt: skip
-PARTS = {"random_trainer", "vllm_peer", "weightless"}  # of the others
+PARTS = {"random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 from small_chats import SETUP, ScriptedEngine
@@ -33,8 +34,8 @@ def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, **how):
 
     async def main(resident):
         policy = Policy(resident.complete, setup, seed, limits)
-        async with serve_policy(policy, **how) as endpoint:
-            return await program(endpoint)
+        async with serve_policy(policy, **how) as (endpoint, session):
+            return await program(SimpleNamespace(**endpoint._asdict(), session=session))
 
     return run_beside(engine, SINGLE, main)
 

@@ -18,6 +18,7 @@ from funrl.mesh import collectives
 from funrl.rollout.policy import PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
+from funrl.serve.endpoint import serve_agent
 from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
 from funrl.trainer.partial_rollouts.completions import first_rollout
 from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
@@ -79,7 +80,8 @@ class EpisodeWriter:
         self._show = show
         self._samples = sampling.samples
         self._mesh = generation.engine.mesh
-        self._ongoing = OngoingEpisodes(setup.environment, PolicySetup(sampling, setup.chat), setup.limits)
+        policy = PolicySetup(sampling, setup.chat, serve=serve_agent)
+        self._ongoing = OngoingEpisodes(setup.environment, policy, setup.limits)
 
     def nothing(self) -> BegunEpisodes:
         """No groups."""

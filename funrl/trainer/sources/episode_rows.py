@@ -33,6 +33,7 @@ from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.serve.endpoint import serve_agent
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
@@ -249,7 +250,7 @@ def _run_everywhere(
     setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
 ) -> EpisodeRun:
     """Run this replica's episodes; one that cannot work ends the run on every rank."""
-    policy = PolicySetup(sampling, setup.chat, setup.models)
+    policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
     run = EpisodeRun([], 0.0, 0.0, 0.0, 0)
     problem = None
     try:
