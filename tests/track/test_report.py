@@ -104,7 +104,13 @@ def test_an_episode_is_a_conversation_with_branches_as_tabs(tmp_path):
     assert labels == {tag["id"] for tag in radios} and sum("checked" in tag for tag in radios) == 2
     assert "<details open" not in page and page.count("<details><summary>calls add") == 4
     failed = [Sample(0, "p", "", None, conversation={"branches": [], "status": "failed", "problem": "no server"})]
-    assert "failed: no server" in checked(render(read_run(run)._replace(samples=failed))).text
+    text = checked(render(read_run(run)._replace(samples=failed))).text
+    assert "failed: no server" in text and "step 0 failed" in " ".join(text.split())
+    forked = {"branches": [*branches[:1], branches[0] | {"reward": None}], "forked": 1}
+    shown = [Sample(0, "p", "c", None, conversation=forked)]
+    read = checked(render(read_run(run)._replace(samples=shown)))
+    assert "step 0 unscored" in " ".join(read.text.split()) and "1 policy before a fork 1" in read.text
+    assert ["checked" in tag for name, tag in read.tags if name == "input"] == [False, True]
 
 
 def test_report_has_every_section_and_the_headline(tmp_path):

@@ -160,7 +160,7 @@ class EpisodeWriter:
         examples = chosen.examples[:8]
         done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
         score_R = firsts.batch.score
-        done = done._replace(score=score_R, scores=score_R[:, None])
+        done = done._replace(score=score_R, scores=score_R[:, None], failed=None)
         return first_samples(self._generation, examples, done, rows=firsts, samples=1)
 
     def tree(self, held: BegunEpisodes) -> dict[str, trees.Tree]:

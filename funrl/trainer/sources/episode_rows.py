@@ -89,6 +89,8 @@ class EpisodeSetup(NamedTuple):
 class Transcript(NamedTuple):
     """Everything after the prompt of an episode's first trajectory, as a completion of its number.
 
+    Where others forked from it, it is the one that goes on, which says everything again.
+
     Attributes:
       number: of the episode.
       tokens: [T] int64.
@@ -177,7 +179,7 @@ def rollout_of_episodes(
     count = prompts * sampling.samples
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
-    transcripts = [_transcript(number, episode, form) for number, episode in episodes]
+    transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
     lengths = torch.zeros(count, dtype=torch.int64)
     for transcript in transcripts:
         lengths[transcript.number] = len(transcript.tokens)
@@ -260,14 +262,16 @@ def _run_everywhere(
     return run
 
 
-def _transcript(number: int, episode: Episode, form: RowForm) -> Transcript:
+def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     """That of the first trained trajectory. An episode that failed has none, and an empty transcript."""
-    trained = [end for end in episode.ends if end.agent not in form.frozen]
+    trained = [end for end in episode.ends[episode.forked :] if end.agent not in form.frozen]
     if not trained:
         return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode)
-    nodes = trained[0].leaf.path()
-    tokens = [token for node in nodes[1:] for token in node.tokens]
-    written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
+    opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
+    tokens = trained[0].token_ids()
+    differ = (n for n, (one, other) in enumerate(zip(opening, tokens, strict=False)) if one != other)
+    tokens = tokens[next(differ, len(opening)) :]  # a fork may have rendered even the begin otherwise
+    written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode)
 
 
@@ -402,7 +406,10 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
     read = set[Node]()  # context after a first reply
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
     for row, (episode, path) in enumerate(flat):
-        begin = turns = 0
+        begin = 0
+        # A turn has a token at least, so that no number exceeds the row whatever a template has left out.
+        turns = min(path.nodes[0].turns_before, len(path.nodes[0].tokens))
+        replied = False
         context: list[int] = []  # since the reply before
         for node in path.nodes:
             here = slice(begin, begin + len(node.tokens))
@@ -410,6 +417,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
             turn[row, here] = turns
             if node.sampled:
                 turns += 1
+                replied = True
             if node in path.trained:
                 assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
                 mask[row, here] = True
@@ -418,7 +426,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
                 state[row, here] = _digest(episode.states.get(node, context))
-            elif not node.sampled and turns and node not in read:
+            elif not node.sampled and replied and node not in read:
                 read.add(node)
                 author[row, here] = _author(node)
             context = [] if node.sampled else [*context, *node.tokens]
