@@ -19,11 +19,11 @@ from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.trainer.sources.episode_rows import (
     RowForm,
-    episode_metrics,
     rows_of_episodes,
     scored_rows,
     transcript_of,
 )
+from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch

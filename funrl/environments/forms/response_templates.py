@@ -121,7 +121,7 @@ def call_of(value: Any) -> Call:
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
-    """What is wrong with a text that is not JSON, and where, for who wrote it.
+    """Problem of a text that is not JSON, and its place, for the author of the text.
 
     >>> try:
     ...     json.loads('{"name": "f" "arguments": {}}')

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
     @property
     def missing(self) -> str:
-        """Why an episode has no reward, "failed" or "unscored"; "" where it has one, and of a completion."""
+        """Reason that an episode has no reward, "failed" or "unscored"; "" where it has one, and of a completion."""
         if self.reward is not None or not self.conversation:
             return ""
         return "failed" if self.conversation.get("status") in ("failed", "cancelled") else "unscored"

@@ -12,7 +12,6 @@ from torch import Tensor
 from funrl import trees
 from funrl.data.order import take_next
 from funrl.environments.ongoing import OngoingEpisodes, OngoingRun, Round, recorded_episodes
-from funrl.environments.row_paths import episode_totals
 from funrl.environments.run import EpisodeGroup
 from funrl.mesh import collectives
 from funrl.rollout.policy import PolicySetup
@@ -136,10 +135,8 @@ class EpisodeWriter:
         ended = [episode for record in held.records for episode in recorded_episodes(record)]
         episodes = list(zip(numbers, ended, strict=True))
         count = len(held.places)
-        counts = episode_totals(ended, self._setup.form.frozen)
-        done, rows = rollout_of_episodes(
-            self._setup, generation.engine, episodes, count, generation.sampling, counts=counts
-        )
+        examples = examples_at(generation.schedule, held.places)
+        done, rows = rollout_of_episodes(self._setup, generation.engine, episodes, examples, generation.sampling)
         kept_PS = filter_samples(generation, rows, count)
         totals = {"entries": done.entries, "episodes": done.episodes}
         return Examined(held.places, rows, kept_PS, done.scores, done.failed, **totals)
