@@ -57,8 +57,8 @@ PROGRAM_WORDS = (PROGRAM_BEGIN, "min(", "max(", "sorted(", "f([", "])==", "]) gi
 PROGRAM_ATTEMPTS = 3
 PROGRAM_TESTS = 5  # of a program; the first one is shown
 PROBLEMS = 4096  # to train on
-USING_REPORTS = 0.25  # share of the conversations that use the reports of failed tests
-GUESSING = 0.25  # share of the other ones that begin with a random program
+USING_REPORTS = 0.2  # share of the conversations that use the reports of failed tests
+GUESSING = 0.5  # share of the other ones that begin with a random program
 HELD_OUT_VALUES = 7  # of the shown lists those whose digits have a sum of which this is a divisor are held out
 LISTS = tuple(itertools.permutations(range(10), 3))  # that tests have
 LONGEST_VALUE = 12  # characters of a value in a report
@@ -163,7 +163,7 @@ def programs_task() -> EmbeddedTask:
         is_its_tokenizer=_has_tokenizer,
         model_config=lambda head: chat_model(head, vocab=32, positions=128),  # 29 are used
         max_new_tokens=8,
-        warmstart_steps=2 * IMITATION_STEPS,
+        warmstart_steps=IMITATION_STEPS,
         warmstart_demonstrations=CONVERSATIONS,
         warmstart_flags=IMITATION_FLAGS,
         demonstration_field="program",
