@@ -72,11 +72,11 @@ class Timed:
         return functools.partial(self._timed, value) if name in ("encode", "decode") else value
 
     def _timed(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             return function(*args, **named)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.seconds += time.process_time() - begin
 
 
 class Requests:
@@ -95,7 +95,7 @@ class Requests:
         self.times: list[tuple[float, float]] = []
 
     async def __call__(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
-        self.times.append((time.perf_counter(), self._tokenizer.seconds))
+        self.times.append((time.process_time(), self._tokenizer.seconds))
         return self._completion
 
 
@@ -156,11 +156,11 @@ class TimedChat(TemplateChat):
         return self._timed(super().read, *args, **named)
 
     def _timed(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             return function(*args, **named)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.seconds += time.process_time() - begin
 
 
 def trl_template() -> str:
@@ -203,10 +203,10 @@ def trl_turn(turns: int) -> float:
         prompt = tokenizer.apply_chat_template([message], tools=[count], add_generation_prompt=True, return_dict=False)
         function = {"name": "count", "arguments": {"word": "the"}}
         completion = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
-        begin = time.perf_counter()
+        begin = time.process_time()
         done = trainer._tool_call_loop([[message]], [prompt], [list(calls)], [completion], None, None, {})
         assert done[4] == turns, f"TRL has called its tool {done[4]} times"
-        seconds.append((time.perf_counter() - begin) / turns)
+        seconds.append((time.process_time() - begin) / turns)
     return min(seconds)
 
 

@@ -283,7 +283,13 @@ FIELDS = Schema(
         dtype="int",
         example=_these(*range(EXAMPLE_ROWS)),
     ),
-    turn=Field("token", "source", "turn of the path that a token is in, from 0", dtype="int", example=_two_turns),
+    turn=Field(
+        "token",
+        "source",
+        "turn of the path that a token is in, from 0; a fork goes on counting",
+        dtype="int",
+        example=_two_turns,
+    ),
     author=Field(
         "token",
         "source",

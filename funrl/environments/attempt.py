@@ -175,7 +175,9 @@ def _with_forks(episode: Episode, policy: Policy) -> Episode:
     """
     leaves = {end.leaf for end in episode.ends}
     before = [end for end in policy.before_forks(episode.ends) if end.leaf not in leaves]
-    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts={**policy.counts(), **episode.counts})
+    counts = {**policy.counts(), **episode.counts}
+    forked = len(before) + episode.forked
+    return dataclasses.replace(episode, ends=[*before, *episode.ends], counts=counts, forked=forked)
 
 
 def _finite(value: object) -> bool:

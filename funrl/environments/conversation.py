@@ -17,7 +17,7 @@ def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dic
     Its "branches" are trajectories, each with an "agent", its "reward" and "says": entries with a "role", a "text"
     and, where they apply, "sampled" (by the policy; the text is then that of its tokens), "calls" (names and arguments
     of tools), "content" (what a message with calls says beside them), "reward" (of the turn), "finish" (where a limit
-    ended the turn) and "before" (an earlier branch has it too).
+    ended the turn) and "before" (an earlier branch has it too). From the first "forked" branches others forked.
 
     Args:
       decode: token ids -> text.
@@ -32,12 +32,13 @@ def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dic
             seen.add(node)
         branches.append({"agent": end.agent, "reward": episode.rewards.get(end.agent), "says": says})
     facts = {"status": episode.status, "problem": episode.problem[:LONGEST_TEXT], "parts": dict(episode.parts)}
+    facts["forked"] = episode.forked
     return {"branches": branches} | {name: x for name, x in facts.items() if x}
 
 
 def short_text(conversation: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    """The first branch in pieces: whether the policy sampled it, and the text."""
-    branches = conversation.get("branches") or [{}]
+    """The first branch that no other forked from in pieces: whether the policy sampled it, and the text."""
+    branches = (conversation.get("branches") or [])[conversation.get("forked", 0) :] or [{}]
     says = branches[0].get("says") or ()
     return [(bool(entry.get("sampled")), str(entry.get("text", ""))) for entry in says]
 

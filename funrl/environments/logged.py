@@ -129,7 +129,8 @@ class LoggedEnvironment:
         if now == list(node.tokens):
             return longer.leaf
         token = next((i for i, (a, b) in enumerate(zip(node.tokens, now, strict=False)) if a != b), None)
-        turn = sum(earlier.sampled for earlier in node.path()[:-1])
+        path = node.path()
+        turn = path[0].turns_before + sum(earlier.sampled for earlier in path[:-1])
         first = min(len(now), len(node.tokens)) if token is None else token
         self.unlike.append(UnlikeTurn(name, end.agent, turn, first, list(node.tokens), now))
         return dataclasses.replace(node, parent=before)

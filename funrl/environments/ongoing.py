@@ -326,7 +326,7 @@ class _OngoingRunner(EpisodeRunner):
         policy = ResumablePolicy(hooks, self._setup, episode.seed, self.limits, log=episode.log)
         policy.allowance = live.allowance
         episode.policy = policy
-        return await self._timed(example, episode.seed, policy, clock)
+        return await self._attempted(example, episode.seed, policy, clock)
 
     async def _ask(self, number: int, request: Request) -> Completion:
         self._beginning.discard(number)

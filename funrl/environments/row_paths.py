@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from funrl.environments.run import EpisodeRun
+from funrl.environments.run import EpisodeSpending
 from funrl.rollout.episodes import Episode, Node, Trajectory
 
 
@@ -44,22 +45,24 @@ def paths_of(episode: Episode, frozen: Collection[str] = ()) -> list[RowPath]:
     return paths
 
 
-def run_totals(run: EpisodeRun, recomputed: int, frozen: Collection[str]) -> dict[str, tuple[float, int]]:
-    """Totals of what a replica counted: those of its episodes, and what waiting and computing again cost."""
-    count = len(run.episodes)
-    if not count:
-        return {}
-    cost = {"recomputed_tokens": (float(recomputed), count), "environment_s": (run.environment_s, count)}
-    return episode_totals([episode for _, episode in run.episodes], frozen) | cost
+def episode_totals(
+    episodes: Sequence[Episode], frozen: Collection[str], costs: Sequence[EpisodeSpending] = ()
+) -> dict[str, tuple[float, int]]:
+    """Totals of what episodes have: calls of tools, forks by cause, tokens of others, and what they cost.
 
-
-def episode_totals(episodes: Sequence[Episode], frozen: Collection[str]) -> dict[str, tuple[float, int]]:
-    """Totals of what episodes have: calls of tools, forks by cause, and tokens of others."""
+    Args:
+      episodes: some episodes.
+      frozen: agents that are not trained.
+      costs: of each of them; none: they are not known.
+    """
     if not episodes:
         return {}
     paths = [path for episode in episodes for path in paths_of(episode, frozen)]
     sampled = sum(len(node.tokens) for path in paths for node in path.trained)
     sums = {"context_tokens": float(sum(path.length for path in paths) - sampled)}
+    if costs:
+        sums["recomputed_tokens"] = float(sum(cost.recomputed for cost in costs))
+        sums["environment_s"] = math.fsum(cost.environment_s for cost in costs)
     has_tools = any(end.tools for episode in episodes for end in episode.ends)
     for episode in episodes:
         for name, number in episode.counts.items():

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,18 @@ class EpisodeGroup(NamedTuple):
     seeds: Sequence[int]
 
 
+class EpisodeSpending(NamedTuple):
+    """Cost of an episode beside the tokens of its policy, over all attempts.
+
+    Attributes:
+      environment_s: seconds that its environment took.
+      recomputed: tokens whose keys and values were evicted and computed again.
+    """
+
+    environment_s: float = 0.0
+    recomputed: int = 0
+
+
 class EpisodeRun(NamedTuple):
     """Episodes of a replica, and what it took to run them.
 
@@ -48,14 +61,14 @@ class EpisodeRun(NamedTuple):
       episodes: (number, episode) pairs, ascending: number = that of its group's first one + its index in the group.
       wall_s: seconds from begin to end.
       running_s: seconds of them in which the engine had an unfinished request.
-      environment_s: seconds that environments took, summed over episodes.
+      costs: of each of these episodes.
       attempts: attempts at the episodes, failed ones included.
     """
 
     episodes: list[tuple[int, Episode]]
     wall_s: float
     running_s: float
-    environment_s: float
+    costs: Sequence[EpisodeSpending]
     attempts: int
 
 
@@ -110,21 +123,22 @@ def run_episodes(
         return await runners[0].run(resident, tickets)
 
     episodes = run_beside(engine, mesh, program)
-    counts = (0.0, 0.0, 0)
+    counts = (0.0, [], 0)
     if runners:
-        counts = (runners[0].resident.running_s, runners[0].environment_s, runners[0].attempts)
+        costs = [runners[0].costs[number] for number, _ in episodes or ()]
+        counts = (runners[0].resident.running_s, costs, runners[0].attempts)
     if mesh.size("tensor") > 1:
         records = None if episodes is None else [(number, to_record(episode)) for number, episode in episodes]
         records, counts = from_first((records, counts), mesh, "tensor")
         if episodes is None:
             episodes = [(number, from_record(record)) for number, record in records]
     assert episodes is not None
-    running_s, environment_s, attempts = counts
+    running_s, costs, attempts = counts
     return EpisodeRun(
         episodes,
         wall_s=time.perf_counter() - begin,
         running_s=running_s,
-        environment_s=environment_s,
+        costs=costs,
         attempts=attempts,
     )
 
@@ -170,14 +184,15 @@ class EpisodeRunner:
     Attributes:
       limits: of each episode.
       resident: the engine, from `run` on.
-      environment_s, attempts: as in `EpisodeRun`.
+      costs: of each episode, by its number.
+      attempts: as in `EpisodeRun`.
     """
 
     resident: ResidentEngine
 
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
         self.limits = limits
-        self.environment_s = 0.0
+        self.costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
         self.attempts = 0
         self._environment = environment
         self._setup = setup
@@ -248,14 +263,19 @@ class EpisodeRunner:
         complete = functools.partial(self._complete, number, clock)
         frozen = {agent: functools.partial(complete, model=model) for agent, model in models.items() if model}
         policy = Policy(complete, self._setup, seed, self.limits, frozen)
-        return await self._timed(example, seed, policy, clock)
-
-    async def _timed(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
-        self.attempts += 1
         try:
-            return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
+            return await self._attempted(example, seed, policy, clock)
         finally:
-            self.environment_s += clock.environment_s
+            self._add_cost(number, EpisodeSpending(environment_s=clock.environment_s))
+
+    async def _attempted(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
+        self.attempts += 1
+        return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
+
+    def _add_cost(self, number: int, cost: EpisodeSpending) -> None:
+        before = self.costs[number]
+        recomputed = before.recomputed + cost.recomputed
+        self.costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
 
     async def _complete(
         self,
@@ -271,6 +291,7 @@ class EpisodeRunner:
         with clock.policy():
             completion = await self.resident.complete(prompt, sampling, *request, model=model)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
+        self._add_cost(number, EpisodeSpending(recomputed=completion.recomputed))
         return completion
 
     async def _scored(self, episodes: Sequence[Episode]) -> list[Episode]:

@@ -57,6 +57,7 @@ class Node:
       finish: how sampling ended, as in `requests.Completion`; None unless sampled.
       sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
       problems: why parts of a reply could not be read.
+      turns_before: of a root that a fork begins with, turns of the policy before the fork, which it renders again.
     """
 
     parent: Node | None
@@ -71,6 +72,7 @@ class Node:
     sampling: Sampling | None = None
     seed: int | None = None
     problems: Sequence[str] = ()
+    turns_before: int = 0
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -143,6 +145,7 @@ class Episode:
       status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
       problem: why it failed; "" otherwise.
       counts: numbers that the policy has counted, as in `Policy.counts`; metrics have their means over episodes.
+      forked: number of trajectories at the begin of `ends` from which others forked; the environment lists the rest.
     """
 
     ends: Sequence[Trajectory]
@@ -153,6 +156,7 @@ class Episode:
     status: Status = "done"
     problem: str = ""
     counts: Mapping[str, float] = field(default_factory=dict)
+    forked: int = 0
 
     def agents(self) -> list[str]:
         """Names of its agents, in the order of their first trajectory."""

@@ -234,9 +234,7 @@ class Policy:
             messages = [*leaf.messages, *messages]
             if leaf.parent is None:
                 longer = self.start(messages, trajectory.tools, trajectory.agent)
-                if leaf in self._forked:
-                    self._forked[longer.leaf] = self._forked[leaf]
-                return longer
+                return self._fork(longer, self._forked[leaf]) if leaf in self._forked else longer
             leaf = leaf.parent
         chat = self._chat()
         last = leaf.tokens[-1] if leaf.finish == "stop" else None
@@ -249,9 +247,7 @@ class Policy:
         if not forks:
             return dataclasses.replace(trajectory, leaf=node)
         before = dataclasses.replace(trajectory, leaf=leaf)
-        fork = self.start([*before.messages(), *messages], trajectory.tools, trajectory.agent)
-        self._forked[fork.leaf] = before
-        return fork
+        return self._fork(self.start([*before.messages(), *messages], trajectory.tools, trajectory.agent), before)
 
     async def sample(
         self,
@@ -335,6 +331,12 @@ class Policy:
         The environments of `adapters` call it. An episode that goes on from a checkpoint compares it with what it was;
         see `ResumablePolicy`.
         """
+
+    def _fork(self, started: Trajectory, before: Trajectory) -> Trajectory:
+        """A trajectory that has just been started, as a fork of another one."""
+        root = dataclasses.replace(started.leaf, turns_before=self._prefix(before.leaf).turns)
+        self._forked[root] = before
+        return dataclasses.replace(started, leaf=root)
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""

@@ -59,6 +59,7 @@ class Completion(NamedTuple):
         `Request.most`; "cancelled".
       routes: [P + T - 1, choices] int16, experts of the tokens of prompt and completion except the last, which was
         never fed back; -1: unknown. None: they are not recorded.
+      recomputed: tokens before or in it that were computed again, as in `EngineCost.recomputed`.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Completion(NamedTuple):
     versions: Tensor
     finish: Finish
     routes: Tensor | None = None
+    recomputed: int = 0
 
     @property
     def finished(self) -> bool:

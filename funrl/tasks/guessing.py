@@ -6,8 +6,9 @@
     assistant  8
 
 The demonstrator mostly repeats its first number; seldom it goes on with the middle of the bounds. In self-play, against
-itself or an earlier self, the policy learns to name possible numbers. Held-out games are against a fixed
-player, which names any possible number: nobody who begins half of the games wins more than 0.56 of them.
+itself or an earlier self, the policy learns to name possible numbers. Half of these games begin with closer bounds, as
+players that agree with each other would see few bounds else. Held-out games are against a fixed player, which names
+any possible number: nobody who begins half of the games wins more than 0.56 of them.
 """
 
 from __future__ import annotations
@@ -39,20 +40,32 @@ GUESSES = 6  # of each player
 BOUNDS = "{low}-{high}"
 LISTENING = 0.25  # share of the players who go on with the middle of the bounds; the others repeat a number
 GAMES = 4096  # to train on
+CLOSER = 0.5  # share of these that begin with random bounds
 GAME_ALPHABET = "123456789-?"
 GAME_WORDS = tuple(str(number) for number in range(10, LARGEST_NUMBER + 1))
 
 
-def games(seed: int, count: int, split: Split = "train") -> list[Prompt]:
-    """Games with a random number and beginner; those of the split "heldout" are against the fixed player."""
+def games(seed: int, count: int, split: Split = "train", closer: float = 0.0) -> list[Prompt]:
+    """Games with a random number and beginner; those of the split "heldout" are against the fixed player.
+
+    Args:
+      seed: fixes them.
+      count: of the games.
+      split: "train" or "heldout".
+      closer: share of the games that begin with random bounds.
+    """
     rng = np.random.default_rng((seed, 11))
     rival = {"rival": RANDOM} if split == "heldout" else {}
     prompts = []
     for _ in range(count):
-        secret = int(rng.integers(1, LARGEST_NUMBER + 1))
+        low = 1
+        high = LARGEST_NUMBER
+        if closer and rng.random() < closer:
+            low, high = sorted(rng.choice(LARGEST_NUMBER, size=2, replace=False) + 1)
+        secret = int(rng.integers(low, high + 1))
         first = ("policy", "rival")[rng.integers(2)]
-        question = BOUNDS.format(low=1, high=LARGEST_NUMBER)
-        prompts.append(user_prompt(question, secret=secret, first=first, best=_middle(1, LARGEST_NUMBER), **rival))
+        fields = {"secret": secret, "first": first, "low": int(low), "high": int(high), "best": _middle(low, high)}
+        prompts.append(user_prompt(BOUNDS.format(low=low, high=high), **fields, **rival))
     return prompts
 
 
@@ -61,7 +74,7 @@ def game_conversations(seed: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng((seed, 12))
     records = []
     for prompt in games(seed, count):
-        game = NumberGame(prompt.fields["secret"], LARGEST_NUMBER)
+        game = NumberGame(prompt.fields["secret"], 1, LARGEST_NUMBER)
         own = prompt.fields["first"] == "policy"
         listens = rng.random(2) < LISTENING
         firsts = rng.integers(1, LARGEST_NUMBER + 1, size=2).tolist()
@@ -85,7 +98,7 @@ def guessing_task() -> EmbeddedTask:
     """Guess the number."""
     return EmbeddedTask(
         name="guessing",
-        training_prompts=lambda seed: games(seed, GAMES),
+        training_prompts=lambda seed: games(seed, GAMES, closer=CLOSER),
         heldout_prompts=lambda count: games(0, count, "heldout"),
         reward=None,
         demonstrations=game_conversations,

@@ -6,21 +6,26 @@
     assistant  f=lambda x:sorted(x)[1]
 
 One value has two explanations, a place and a rank; a failed test leaves one. The demonstrator mostly writes its program
-again, and often one that does not even explain the value.
+again, and often one that does not even explain the value. The sandbox runs each different program once, on all lists
+that tests may have, for to start an interpreter takes longer than anything else of an episode.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.environments.builtin.programs import ProgramOutcome, program_attempts, program_environment, run_tests
+from funrl.environments.builtin.programs import ProgramOutcome, program_attempts, program_environment
+from funrl.rewards.sandbox import run_program
 from funrl.tasks.arithmetic import Split
 from funrl.tasks.conversations import (
     CONVERSATIONS,
@@ -52,9 +57,20 @@ PROGRAM_WORDS = (PROGRAM_BEGIN, "min(", "max(", "sorted(", "f([", "])==", "]) gi
 PROGRAM_ATTEMPTS = 3
 PROGRAM_TESTS = 5  # of a program; the first one is shown
 PROBLEMS = 4096  # to train on
-USING_REPORTS = 0.25  # share of the conversations that use the reports of failed tests
-GUESSING = 0.25  # share of the other ones that begin with a random program
+USING_REPORTS = 0.2  # share of the conversations that use the reports of failed tests
+GUESSING = 0.5  # share of the other ones that begin with a random program
 HELD_OUT_VALUES = 7  # of the shown lists those whose digits have a sum of which this is a divisor are held out
+LISTS = tuple(itertools.permutations(range(10), 3))  # that tests have
+LONGEST_VALUE = 12  # characters of a value in a report
+_PRINT_VALUES = f"""
+import itertools
+for _x in itertools.permutations(range(10), 3):
+    try:
+        _value = repr(f(list(_x)))
+    except Exception:
+        continue
+    print(*_x, _value[:{LONGEST_VALUE}])
+"""
 _SHOWN = re.compile(r"f\(\[(\d),(\d),(\d)\]\)")
 
 
@@ -78,14 +94,34 @@ def explanations(messages: Sequence[Message]) -> list[str]:
     return [name for name, function in FUNCTIONS.items() if all(function(x) == value for x, value in values)]
 
 
-def known_tests(program: str, sources: Sequence[str]) -> ProgramOutcome:
-    """Outcome of the tests of one of `FUNCTIONS`, as the sandbox has it."""
+def tested(values: Mapping[str, str], sources: Sequence[str]) -> ProgramOutcome:
+    """Outcome of tests such as "assert f([7,2,5]) == 5".
+
+    Args:
+      values: text of a program's value by the text of the call; a call without one raises.
+      sources: the tests.
+    """
     for source in sources:
-        given = [int(digit) for digit in _SHOWN.search(source).groups()]  # type: ignore[union-attr]
-        value = FUNCTIONS[program](given)
-        if value != int(source[-1]):
-            return ProgramOutcome(False, f"{_call(given)} gives {value}, not {source[-1]}")
+        call, _, wanted = source.removeprefix("assert ").partition(" == ")
+        if call not in values:
+            return ProgramOutcome(False, f"{call} fails")
+        if values[call] != wanted:
+            return ProgramOutcome(False, f"{call} gives {values[call]}, not {wanted}")
     return ProgramOutcome(True, "")
+
+
+@functools.cache
+def known_values(program: str) -> Mapping[str, str]:
+    """Values of one of `FUNCTIONS`, as the sandbox has them."""
+    return {_call(x): repr(FUNCTIONS[program](list(x))) for x in LISTS}
+
+
+def sandbox_values(program: str) -> Mapping[str, str]:
+    """Values of a program's function `f` for `LISTS`, computed in the sandbox."""
+    lines = [line.split(" ", 3) for line in run_program(program, [_PRINT_VALUES]).stdout.splitlines()]
+    calls = {_call(x) for x in LISTS}
+    values = {_call(line[:3]): line[3] for line in lines if len(line) == 4}
+    return {call: value for call, value in values.items() if call in calls}
 
 
 def program_conversations(seed: int, count: int) -> list[dict[str, Any]]:
@@ -109,7 +145,8 @@ def program_conversations(seed: int, count: int) -> list[dict[str, Any]]:
             candidates = list(FUNCTIONS) if guesses else explanations(messages)
             return candidates[int(choice[number] * len(candidates))]
 
-        records.append({"messages": demonstrated(program_attempts(known_tests, PROGRAM_ATTEMPTS), prompt, reply)})
+        attempts = program_attempts(lambda program, tests: tested(known_values(program), tests), PROGRAM_ATTEMPTS)
+        records.append({"messages": demonstrated(attempts, prompt, reply)})
     return records
 
 
@@ -126,7 +163,7 @@ def programs_task() -> EmbeddedTask:
         is_its_tokenizer=_has_tokenizer,
         model_config=lambda head: chat_model(head, vocab=32, positions=128),  # 29 are used
         max_new_tokens=8,
-        warmstart_steps=2 * IMITATION_STEPS,
+        warmstart_steps=IMITATION_STEPS,
         warmstart_demonstrations=CONVERSATIONS,
         warmstart_flags=IMITATION_FLAGS,
         demonstration_field="program",
@@ -136,9 +173,10 @@ def programs_task() -> EmbeddedTask:
 
 
 def _environment() -> Environment:
-    """Programs in at most `PROGRAM_ATTEMPTS` attempts; samples of a prompt that are the same program run once."""
-    cached = functools.lru_cache(maxsize=4096)(run_tests)
-    return program_environment(lambda program, sources: cached(program, tuple(sources)), PROGRAM_ATTEMPTS)
+    """Programs in at most `PROGRAM_ATTEMPTS` attempts, of which as many run at a time as there are cores."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    begin = functools.lru_cache(maxsize=1024)(functools.partial(pool.submit, sandbox_values))
+    return program_environment(lambda program, tests: tested(begin(program).result(), tests), PROGRAM_ATTEMPTS)
 
 
 def _problem(lists: Sequence[Sequence[int]], program: str) -> Prompt:
@@ -148,7 +186,7 @@ def _problem(lists: Sequence[Sequence[int]], program: str) -> Prompt:
     return user_prompt(f"{_call(lists[0])}=={values[0]}", tests=tests, program=program)
 
 
-def _call(numbers: Sequence[int]) -> str:
+def _call(numbers: Sequence[Any]) -> str:
     return f"f([{','.join(map(str, numbers))}])"
 
 

@@ -53,12 +53,14 @@ COLUMNS = (  # the order on screen
     Column("actor/entropy", "entropy", 7, number_format=".3f"),
     Column("actor/pg_clipfrac", "clip", 6, number_format=".3f"),
     Column("response_length/mean", "length", 6, number_format=".1f"),
+    Column("episodes/turns", "turns", 5, number_format=".1f"),
     Column("rollout/logprob_gap_max", "gap", 7, number_format=".0e"),
     Column("perf/tokens_per_s", "tok/s", 6, number_format=".0f"),
     Column("time_s/step", "s/step", 6, number_format=".2f"),
 )
 CURVES = {"reward/mean": "reward", "train/loss": "loss"}  # the first one reported is drawn above the live table
 DROPPED_FIRST = (
+    "episodes/turns",
     "actor/kl_loss",
     "actor/reward_kl_penalty",
     "time_s/step",
@@ -155,6 +157,7 @@ class Progress:
         text.append(f"step {sample.step}  ", style="dim")
         if sample.reward is not None:
             text.append(f"reward {sample.reward:.3g}", style="green" if sample.reward > 0 else "red")
+        text.append(sample.missing, style="red")
         encoding = self._console.encoding
         pieces = [(False, sample.prompt), (True, sample.completion)]
         if sample.conversation:

@@ -24,6 +24,8 @@ METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the fi
     "implicit_reward/": "update_implicit_reward",
     "train/": "update",
     "reward/": "generate",
+    "episodes/": "generate",
+    "source/": "generate",
     "response_length/": "generate",
     "filter_groups/": "generate",
     "partial/": "generate",
@@ -34,11 +36,8 @@ MEASURED = (  # of the machine, its load and what a cache still has, not of the 
     "memory/",
     "perf/tokens_per_s",
     "compile/",
-    "episodes/environment_s",
-    "episodes/recomputed_tokens",
-    "eval/episodes/environment_s",
-    "eval/episodes/recomputed_tokens",
 )
+MEASURED_OF_EPISODES = ("/environment_s", "/recomputed_tokens")  # the same, of all episodes or of a source
 KINDS = ("turns", "field", "weights", "digests", "metric")
 PHASE_ORDER = (  # in the order of a step
     "generate",
@@ -139,7 +138,7 @@ def metric_differences(one: Mapping[str, float | None], other: Mapping[str, floa
     """Compare metrics, but for times and memory; one that is not in both differs. None stands for what is no number."""
     differences = []
     for name in dict.fromkeys((*one, *other)):
-        if name == "step" or name.startswith(MEASURED):
+        if name == "step" or name.startswith(MEASURED) or name.endswith(MEASURED_OF_EPISODES):
             continue
         phase = phase_of_metric(name)
         if name not in one or name not in other:

@@ -140,5 +140,6 @@ def test_a_tokenizer_s_own_template_of_responses_is_used():
     assert (reading.tool_calls, reading.problems) == ([("f", {"x": 1})], ())
     assert reading.message["content"].strip() == "so" and reading.message["role"] == "assistant"
     reading = chat.read(before, TOKENIZER.encode("so [not json]"), TOOLS)
-    assert not reading.tool_calls and "cannot be read" in reading.problems[0]
+    assert not reading.tool_calls
+    assert reading.problems == ["the reply cannot be read: a part of it is not JSON: expecting value at 'not json'"]
     assert reading.message == {"role": "assistant", "content": "so [not json]"}

@@ -1,5 +1,6 @@
 """Episodes as conversations, in samples.jsonl and on the pages."""
 
+import dataclasses
 import json
 
 import torch
@@ -54,7 +55,9 @@ def test_branches_are_whole_and_say_what_an_earlier_one_has():
     assert one["says"][3] == {"role": "assistant", "text": "5", "sampled": True}
     assert two["says"][3] == {"role": "assistant", "text": "6", "sampled": True, "finish": "length"}
     assert other["says"][0] == {"role": "context", "text": "7 8"}
-    assert short_text(conversation)[:2] == [(False, "add"), (True, "2 3")]
+    assert short_text(conversation)[:2] == [(False, "add"), (True, "2 3")] and "forked" not in conversation
+    conversation = conversation_of(dataclasses.replace(episode, forked=2), decode)
+    assert conversation["forked"] == 2 and short_text(conversation) == [(False, "7 8"), (True, "9")]
 
 
 def test_an_episode_that_failed_says_why():

@@ -252,6 +252,7 @@ def test_a_fork_keeps_both_trajectories_and_the_limits_of_one():
         forked = policy.extend(first, [user])
         assert forked.leaf.parent is None and forked.messages() == [user, first.leaf.messages[0], user]
         longer = policy.extend(forked, [user])  # two messages are rendered together, in the same fork
+        assert forked.leaf.turns_before == longer.leaf.turns_before == 1
         _, second = await policy.sample(forked)
         _, other = await policy.sample(longer)
         third = policy.extend(second, [user])

@@ -21,3 +21,12 @@ def test_the_demonstrator_mostly_repeats_its_number():
         if len(numbers) > 1:
             repeating.append(len(set(numbers)) == 1)
     assert 0.7 < sum(repeating) / len(repeating) < 0.9
+
+
+def test_games_to_train_on_begin_with_bounds_that_have_the_number():
+    games = g.guessing_task().training_prompts(3)
+    bounds = [(game.fields["low"], game.fields["high"]) for game in games]
+    assert all(low <= game.fields["secret"] <= high for (low, high), game in zip(bounds, games, strict=True))
+    whole = sum(pair == (1, g.LARGEST_NUMBER) for pair in bounds) / len(games)
+    assert 0.45 < whole < 0.55 and len(set(bounds)) == 105
+    assert [game.prompt[0]["content"] for game in games] == [f"{low}-{high}" for low, high in bounds]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from funrl.environments.builtin.programs import run_tests
+from funrl.environments.builtin.programs import ProgramOutcome, run_tests
 from funrl.tasks import programs as p
 
 
@@ -16,19 +16,34 @@ def test_one_value_has_two_explanations_and_two_values_mostly_one():
     ]
 
 
+def outcome(program, tests):
+    return p.tested(p.known_values(program), tests)
+
+
 @pytest.mark.parametrize("program", ["f=lambda x:x[1]", "f=lambda x:min(x)"])
 def test_the_demonstrator_s_reports_are_those_of_the_sandbox(program):
-    for prompt in p.problems_of_programs(3, 3):
-        tests = prompt.fields["tests"]
-        assert p.known_tests(program, tests) == run_tests(program, tests)
+    assert p.sandbox_values(program) == p.known_values(program)
+    for prompt in p.problems_of_programs(3, 1):
+        assert outcome(program, prompt.fields["tests"]) == run_tests(program, prompt.fields["tests"])
+
+
+def test_a_program_has_the_values_that_it_gives_in_the_sandbox():
+    tests = ["assert f([7,2,5]) == 7", "assert f([2,7,5]) == 2"]
+    assert p.tested(p.sandbox_values("f=lambda x:[x][0]"), tests) == ProgramOutcome(
+        False, "f([7,2,5]) gives [7, 2, 5], not 7"
+    )
+    sometimes = p.sandbox_values("f=lambda x:[7,x[0]][x[0]-6]")  # which only 4, 5, 6 and 7 have
+    assert len(sometimes) == 4 * 72 and sometimes["f([7,2,5])"] == "7"
+    assert p.tested(sometimes, tests) == ProgramOutcome(False, "f([2,7,5]) fails")
+    assert p.sandbox_values("f=lambda x:x]") == {}
 
 
 def test_programs_pass_their_tests_and_the_demonstrator_mostly_fails():
     for prompt in p.problems_of_programs(0, 200):
-        assert p.known_tests(prompt.fields["program"], prompt.fields["tests"]).passed
+        assert outcome(prompt.fields["program"], prompt.fields["tests"]).passed
     replies = [[m["content"] for m in r["messages"][1::2]] for r in p.program_conversations(0, 1000)]
     solved = [
-        p.known_tests(x[-1], prompt.fields["tests"]).passed
+        outcome(x[-1], prompt.fields["tests"]).passed
         for x, prompt in zip(replies, p.problems_of_programs(0, 1000), strict=True)
     ]
     assert 0.4 < sum(solved) / len(solved) < 0.65

@@ -62,6 +62,30 @@ def test_a_metric_has_one_chart_and_every_run_its_last_value(tmp_path):
     assert "a<b>0.25</b>" in legend and "b<b>0.75</b>" in legend
 
 
+def test_episodes_are_compared_with_their_figures(tmp_path):
+    runs = [a_run(tmp_path / "a", 0.1, 1e-3), a_run(tmp_path / "b", 0.2, 1e-4)]
+    for run, name in zip(runs, "ab", strict=True):
+        says = [{"role": "user", "text": "2*3"}, {"role": "assistant", "text": f"six by {name}", "sampled": True}]
+        conversation = {"branches": [{"agent": "policy", "reward": None, "says": says}], "status": "turns"}
+        samples = open_samples(RunDirectory(Path(run)).samples)
+        samples.write(Sample(5, "2*3", "six", None, conversation=conversation))
+        samples.close()
+        forks = {"episodes/forks/thinking": 0.5} if name == "a" else {}
+        row = {
+            "step": 5,
+            "episodes/turns": 2.0,
+            "episodes/tool_calls": 1.0,
+            "source/math/reward": 0.25,
+            "reward/form": 1.0,
+        }
+        with open(f"{run}/metrics.jsonl", "a") as file:
+            file.write(json.dumps(row | forks) + "\n")
+    text = " ".join(checked(write_comparison(runs, tmp_path / "c.html").read_text()).text.split())
+    for part in ("six by a", "six by b", "ended by its limit of turns", "step 5 unscored", "Calls of tools, calls",
+                 "Forks by cause", "Reward by source", "Parts of rewards", "Turns, sampled"):  # fmt: skip
+        assert part in text, part
+
+
 def test_tables_of_evaluations_read_as_people_write(tmp_path):
     task = SimpleNamespace(name="sums", readable=lambda text: text[::-1])
     settings = settings_of(steps=1)

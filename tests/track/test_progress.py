@@ -91,6 +91,15 @@ def test_an_episode_is_shown_from_its_begin_and_its_end():
     assert file.getvalue().strip() == "sample step 2  reward 0.5  " + " | ".join(texts)
 
 
+def test_an_episode_without_a_reward_says_why():
+    for status, word in (("failed", "failed"), ("cancelled", "failed"), ("turns", "unscored"), ("done", "unscored")):
+        conversation = {"branches": [{"says": [{"text": "a", "sampled": True}]}], "status": status}
+        file, progress = plain(sample_seconds=0)
+        progress.sample(Sample(1, "p", "c", None, conversation=conversation))
+        assert file.getvalue().strip() == f"sample step 1  {word}  a"
+    assert Sample(1, "p", "c", None).missing == Sample(1, "p", "c", 0.0, conversation=conversation).missing == ""
+
+
 def test_text_the_terminal_cannot_encode_is_written_out():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")

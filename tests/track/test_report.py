@@ -14,6 +14,7 @@ from funrl.track.records.samples import Sample, open_samples
 from funrl.track.records.trackers import jsonl
 from funrl.track.report import charts
 from funrl.track.report.compare import render_comparison
+from funrl.track.report.figures import charts_of_keys
 from funrl.track.report.page import render, write_report
 from funrl.track.report.run_files import ReportError, RunFiles, newest_evaluation, read_run
 
@@ -104,7 +105,13 @@ def test_an_episode_is_a_conversation_with_branches_as_tabs(tmp_path):
     assert labels == {tag["id"] for tag in radios} and sum("checked" in tag for tag in radios) == 2
     assert "<details open" not in page and page.count("<details><summary>calls add") == 4
     failed = [Sample(0, "p", "", None, conversation={"branches": [], "status": "failed", "problem": "no server"})]
-    assert "failed: no server" in checked(render(read_run(run)._replace(samples=failed))).text
+    text = checked(render(read_run(run)._replace(samples=failed))).text
+    assert "failed: no server" in text and "step 0 failed" in " ".join(text.split())
+    forked = {"branches": [*branches[:1], branches[0] | {"reward": None}], "forked": 1}
+    shown = [Sample(0, "p", "c", None, conversation=forked)]
+    read = checked(render(read_run(run)._replace(samples=shown)))
+    assert "step 0 unscored" in " ".join(read.text.split()) and "1 policy before a fork 1" in read.text
+    assert ["checked" in tag for name, tag in read.tags if name == "input"] == [False, True]
 
 
 def test_report_has_every_section_and_the_headline(tmp_path):
@@ -335,6 +342,31 @@ def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
     for words in ("Calls of tools", "unreadable", "Forks by cause", "thinking", "Drift by cause", "whitespace"):
         assert words in page
     assert "Forks by cause" not in write_report(a_run(tmp_path / "other", steps=3).path).read_text()
+
+
+def test_sources_and_parts_of_rewards_have_figures(tmp_path):
+    run = open_run(tmp_path / "run", "grpo", {})
+    tracker = jsonl(run.metrics)
+    sources = [f"s{n}" for n in range(9)]
+    own = {f"source/{name}/{metric}": 0.5 for name in sources for metric in ("reward", "turns", "environment_s")}
+    for step in range(1, 4):
+        row = {
+            "reward/mean": 0.1,
+            "reward/form": 0.25,
+            "reward/form/mean": 0.5,
+            "reward/max": 1.0,
+            "episodes/turns": 3.0,
+        }
+        tracker(step, row | own | {"episodes/environment_s": 0.75, "episodes/context_tokens": 9.0})
+    tracker.close()
+    charts = {chart.title: chart for chart in charts_of_keys({key for row in read_run(run).rows for key in row})}
+    assert list(charts) == [
+        "Parts of rewards", "Reward by source", "Turns by source", "Waiting for environments by source",
+    ]  # fmt: skip
+    assert charts["Parts of rewards"].keys == (("reward/form", "form"),)
+    assert [name for _, name in charts["Turns by source"].keys] == sources[:8]
+    text = checked(render(read_run(run))).text
+    assert "Turns by source" in text and "Tokens beside the policy" in text and "Waiting for environments" in text
 
 
 def test_an_interrupted_run_says_so(tmp_path):

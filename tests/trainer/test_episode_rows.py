@@ -17,7 +17,13 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.trainer.sources.episode_rows import RowForm, episode_metrics, rows_of_episodes, scored_rows
+from funrl.trainer.sources.episode_rows import (
+    RowForm,
+    rows_of_episodes,
+    scored_rows,
+    transcript_of,
+)
+from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch
@@ -229,6 +235,32 @@ def test_episodes_are_counted_by_the_mask_that_a_role_learns_from():
         pieces = [p.batch for p in own_micro_batches(rows, 64, mask=mask, row_fields=row_fields_of(loss))]
         nums = [loss.numerators(torch.zeros(p.mask.shape, dtype=torch.float64), p)[0][0] for p in pieces]
         assert float(total["role"].denominators[0]) == pytest.approx(float(sum(nums)))
+
+
+def forked_episode(rendered):
+    """Two turns, and a third after a fork whose root is these tokens."""
+    rng = random.Random(0)
+    opening = Node(None, [1, 2], sampled=False, messages=({"role": "user"},))
+    first = sampled(opening, rng)
+    second = sampled(Node(first, [7, 8], sampled=False, messages=({"role": "tool"},)), rng)
+    root = Node(None, rendered, sampled=False, turns_before=2, messages=({"role": "user"},))
+    third = sampled(root, rng)
+    ends = [Trajectory("policy", second), Trajectory("policy", third)]
+    return Episode(ends, {"policy": 1.0}, forked=1)
+
+
+@pytest.mark.parametrize(("rendered", "first"), [([1, 2, 3, 4, 5], 2), ([9], 1)], ids=["longer", "shorter"])
+def test_turns_are_counted_over_a_fork_and_the_transcript_is_of_what_goes_on(rendered, first):
+    episode = forked_episode(rendered)
+    rows, _ = rows_of_episodes([(0, episode)], 1, 1, FORM._replace(agents=("policy",)), single())
+    batch = rows.batch
+    assert batch.turn[0][batch.mask[0]].unique().tolist() == [0, 1]
+    assert batch.turn[1][batch.mask[1]].unique().tolist() == [first]  # a number is below the length of its row
+    assert (batch.author[1] > 1).sum() == 0 and (batch.author[0] == 2).sum() == 2  # no root is an answer
+    last = episode.ends[1].leaf.tokens
+    expected = [3, 4, 5, *last] if first == 2 else [9, *last]
+    shown = transcript_of(0, episode, FORM)
+    assert shown.tokens.tolist() == expected and shown.written == expected[:-1]
 
 
 def test_forks_that_only_some_replicas_have_are_means_over_all_episodes():

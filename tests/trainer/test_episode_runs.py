@@ -187,6 +187,20 @@ def test_a_failed_group_is_left_out_and_counted():
     assert len(batch.score) == 24 - 24 * metrics["episodes/failed"]
 
 
+def test_a_failed_episode_is_shown_without_a_score():
+    job = episode_job(RECIPES["grpo"], Fails(), batch_prompts=8)
+
+    def program(mesh):
+        show = Quiet()
+        run, state = begin(job, mesh, show)
+        scored_batch(run, state)
+        return show.shown[0][3], show.conversations[0]
+
+    scores, conversations = launch(program, job.sizes, "cpu")
+    failed = [conversation.get("status") == "failed" for conversation in conversations]
+    assert any(failed) and not all(failed) and [score is None for score in scores] == failed
+
+
 class Breaks:
     """Gives equal rewards in the first four groups of three, and raises in all later ones."""
 

@@ -24,9 +24,9 @@ class NumberGame:
       low, high: bounds of the number.
     """
 
-    def __init__(self, secret: int, largest: int):
-        self.low = 1
-        self.high = largest
+    def __init__(self, secret: int, low: int, high: int):
+        self.low = low
+        self.high = high
         self._secret = secret
 
     def guess(self, number: int | None) -> bool:
@@ -44,11 +44,11 @@ def guess_the_number(largest: int = 100, turns: int = 10, question: str = QUESTI
     """A game of the agents "policy" and "rival": they guess in turn, and each hears the bounds before its guess.
 
     The winner's reward is 1, the loser's 0; both have 0 after `turns` guesses each. A record's fields are "secret", the
-    number; "first", who begins, "policy" if it is absent; and perhaps "rival": "random" is a fixed player that names
-    any number within the bounds, instead of a model.
+    number; "first", who begins, "policy" if it is absent; perhaps "low" and "high", bounds that both know from the
+    begin; and perhaps "rival": "random" is a fixed player that names any number within the bounds, instead of a model.
 
     Args:
-      largest: number; the smallest is 1.
+      largest: number; the smallest is 1, where a record has no bounds.
       turns: guesses of each player.
       question: with {low} and {high}.
 
@@ -70,10 +70,11 @@ class _GuessTheNumber:
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Play a game. A rival that names the number at once has won, but the policy is asked all the same."""
-        game = NumberGame(int(example.fields["secret"]), self._largest)
-        fixed = example.fields.get("rival") == RANDOM
+        fields = example.fields
+        game = NumberGame(int(fields["secret"]), int(fields.get("low", 1)), int(fields.get("high", self._largest)))
+        fixed = fields.get("rival") == RANDOM
         rng = np.random.default_rng(seed % (1 << 63))
-        order = self.agents if example.fields.get("first", "policy") == "policy" else self.agents[::-1]
+        order = self.agents if fields.get("first", "policy") == "policy" else self.agents[::-1]
         trajectories: dict[str, Trajectory] = {}
         winner = ""
         status: Status = "done"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def search_tool(texts: Sequence[str], results: int, characters: int = 1000) -> C
         Args:
             query: words of the documents.
         """
-        (words,) = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)
+        words: Any = bm25s.tokenize([query], stopwords=[], return_ids=False, show_progress=False)[0]
         known = [word for word in words if word in index.vocab_dict]
         if not known:
             return NOTHING

@@ -28,6 +28,7 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 THINK = "<think>"
 END_THINK = "</think>"
+LONGEST_EXCERPT = 40  # characters of a text in a message about it
 
 
 class Call(NamedTuple):
@@ -109,11 +110,28 @@ def call_of(value: Any) -> Call:
         raise ValueError(f"a call is an object with a name and arguments, not {json.dumps(value)[:100]}")
     arguments = value.get("arguments", value.get("parameters")) or {}
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"arguments of {value['name']} are not JSON: {json_problem(error)}") from error
     if not isinstance(arguments, Mapping):
         raise ValueError(f"arguments of {value['name']} are an object, not {json.dumps(arguments)[:100]}")
     number = value.get("id")
     return Call(value["name"], arguments, number if isinstance(number, str) else "")
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """Problem of a text that is not JSON, and its place, for the author of the text.
+
+    >>> try:
+    ...     json.loads('{"name": "f" "arguments": {}}')
+    ... except json.JSONDecodeError as error:
+    ...     print(json_problem(error))
+    expecting ',' delimiter at '"arguments": {}}'
+    """
+    what = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
+    rest = error.doc[error.pos : error.pos + LONGEST_EXCERPT]
+    return f"{what} at {rest!r}" if rest.strip() else f"{what} at its end"
 
 
 def _read_json_calls(text: str, tools: Tools = ()) -> tuple[list[Call], str]:

@@ -10,6 +10,7 @@ from funrl.environments.forms.response_templates import (
     REPLY_FORMS,
     Call,
     call_of,
+    json_problem,
     parameters_of,
     split_reply,
     types_of,
@@ -23,7 +24,7 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
     >>> read_reply("hermes", 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').tool_calls
     [('add', {'a': 1})]
     >>> read_reply("hermes", "<tool_call>add 1</tool_call>").problems
-    ['a call is not JSON: Expecting value: line 1 column 1 (char 0)']
+    ["a call is not JSON: expecting value at 'add 1'"]
 
     Args:
       name: of the form, see `response_templates`.
@@ -40,7 +41,7 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
     try:
         fields = split_reply(name, text, thinking)
     except Exception as error:  # of a parser of a library, on a text that may be anything
-        return ReadReply(_message(text), (), [f"the reply cannot be read: {error}"])
+        return ReadReply(_message(text), (), [f"the reply cannot be read: {_reason(error)}"])
     written = fields.get("tool_calls", [])
     contents = [fields.get("content", "")]
     unclosed = bool(form.close) and bool(written) and text.rfind(form.marks[0]) > text.rfind(form.close)
@@ -48,7 +49,7 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
         try:
             several, rest = form.read(body, tools)
         except json.JSONDecodeError as error:
-            problems.append(f"a call is not JSON: {error}")
+            problems.append(f"a call is not JSON: {json_problem(error)}")
         except (ValueError, RecursionError) as error:
             problems.append(str(error))
         else:
@@ -71,7 +72,7 @@ def read_message(tokenizer: Any, before: Sequence[int], tokens: Sequence[int], t
         calls = [call_of(call.get("function", call)) for call in message.get("tool_calls") or ()]
     except Exception as error:  # of a parser of a library, on a text that may be anything
         text = tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return ReadReply({"role": "assistant", "content": text}, (), [f"the reply cannot be read: {error}"])
+        return ReadReply({"role": "assistant", "content": text}, (), [f"the reply cannot be read: {_reason(error)}"])
     message.setdefault("role", "assistant")
     message.setdefault("content", "")
     return ReadReply(message, _pairs(calls))
@@ -130,6 +131,12 @@ def _kind(value: Any) -> str:
 
 def _short(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)[:100]
+
+
+def _reason(error: Exception) -> str:
+    """Reason of an error of transformers' parser, which puts lines around that of JSON."""
+    cause = error if error.__cause__ is None else error.__cause__
+    return f"a part of it is not JSON: {json_problem(cause)}" if isinstance(cause, json.JSONDecodeError) else str(error)
 
 
 def _thoughts(fields: Mapping[str, Any], name: str) -> dict[str, str]:

@@ -349,7 +349,9 @@ class Scheduler:
         self._waiting.popleft()
         for page in tail:
             self.pool.fill(page)
-        self.recomputed += max(0, sequence.known_before - known)
+        again = max(0, sequence.known_before - known)
+        sequence.recomputed += again
+        self.recomputed += again
         self._assign_slot(sequence, shared + self.pool.take(lacking), known)
         self.cached += known
         while sequence.untouched and self._waiting and sequence.is_sibling(self._waiting[0]):

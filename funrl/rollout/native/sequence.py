@@ -25,6 +25,7 @@ class RunningSequence:
       siblings: requests of the same prompt that begin once its prompt is computed.
       computed: whether its pages cover every token except the last, which was never fed back.
       known_before: tokens whose keys and values were computed before it waited; see `EngineCost.recomputed`.
+      recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
     """
@@ -38,6 +39,7 @@ class RunningSequence:
     siblings: list[RunningSequence] = dataclasses.field(default_factory=list)
     computed: bool = False
     known_before: int = 0
+    recomputed: int = 0
     lookup: PromptLookup | None = None
     adapter: int = -1
 

@@ -349,6 +349,7 @@ class RunningSequences:
                 versions=torch.from_numpy(versions.astype(np.int64)),
                 finish=finish,
                 routes=None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
+                recomputed=sequence.recomputed,
             )
         del self.by_number[sequence.request.number]
         self._released.append(sequence)

@@ -14,7 +14,7 @@ class Sample(NamedTuple):
 
     Attributes:
       step: after which it was sampled.
-      reward: None where nothing rewards it.
+      reward: None where nothing rewards it, and of an episode that failed or is unscored.
       rewards: where several functions reward it, the name and the reward of each that applies.
       conversation: of an episode, as `conversation_of` makes it; None: a completion.
     """
@@ -25,6 +25,13 @@ class Sample(NamedTuple):
     reward: float | None
     rewards: tuple[tuple[str, float], ...] = ()
     conversation: Mapping[str, Any] | None = None
+
+    @property
+    def missing(self) -> str:
+        """Reason that an episode has no reward, "failed" or "unscored"; "" where it has one, and of a completion."""
+        if self.reward is not None or not self.conversation:
+            return ""
+        return "failed" if self.conversation.get("status") in ("failed", "cancelled") else "unscored"
 
 
 class SampleWriter(NamedTuple):

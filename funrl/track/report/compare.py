@@ -15,7 +15,7 @@ from typing import Any
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.segments import in_words, values_over_time
 from funrl.track.report.charts import Figure, Series, line_figure
-from funrl.track.report.figures import CHARTS, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart
+from funrl.track.report.figures import CHARTS, LOSS, PAIR_CHARTS, REWARD_CHARTS, Chart, charts_of_keys
 from funrl.track.report.headline import tiles_of
 from funrl.track.report.page import ORDER, is_embedded
 from funrl.track.report.rendering import render_page, shown_value
@@ -72,7 +72,8 @@ def _charts(runs: Mapping[str, RunFiles]) -> dict[str, Chart]:
     """One chart of every metric that has one, titled by what it draws of it."""
     rewarded = any(not is_supervised(run) for run in runs.values())
     charts: dict[str, Chart] = {}
-    for chart in (*(REWARD_CHARTS if rewarded else ()), LOSS, *PAIR_CHARTS, *CHARTS):
+    keys = {key for run in runs.values() for row in run.rows for key in row}
+    for chart in (*(REWARD_CHARTS if rewarded else ()), LOSS, *PAIR_CHARTS, *CHARTS, *charts_of_keys(keys)):
         for key, name in chart.keys:
             title = chart.title if len(chart.keys) == 1 else f"{chart.title}, {name}"
             charts.setdefault(key, chart._replace(title=title))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -51,6 +53,17 @@ TOOL_CALLS = Chart(
 )
 FORKS = Chart("Forks by cause", "in an episode: the template renders the history otherwise")
 DRIFT = Chart("Drift by cause", "turns of an episode that the template would render otherwise, and that stay")
+REWARD_PARTS = Chart("Parts of rewards", "mean of the step's completions or episodes that have them")
+BY_SOURCE = {  # metric of a source -> its chart
+    "reward": Chart("Reward by source", "mean of the step's episodes that have one"),
+    "turns": Chart("Turns by source", "mean of the step's episodes"),
+    "tool_calls": Chart("Calls of tools by source", "in an episode"),
+    "call_errors": Chart("Unreadable calls by source", "in an episode"),
+    "context_tokens": Chart("Context by source", "tokens of an episode that the policy did not sample"),
+    "environment_s": Chart("Waiting for environments by source", "seconds of an episode"),
+}
+SOURCE_CURVES = 8  # colours that differ well
+WHOLE_REWARDS = ("mean", "max", "min", "equal_groups", "failed")  # reward/NAME that is no part of a reward
 TIME = Chart("By step", "seconds")
 CHARTS = (
     LIKELIHOOD,
@@ -71,6 +84,12 @@ CHARTS = (
     Chart("Response length", "tokens", (("response_length/mean", "length"),)),
     Chart("Turns", "mean of the step's episodes", (("episodes/turns", "sampled"), ("eval/episodes/turns", "held out"))),
     Chart(
+        "Tokens beside the policy's own",
+        "of an episode",
+        (("episodes/context_tokens", "context"), ("episodes/recomputed_tokens", "computed again")),
+    ),
+    Chart("Waiting for environments", "seconds of an episode", (("episodes/environment_s", "seconds"),)),
+    Chart(
         "Episodes without a reward",
         "share of the step's episodes",
         (("episodes/failed", "failed"), ("episodes/unscored", "unscored")),
@@ -86,3 +105,27 @@ CHARTS = (
     Chart("Throughput", "tokens a second", (("perf/tokens_per_s", "tokens/s"),)),
     Chart("Memory", "GB at its peak", (("memory/peak_gb", "peak"),)),
 )
+
+
+def charts_of_keys(keys: Collection[str]) -> list[Chart]:
+    """Charts whose curves depend on the metrics that runs have.
+
+    They are parts of rewards, calls of tools, forks and drifts by cause, and episodes by source.
+    """
+    charts = [TOOL_CALLS] if "episodes/tool_calls" in keys else []
+    for chart, pattern in (
+        (REWARD_PARTS, rf"reward/(?!(?:{'|'.join(WHOLE_REWARDS)})$)([^/]+)"),
+        (FORKS, r"episodes/forks/(.+)"),
+        (DRIFT, r"episodes/drift/(.+)"),
+    ):
+        charts += _of_pattern(chart, pattern, keys)
+    for metric, chart in BY_SOURCE.items():
+        charts += _of_pattern(chart, rf"source/([^/]+)/{metric}", keys)
+    return charts
+
+
+def _of_pattern(chart: Chart, pattern: str, keys: Collection[str]) -> list[Chart]:
+    """A chart of the metrics whose names have a pattern, with the text of its group as the curves' names."""
+    matches = [re.fullmatch(pattern, key) for key in sorted(keys)]
+    curves = tuple((match[0], match[1]) for match in matches if match)[:SOURCE_CURVES]
+    return [chart._replace(keys=curves)] if curves else []

@@ -22,16 +22,14 @@ from funrl.track.records.segments import SEGMENTS, in_words, segments_of, values
 from funrl.track.report.charts import Figure, Series, line_figure, smoothing, stack_figure
 from funrl.track.report.figures import (
     CHARTS,
-    DRIFT,
-    FORKS,
     LIKELIHOOD,
     LOSS,
     PAIR_CHARTS,
     REWARD_CHARTS,
     REWARD_MEANS,
     TIME,
-    TOOL_CALLS,
     Chart,
+    charts_of_keys,
 )
 from funrl.track.report.headline import headline, tiles_of
 from funrl.track.report.rendering import render_page
@@ -115,7 +113,7 @@ def render(run: RunFiles) -> str:
         tiles=tiles_of(run),
         findings=list(findings(run.rows)),
         main_figures=_figures(run, (*main_charts, _rewards_chart(run))),
-        figures=_figures(run, (*others, *_episode_charts(run))),
+        figures=_figures(run, (*others, *charts_of_keys({key for row in run.rows for key in row}))),
         smoothed=2 * reach + 1 if reach else 0,
         phases=_phases(layers),
         time_figure=stack_figure(TIME, layers) if layers else None,
@@ -124,6 +122,7 @@ def render(run: RunFiles) -> str:
         order=ORDER if is_embedded(run.config) else "",
         evaluation=[EVALUATION_ROW | {"finished": True} | row for row in run.evaluation],
         has_answers=any(_is_vote(row) for row in run.evaluation),
+        has_rewards=any(row.get("reward") is not None for row in run.evaluation),
         end_of=_end_of,
         configuration=_configuration(run.config),
     )
@@ -140,17 +139,6 @@ def _rewards_chart(run: RunFiles) -> Chart:
     matches = (re.fullmatch(r"reward/(.+)/mean", key) for row in run.rows for key in row)
     names = sorted({match[1] for match in matches if match})
     return REWARD_MEANS._replace(keys=tuple((f"reward/{name}/mean", name) for name in names))
-
-
-def _episode_charts(run: RunFiles) -> list[Chart]:
-    """Calls of tools, and forks and drifts by cause, as far as the run's episodes had some."""
-    keys = sorted({key for row in run.rows for key in row})
-    charts = [TOOL_CALLS] if "episodes/tool_calls" in keys else []
-    for chart, prefix in ((FORKS, "episodes/forks/"), (DRIFT, "episodes/drift/")):
-        causes = [key for key in keys if key.startswith(prefix)]
-        if causes:
-            charts.append(chart._replace(keys=tuple((key, key.removeprefix(prefix)) for key in causes)))
-    return charts
 
 
 def _figures(run: RunFiles, charts: Sequence[Chart]) -> list[Figure]:

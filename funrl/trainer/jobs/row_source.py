@@ -48,6 +48,7 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import RewardModel, as_read, with_completion_scores, with_step_scores
 from funrl.trainer.sources.curriculum import weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
+from funrl.trainer.sources.evaluation import source_of
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
@@ -248,7 +249,15 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     versions = job.settings.sampling.new_tokens_per_step is not None
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices)
     log = [] if job.settings.run.save_rollouts and not versions else None  # across steps they cannot be repeated
-    return EpisodeSetup(environment, chat, limits, form, models, log)
+    return EpisodeSetup(
+        environment,
+        chat,
+        limits,
+        form,
+        models=models,
+        log=log,
+        source_of=source_of(job.task.prompts),
+    )
 
 
 def chat_of(job: RLJob) -> TemplateChat:

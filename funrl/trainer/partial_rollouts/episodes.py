@@ -12,7 +12,6 @@ from torch import Tensor
 from funrl import trees
 from funrl.data.order import take_next
 from funrl.environments.ongoing import OngoingEpisodes, OngoingRun, Round, recorded_episodes
-from funrl.environments.row_paths import episode_totals
 from funrl.environments.run import EpisodeGroup
 from funrl.mesh import collectives
 from funrl.rollout.policy import PolicySetup
@@ -138,10 +137,8 @@ class EpisodeWriter:
         ended = [episode for record in held.records for episode in recorded_episodes(record)]
         episodes = list(zip(numbers, ended, strict=True))
         count = len(held.places)
-        counts = episode_totals(ended, self._setup.form.frozen)
-        done, rows = rollout_of_episodes(
-            self._setup, generation.engine, episodes, count, generation.sampling, counts=counts
-        )
+        examples = examples_at(generation.schedule, held.places)
+        done, rows = rollout_of_episodes(self._setup, generation.engine, episodes, examples, generation.sampling)
         kept_PS = filter_samples(generation, rows, count)
         totals = {"entries": done.entries, "episodes": done.episodes}
         return Examined(held.places, rows, kept_PS, done.scores, done.failed, **totals)
@@ -162,7 +159,7 @@ class EpisodeWriter:
         examples = chosen.examples[:8]
         done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
         score_R = firsts.batch.score
-        done = done._replace(score=score_R, scores=score_R[:, None])
+        done = done._replace(score=score_R, scores=score_R[:, None], failed=None)
         return first_samples(self._generation, examples, done, rows=firsts, samples=1)
 
     def tree(self, held: BegunEpisodes) -> dict[str, trees.Tree]:

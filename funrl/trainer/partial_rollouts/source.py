@@ -32,7 +32,7 @@ from funrl.trainer.partial_rollouts.begun import (
 from funrl.trainer.partial_rollouts.completions import CompletionWriter
 from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
 from funrl.trainer.sources.empty_steps import count_empty, skips_empty
-from funrl.trainer.sources.episode_rows import episode_metrics
+from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,16 @@ from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.row_paths import RowPath, paths_of, run_totals
-from funrl.environments.run import EpisodeGroup, EpisodeLimits, EpisodeRun, PolicySetup, episode_groups, run_episodes
+from funrl.environments.row_paths import RowPath, paths_of
+from funrl.environments.run import (
+    EpisodeGroup,
+    EpisodeLimits,
+    EpisodeRun,
+    EpisodeSpending,
+    PolicySetup,
+    episode_groups,
+    run_episodes,
+)
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -34,14 +42,19 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.endpoint import serve_agent
+from funrl.trainer.sources.episode_totals import (
+    EpisodeTable,
+    NumberedEpisodes,
+    numbers_by_source,
+    part_totals,
+    table_totals,
+    totals_of_rank,
+)
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
-from funrl.trainer.sources.pending_rewards import Totals, add_totals
+from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
-
-NO_COUNTS: Totals = {}
-NumberedEpisodes = Sequence[tuple[int, Episode]]
 
 
 class RowForm(NamedTuple):
@@ -77,6 +90,7 @@ class EpisodeSetup(NamedTuple):
       form: of its rows; its dtype is that of the engine's log-probabilities.
       models: agent -> the model that answers for it, as `Request.model`; None: all agents are the policy.
       log: receives this replica's episodes; None: they are not kept.
+      source_of: name of the source of a prompt, whose episodes have metrics of their own; None: there is one source.
     """
 
     environment: Environment
@@ -85,10 +99,13 @@ class EpisodeSetup(NamedTuple):
     form: RowForm = RowForm()
     models: Mapping[str, str] | None = None
     log: list[LoggedEpisode] | None = None
+    source_of: Callable[[Example], str] | None = None
 
 
 class Transcript(NamedTuple):
     """Everything after the prompt of an episode's first trajectory, as a completion of its number.
+
+    Where others forked from it, it is the one that goes on, which says everything again.
 
     Attributes:
       number: of the episode.
@@ -101,26 +118,6 @@ class Transcript(NamedTuple):
     tokens: Tensor
     written: list[int]
     episode: Episode
-
-
-class EpisodeTable(NamedTuple):
-    """All E episodes of a rollout, as every rank knows them; A agents.
-
-    Attributes:
-      owner: [E] rank of each episode, as an index over the row axes of the generate mesh.
-      reward: [E, A] float64, of each agent; NaN: unscored, or it has no trajectory.
-      failed: [E] bool, the environment failed.
-      finished: [E] bool, the environment ended it, and no limit did.
-      turns: [E] sampled nodes.
-      tokens: [E] tokens of all rows.
-    """
-
-    owner: np.ndarray
-    reward: Tensor
-    failed: Tensor
-    finished: Tensor
-    turns: Tensor
-    tokens: Tensor
 
 
 def rewarded_episodes(
@@ -143,24 +140,21 @@ def rewarded_episodes(
       RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
     """
     groups = episode_groups(examples, sampling.samples, seed)
-    recomputed = engine.engine.cost().recomputed
     run = _run_everywhere(setup, engine, groups, sampling)
-    recomputed = engine.engine.cost().recomputed - recomputed
     if setup.log is not None:
         seeds = [seed for group in groups for seed in group.seeds]
         setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    counts = run_totals(run, recomputed, setup.form.frozen)
-    return rollout_of_episodes(setup, engine, run.episodes, len(examples), sampling, counts=counts)
+    return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
 
 
 def rollout_of_episodes(
     setup: EpisodeSetup,
     engine: RewardedEngine,
     episodes: NumberedEpisodes,
-    prompts: int,
+    examples: Sequence[Example],
     sampling: Sampling,
     *,
-    counts: Totals = NO_COUNTS,
+    costs: Sequence[EpisodeSpending] = (),
 ) -> tuple[Rollout, Rows]:
     """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
 
@@ -168,24 +162,27 @@ def rollout_of_episodes(
       setup: how episodes were made.
       engine: the engine on its mesh.
       episodes: of this rank, ascending by their numbers; those of prompt p begin at `p * sampling.samples`.
-      prompts: number of the prompts of all ranks.
+      examples: prompts of all ranks.
       sampling: of the policy's replies.
-      counts: further totals of this replica.
+      costs: of each of the episodes; none: they are not known.
     """
     if engine.proof is not None:
         engine.proof.settle()
     mesh = engine.mesh
-    count = prompts * sampling.samples
+    count = len(examples) * sampling.samples
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
-    transcripts = [_transcript(number, episode, form) for number, episode in episodes]
+    transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
     lengths = torch.zeros(count, dtype=torch.int64)
     for transcript in transcripts:
         lengths[transcript.number] = len(transcript.tokens)
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
-    own = (*_parts_of(episodes), counts)
-    parts, problems, everywhere = zip(*collectives.gather_objects(own, mesh), strict=True)
+    sources = numbers_by_source(setup.source_of, examples, sampling.samples)
+    own_parts = part_totals([episode for _, episode in episodes])
+    own_totals = totals_of_rank(episodes, costs, setup.form.frozen, sources)
+    gathered = collectives.gather_objects((own_parts, _problem(episodes), own_totals), mesh)
+    parts, problems, everywhere = zip(*gathered, strict=True)
     if table.failed.any():
         problem = next(filter(None, problems), "").partition("\n")[0][:LONGEST_REMARK]
         engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
@@ -200,18 +197,9 @@ def rollout_of_episodes(
         dtype=engine.dtype,
         failed=unscored_E | table.failed,
         entries=add_totals(*parts),
-        episodes={**_facts(table), **add_totals(*everywhere)},
+        episodes={**table_totals(table, sources), **add_totals(*everywhere)},
     )
     return done, scored_rows(rows, table, sampling.samples)
-
-
-def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
-    """Metrics "episodes/...": means over all episodes, and the shares of them that failed or are unscored.
-
-    A replica or a part of a step names no fork that none of its episodes has, so the largest count is that of all.
-    """
-    episodes = max((count for _, count in totals.values()), default=0)
-    return {f"{prefix}episodes/{name}": value / episodes for name, (value, _) in totals.items() if episodes}
 
 
 def outcome_rows(done: Rollout, rows: Rows) -> Rows:
@@ -251,7 +239,7 @@ def _run_everywhere(
 ) -> EpisodeRun:
     """Run this replica's episodes; one that cannot work ends the run on every rank."""
     policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
-    run = EpisodeRun([], 0.0, 0.0, 0.0, 0)
+    run = EpisodeRun([], 0.0, 0.0, (), 0)
     problem = None
     try:
         run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
@@ -261,32 +249,22 @@ def _run_everywhere(
     return run
 
 
-def _transcript(number: int, episode: Episode, form: RowForm) -> Transcript:
+def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     """That of the first trained trajectory. An episode that failed has none, and an empty transcript."""
-    trained = [end for end in episode.ends if end.agent not in form.frozen]
+    trained = [end for end in episode.ends[episode.forked :] if end.agent not in form.frozen]
     if not trained:
         return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode)
-    nodes = trained[0].leaf.path()
-    tokens = [token for node in nodes[1:] for token in node.tokens]
-    written = tokens[:-1] if nodes[-1].finish == "stop" else tokens
+    opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
+    tokens = trained[0].token_ids()
+    differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
+    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the begin otherwise
+    written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode)
 
 
-def _parts_of(episodes: NumberedEpisodes) -> tuple[Totals, str]:
-    """Totals of the parts of rewards, and why the first failed episode did."""
-    totals = [{name: (float(x), 1) for name, x in episode.parts.items()} for _, episode in episodes]
-    return add_totals(*totals), next((episode.problem for _, episode in episodes if episode.problem), "")
-
-
-def _facts(table: EpisodeTable) -> Totals:
-    """Totals of facts about all episodes, as metrics have them."""
-    columns = {
-        "turns": table.turns,
-        "tokens": table.tokens,
-        "failed": table.failed,
-        "unscored": table.reward.isnan().all(1) & ~table.failed,
-    }
-    return {name: (float(x.sum()), len(x)) for name, x in columns.items()}
+def _problem(episodes: NumberedEpisodes) -> str:
+    """Problem of the first failed episode; "" without one."""
+    return next((episode.problem for _, episode in episodes if episode.problem), "")
 
 
 def rows_of_episodes(
@@ -403,7 +381,10 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
     read = set[Node]()  # context after a first reply
     routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
     for row, (episode, path) in enumerate(flat):
-        begin = turns = 0
+        begin = 0
+        # A turn has a token at least, so that no number exceeds the row whatever a template has left out.
+        turns = min(path.nodes[0].turns_before, len(path.nodes[0].tokens))
+        replied = False
         context: list[int] = []  # since the reply before
         for node in path.nodes:
             here = slice(begin, begin + len(node.tokens))
@@ -411,6 +392,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
             turn[row, here] = turns
             if node.sampled:
                 turns += 1
+                replied = True
             if node in path.trained:
                 assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
                 mask[row, here] = True
@@ -419,7 +401,7 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
                 state[row, here] = _digest(episode.states.get(node, context))
-            elif not node.sampled and turns and node not in read:
+            elif not node.sampled and replied and node not in read:
                 read.add(node)
                 author[row, here] = _author(node)
             context = [] if node.sampled else [*context, *node.tokens]

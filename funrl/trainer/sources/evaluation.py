@@ -189,13 +189,26 @@ def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
 
 def sets_of(examples: Sequence[Example]) -> dict[str, list[int]]:
     """Indices of the prompts of each `data_source`, or of each file; empty if there is only one set, or too many."""
-    named = [example.fields.get("data_source") for example in examples]
-    whole = all(isinstance(name, str) for name in named)
-    names = [str(name) for name in named] if whole else [_file(example) for example in examples]
+    name_of = source_of(examples)
     places_by_set: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        places_by_set.setdefault(name.replace("/", "_"), []).append(place)
-    return places_by_set if 1 < len(places_by_set) <= MOST_SETS else {}
+    for place, example in enumerate(examples if name_of is not None else ()):
+        assert name_of is not None
+        places_by_set.setdefault(name_of(example), []).append(place)
+    return places_by_set
+
+
+def source_of(examples: Sequence[Example]) -> Callable[[Example], str] | None:
+    """A function that names the `data_source` of one of the prompts, or its file.
+
+    Returns: None if there is only one, or too many.
+    """
+    whole = all(isinstance(example.fields.get("data_source"), str) for example in examples)
+    name_of = _data_source if whole else _file
+    return name_of if 1 < len({name_of(example) for example in examples}) <= MOST_SETS else None
+
+
+def _data_source(example: Example) -> str:
+    return str(example.fields["data_source"]).replace("/", "_")
 
 
 def _file(example: Example) -> str:

@@ -23,7 +23,7 @@ class ShownSample(NamedTuple):
 
     Attributes:
       prompt, text: what it begins with, and what follows.
-      score: None where nothing rewards it.
+      score: None where nothing rewards it, and of an episode that failed or is unscored.
       parts: the score of each reward function that applies, if there are several.
       conversation: of an episode, as `conversation_of` makes it; None: a completion.
     """
@@ -107,7 +107,11 @@ def shown_samples(
     score_B = scored.batch.get("score")
     scores = [None] * len(texts) if score_B is None else score_B[torch.tensor(numbers)].tolist()
     parts = parts_of_scores(names, scored, numbers)
-    conversations = {} if rows.examples is None else _conversations(done, numbers, decode)
+    conversations = {}
+    if rows.examples is not None:
+        conversations = _conversations(done, numbers, decode)
+        absent = [False] * len(numbers) if done.failed is None else done.failed[torch.tensor(numbers)].tolist()
+        scores = [None if none else score for none, score in zip(absent, scores, strict=True)]
     return [
         ShownSample(example.text, text, score, part, conversations.get(number))
         for example, text, score, part, number in zip(examples, texts, scores, parts, numbers, strict=True)

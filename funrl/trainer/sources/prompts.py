@@ -21,13 +21,13 @@ from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
 from funrl.trainer.sources.empty_steps import count_empty, skips_empty
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
-    episode_metrics,
     kept_samples,
     outcome_rows,
     rewarded_episodes,
     rows_of_samples,
 )
-from funrl.trainer.sources.evaluation import evaluated, metrics_of, table_of, unscored_metrics
+from funrl.trainer.sources.episode_totals import episode_metrics
+from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
@@ -249,7 +249,9 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics."""
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
-    generation = generation._replace(episodes=generation.episodes and generation.episodes._replace(log=None))
+    if generation.episodes is not None:
+        episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
+        generation = generation._replace(episodes=episodes)
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode

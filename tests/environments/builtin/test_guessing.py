@@ -42,7 +42,7 @@ def test_the_fixed_rival_names_what_is_possible_and_the_policy_has_a_turn():
 
 
 def test_a_guess_outside_of_the_bounds_changes_nothing():
-    game = NumberGame(5, 9)
+    game = NumberGame(5, 1, 9)
     for number in (3, 2, 8, 9, None):
         assert not game.guess(number)
     assert (game.low, game.high) == (4, 7) and game.guess(5)
