@@ -85,7 +85,8 @@ def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> f
             return fx.Interpreter(recorded).run(*leaves)
 
     pure = torch.func.functionalize(again, remove="mutations")
-    core = make_fx(pure, decomposition_table=dict(core_aten_decompositions()))  # type: ignore[arg-type](*fakes)
+    table: Any = core_aten_decompositions()
+    core = make_fx(pure, decomposition_table=table)(*fakes)
     core.graph.eliminate_dead_code()
     core.recompile()
     unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}

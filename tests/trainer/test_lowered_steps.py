@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("jax")
 import torch
 from selection import quick
-from small_runs import GRPO, PPO, SIZES, begin, gap, gradients, scored_batch, small_job
+from small_runs import GRPO, PPO, SIZES, begin, gradients, relative, scored_batch, small_job
 
 from funrl import trees
 from funrl.algos.recipes.dpo import dpo
@@ -16,7 +16,7 @@ from funrl.mesh.mesh import single
 from funrl.trainer.lowered.programs import XlaPrograms
 
 RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft, "dpo": dpo, "entropy": functools.partial(GRPO, entropy_coef=0.1)}
-TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6}  # relative to a gradient, in which terms of both signs cancel
 EXPERTS = {"experts": 4, "per_token": 2, "expert_mlp": 16}
 MODELS = {
     "tied": {"tied": True},
@@ -45,7 +45,7 @@ def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
     found = gradients(lowered, state, rows)
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
-        assert gap(found[name].tree, want.tree) < tolerance and abs(found[name].loss - want.loss) < tolerance, name
+        assert relative(found[name].tree, want.tree) < tolerance and abs(found[name].loss - want.loss) < tolerance, name
         assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
 
 
