@@ -16,19 +16,22 @@ What they write, start from and report is declared in `funrl.role_kinds`; an alg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Divergence, Loss
 from funrl.algos.reading import reads, run_advantage
+from funrl.batch import Batch
 from funrl.fields import FIELDS
 from funrl.models.lora import on_base, trained_part
 from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
-from funrl.trainer.steps.router_losses import RouterLosses
+from funrl.trainer.steps.router_losses import Choices, RouterLosses
 
 TOPK = 64
 
@@ -54,6 +57,30 @@ class Companion(NamedTuple):
         return Teacher(self.placed, params, self.divergence.beta, self.divergence.temperature)
 
 
+class StepPrograms(Protocol):
+    """Programs of another backend that compute what the steps of a role do in torch, on torch's tensors."""
+
+    def value_and_grad(
+        self,
+        params: trees.Tree,
+        role: Role,
+        rows: Batch,
+        denominators: Sequence[Tensor],
+        frozen: Mapping[str, trees.Tree] | None,
+        chosen: Choices | None,
+    ) -> tuple[Any, trees.Tree]:
+        """`trees.value_and_grad` of `step.objective`."""
+        ...
+
+    def update(self, role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
+        """`step.updated`."""
+        ...
+
+    def outputs(self, role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
+        """`score.outputs`."""
+        ...
+
+
 class Role(NamedTuple):
     """The part of one model in a run.
 
@@ -71,6 +98,7 @@ class Role(NamedTuple):
       watch_entropy: whether its mean entropy is among the metrics of an update.
       companion: what its loss reads the `divergence` from; None: it reads none.
       router: coefficients of the losses of its routers, where its model has experts and gives probabilities.
+      programs: compute its gradients, updates and scores instead of torch; None: torch computes them.
       base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
         weights are its own.
     """
@@ -88,6 +116,7 @@ class Role(NamedTuple):
     companion: Companion | None = None
     base: str | None = None
     router: RouterLosses = RouterLosses()
+    programs: StepPrograms | None = None
 
     @property
     def prefix(self) -> str:

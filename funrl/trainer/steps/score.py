@@ -67,8 +67,9 @@ def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: C
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
     whole: list[Tensor] = []
+    programs = role.programs
     for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)):
-        outs = _outputs(role, params, piece.batch)
+        outs = outputs(role, params, piece.batch) if programs is None else programs.outputs(role, params, piece.batch)
         if not whole:
             shape = rows.batch.tokens.shape
             dtypes = [out.dtype if out.is_floating_point() else TOKEN_INT for out in outs]
@@ -79,7 +80,7 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
     return dict(zip(role.writes, whole, strict=True))
 
 
-def _outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
+def outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
     """Values of the model for each field that the role writes."""
     wanted = tuple(role.writes.values())
     placed = role.placed

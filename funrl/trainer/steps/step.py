@@ -109,13 +109,20 @@ def train_step(
     metrics |= {role.metric: loss, f"{role.prefix}/grad_norm": norm}
     if on_host[2].item() == 0:
         return state, metrics
-    assert role.optimizer is not None
-    with torch.no_grad():
-        updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
-        params = apply_updates_(state.params, updates)
+    state = (
+        updated(role, grads, state, norm) if role.programs is None else role.programs.update(role, grads, state, norm)
+    )
     if load and role.router.bias_rate:
-        move_biases_(params, load[0], role.router.bias_rate)
-    return RoleState(params, opt_state), metrics
+        move_biases_(state.params, load[0], role.router.bias_rate)
+    return state, metrics
+
+
+@torch.no_grad()
+def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
+    """The state after an update by a gradient of this norm, in place; all arguments are donated."""
+    assert role.optimizer is not None
+    updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
+    return RoleState(apply_updates_(state.params, updates), opt_state)
 
 
 def gradient(
@@ -133,10 +140,9 @@ def gradient(
     if role.router.wanted:
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
+    value_and_grad = trees.value_and_grad(objective) if role.programs is None else role.programs.value_and_grad
     for rows in micro_batches:
-        (value, (numerators, metrics)), grad = trees.value_and_grad(objective)(
-            params, role, rows, denominators, frozen, chosen
-        )
+        (value, (numerators, metrics)), grad = value_and_grad(params, role, rows, denominators, frozen, chosen)
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
         micro_losses.append(value.detach())

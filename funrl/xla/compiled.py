@@ -1,0 +1,89 @@
+"""Compiled programs: functions of trees of torch's tensors that run in JAX.
+
+A call traces, lowers and compiles the function where its arguments have new shapes, and runs it otherwise. Tensors go
+to JAX and come back without a copy where both are on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.xla.interpret import lowered
+from funrl.xla.trace import Program, trace_program
+
+_log = logging.getLogger(__name__)
+
+
+class Timed(NamedTuple):
+    """Seconds that it took to make a program.
+
+    Attributes:
+      name: of the program.
+      nodes: operators of its graph; a layer is one.
+      trace, compile: seconds in torch, and in XLA.
+    """
+
+    name: str
+    nodes: int
+    trace: float
+    compile: float
+
+
+class Compiled:
+    """A function of trees of tensors, in JAX; the results are new tensors.
+
+    Attributes:
+      made: of every program so far, how long it took.
+    """
+
+    def __init__(self, fn: Callable[..., trees.Tree], name: str) -> None:
+        """Take a pure function; see `trace` for what it may do."""
+        self.fn = fn
+        self.name = name
+        self.made: list[Timed] = []
+        self._programs: dict[Any, tuple[Program, Callable]] = {}
+
+    def __call__(self, *args: trees.Tree) -> trees.Tree:
+        """The results for these trees of tensors.
+
+        Raises:
+          XlaError: the function cannot be lowered.
+        """
+        leaves = trees.leaves(args)
+        structure = str(trees.map(lambda _: 0, args))
+        key = (structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
+        with jax.enable_x64(True):
+            arrays = [to_jax(x) for x in leaves]
+            if key not in self._programs:
+                self._programs[key] = self._make(args, arrays)
+            program, run = self._programs[key]
+            results = run(*arrays)
+            return trees.fill(program.results, [to_torch(x) for x in results])
+
+    def _make(self, args: tuple[trees.Tree, ...], arrays: list[jax.Array]) -> tuple[Program, Callable]:
+        start = time.perf_counter()
+        program = trace_program(self.fn, *args, name=self.name)
+        traced = time.perf_counter()
+        run = jax.jit(lowered(program)).lower(*arrays).compile()
+        took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
+        self.made.append(took)
+        _log.info("%s: %d operators, traced in %.1f s, compiled in %.1f s", *took)
+        return program, run
+
+
+def to_jax(x: Tensor) -> jax.Array:
+    """A tensor as an array of JAX, which shares its memory where it can."""
+    return jax.dlpack.from_dlpack(x.detach().contiguous())
+
+
+def to_torch(x: jax.Array) -> Tensor:
+    """An array as a tensor, which shares its memory; it waits until the array is there."""
+    return torch.from_dlpack(x)

@@ -1,0 +1,168 @@
+"""Programs: pure functions of trees of tensors, traced once for their shapes to operators of torch's core.
+
+Tracing takes two passes. The first one runs the function, with its gradients, and records every operator; the second
+one makes operators that write into their arguments pure and takes the others apart into those of the core.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funrl import trees
+from funrl.xla.errors import XlaError
+from funrl.xla.operators.table import LOWERINGS
+
+_aten = torch.ops.aten
+_NOT_THE_PROGRAM = ("/torch/", "/funrl/xla/")  # parts of the paths of files whose lines say nothing
+
+
+class Program(NamedTuple):
+    """A traced function.
+
+    Attributes:
+      name: of the function, for messages.
+      graph: operators of the core; it takes the leaves of the arguments and gives those of the results.
+      results: the tree of the results, with a 0 for each leaf.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    results: trees.Tree
+
+
+def trace_program(fn: Callable[..., trees.Tree], *args: trees.Tree, name: str = "") -> Program:
+    """Trace a function of trees of tensors; it is run once with tensors that have no numbers.
+
+    Args:
+      fn: a pure function. What it reads of numbers on the host, such as the length of a tuple, becomes constant.
+      args: of the shapes, dtypes and structures that the program is for; the numbers do not matter.
+      name: for messages; "": the function's own.
+
+    Raises:
+      XlaError: a shape of the program depends on numbers, it reads a number on the host, or it has an operator that
+        is not in the table; the message names the operator, the function and the line.
+    """
+    name = name or getattr(fn, "__qualname__", str(fn))
+    structure: list[trees.Tree] = []
+
+    def of_leaves(*leaves: Tensor) -> list[Tensor]:
+        results = fn(*trees.fill(args, leaves))
+        structure[:] = [trees.map(lambda _: 0, results)]
+        return trees.leaves(results)
+
+    graph = core_graph(of_leaves, trees.leaves(args), name)
+    return Program(name, graph, structure[0])
+
+
+def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> fx.GraphModule:
+    """The operators of the core of a function of tensors that gives a list of tensors; see `trace`."""
+    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x.detach()) for x in leaves]
+    try:
+        recorded = make_fx(fn)(*fakes)
+    except DataDependentOutputException as error:
+        raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
+    except DynamicOutputShapeException as error:
+        raise XlaError(f"{name}: a shape depends on numbers, by {error.func}. {_own_line(error)}") from error
+    for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
+            node.target = _aten.reshape.default
+    recorded.graph.eliminate_dead_code()
+    recorded.recompile()
+
+    def again(*leaves: Tensor) -> Any:
+        with preserve_node_meta():
+            return fx.Interpreter(recorded).run(*leaves)
+
+    pure = torch.func.functionalize(again, remove="mutations")
+    table: Any = core_aten_decompositions()
+    core = make_fx(pure, decomposition_table=table)(*fakes)
+    core.graph.eliminate_dead_code()
+    core.recompile()
+    unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}
+    if unknown:
+        raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown)}")
+    return core
+
+
+def _is_unknown(name: str) -> bool:
+    """True of an operator that is in no table; layers have programs of their own."""
+    return name not in LOWERINGS and not name.startswith("funrl_xla.")
+
+
+def _without_row(unknown: dict[str, fx.Node]) -> str:
+    """Text about operators that the table lacks."""
+    node = next(iter(unknown.values()))
+    others = ", ".join([*unknown][1:])
+    more = f", nor have {others}" if others else ""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    hint = "; random numbers are arguments of a program" if random else ""
+    return f"{node.target} has no row in funrl.xla.operators{more}{hint}"
+
+
+def _line_of_call(fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node]) -> str:
+    """The line of a function that calls the first of some operators: the function is run once more to find it."""
+    node = next(iter(unknown.values()))
+    called = node.meta.get("original_aten", node.target)
+    try:
+        with _Stop(str(called)):
+            fn(*leaves)
+    except _Found as call:
+        return _own_line(call)
+    return ""
+
+
+class _Found(BaseException):
+    """An operator was called; no error, and nothing may catch it as one."""
+
+
+class _Stop(TorchDispatchMode):
+    """A mode in which a call of one operator raises `_Found`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) == self.name:
+            raise _Found
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
+    """The nodes of a graph that call an operator, with its name less the overload, such as "aten.add"."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            yield node, operator_name(node)
+
+
+def operator_name(node: fx.Node) -> str:
+    """Name of the operator that a node calls, less its overload, and less the "_copy" of a view that is copied."""
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    if packet is None:
+        return str(target)
+    name = f"{target.namespace}.{packet.__name__}"
+    return name if name in LOWERINGS else name.removesuffix("_copy")
+
+
+def _own_line(error: BaseException) -> str:
+    """The innermost line of an exception's traceback that is the program's."""
+    line = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not any(part in code.co_filename for part in _NOT_THE_PROGRAM):
+            line = f'File "{code.co_filename}", line {traceback.tb_lineno}, in {code.co_name}'
+        traceback = traceback.tb_next
+    return line

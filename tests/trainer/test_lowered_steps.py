@@ -1,0 +1,69 @@
+"""Gradients, scores and updates of a run in JAX against those in torch."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("jax")
+import torch
+from selection import quick
+from small_runs import GRPO, PPO, SIZES, begin, gradients, relative, scored_batch, small_job
+
+from funrl import trees
+from funrl.algos.recipes.dpo import dpo
+from funrl.algos.recipes.sft import sft
+from funrl.mesh.mesh import single
+from funrl.trainer.lowered.programs import XlaPrograms
+
+RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft, "dpo": dpo, "entropy": functools.partial(GRPO, entropy_coef=0.1)}
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6}  # relative to a gradient, in which terms of both signs cancel
+EXPERTS = {"experts": 4, "per_token": 2, "expert_mlp": 16}
+MODELS = {
+    "tied": {"tied": True},
+    "windows": {"layers": 4, "windows": (3, None, 3, None)},
+    "capped": {"attention_cap": 5.0, "logit_cap": 3.0},
+    "gated": {"output_gate": True, "qk_norm": "head"},
+}
+
+
+def jiggled(x):
+    return x + 0.3 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel()))
+
+
+def both(recipe="grpo", sizes=(), remat="none", **settings):
+    """A run, its state and a batch; the same run with steps that are programs; and these programs."""
+    run, state = begin(small_job(RECIPES[recipe], sizes=SIZES | dict(sizes), **settings), single())
+    state = state._replace(roles={n: r._replace(params=trees.map(jiggled, r.params)) for n, r in state.roles.items()})
+    rows, state, _ = scored_batch(run, state)
+    programs = XlaPrograms(remat)
+    roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
+    return run, run._replace(parts=run.parts._replace(roles=roles)), state, rows, programs
+
+
+def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
+    wanted = gradients(run, state, rows)
+    found = gradients(lowered, state, rows)
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert relative(found[name].tree, want.tree) < tolerance and abs(found[name].loss - want.loss) < tolerance, name
+        assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
+
+
+@pytest.mark.parametrize("dtype", quick(TOLERANCE, ["float64"]))
+@pytest.mark.parametrize("recipe", quick(RECIPES, ["grpo"]))
+def test_gradients_are_those_of_torch(recipe, dtype):
+    kind = {} if recipe in ("grpo", "ppo", "entropy") else {"reward": None}
+    run, lowered, state, rows, _ = both(recipe, dtype=dtype, **kind)
+    assert_same_steps(run, lowered, state, rows, TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_programs(model):
+    assert_same_steps(*both(sizes=MODELS[model])[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {"temperature": 0.7}, {"token_budget": 32}], ids=str)
+def test_settings_change_nothing(settings):
+    assert_same_steps(*both(**settings)[:4])

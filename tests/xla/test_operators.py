@@ -1,0 +1,129 @@
+"""Every operator in the table of JAX against torch, values and gradients."""
+
+import functools
+
+import pytest
+
+jax = pytest.importorskip("jax")
+import torch  # noqa: E402
+from operator_cases import CASES, Draw  # noqa: E402
+from selection import quick  # noqa: E402
+from torch.utils import _pytree  # noqa: E402
+
+from funrl.compiled_kernels import gated_delta, grouped_linear  # noqa: E402, F401  (they declare operators)
+from funrl.models.decoder import routing  # noqa: E402, F401
+from funrl.xla.compiled import to_jax, to_torch  # noqa: E402
+from funrl.xla.interpret import result_of  # noqa: E402
+from funrl.xla.operators.table import LOWERINGS, WITHOUT_MEANING  # noqa: E402
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
+UNDEFINED = ("aten.empty", "aten.new_empty")  # whose numbers are any
+
+
+def test_every_operator_has_an_example():
+    assert {case.row for case in CASES} == set(LOWERINGS)
+
+
+@functools.cache
+def of_torch(dtype):
+    """Arguments, results, what is given back, and gradients by float arguments, of every example in torch."""
+    found = []
+    for case in CASES:
+        draw = Draw(dtype)
+        args = case.args(draw)
+        leaves, structure = _pytree.tree_flatten(args)
+        floats = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        leaves = [
+            x.detach().requires_grad_(i in floats and case.smooth) if isinstance(x, torch.Tensor) else x
+            for i, x in enumerate(leaves)
+        ]
+        out = case.operator(*_pytree.tree_unflatten(leaves, structure), **case.options)
+        outs = list(out) if isinstance(out, list | tuple) else [out]
+        learned = [i for i, x in enumerate(outs) if x.requires_grad]
+        back = [draw.f(*outs[i].shape).to(outs[i].dtype) for i in learned]
+        wanted = [leaves[i] for i in floats]
+        grads = torch.autograd.grad([outs[i] for i in learned], wanted, back, allow_unused=True) if learned else []
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=False)]
+        found.append((leaves, structure, floats, [x.detach() for x in outs], (learned, back), grads, out))
+    return found
+
+
+@functools.cache
+def of_jax(dtype):
+    """Results and gradients of every example in JAX, in one program; an exception in place of what fails."""
+    expected = of_torch(dtype)
+    failures = {}
+
+    def one(case, torch_side, arrays, back):
+        leaves, structure, floats, _, (learned, _), _, out = torch_side
+
+        def run(*own):
+            values = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            for i, x in zip(floats, own, strict=True):
+                values[i] = x
+            options = {key: value for key, value in case.options.items() if key not in WITHOUT_MEANING}
+            result = result_of(out)
+            made = LOWERINGS[case.row](result, *_pytree.tree_unflatten(values, structure), **options)
+            made = made if isinstance(made, tuple) else (made,)
+            wants = (result, *result.more)
+            return tuple(x.astype(want.dtype) for x, want in zip(made, wants, strict=True))
+
+        made, pull = jax.vjp(run, *(arrays[i] for i in floats))
+        if not learned:
+            return made, ()
+        given = [
+            jax.numpy.zeros_like(x)
+            if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+            else jax.numpy.zeros(x.shape, jax.dtypes.float0)
+            for x in made
+        ]
+        for i, x in zip(learned, back, strict=True):
+            given[i] = x
+        return made, pull(tuple(given))
+
+    def all_of_them(inputs):
+        results = []
+        for i, (case, torch_side) in enumerate(zip(CASES, expected, strict=True)):
+            try:
+                results.append(one(case, torch_side, *inputs[i]))
+            except Exception as error:
+                failures[i] = error
+                results.append(((), ()))
+        return results
+
+    with jax.enable_x64(True):
+        inputs = [
+            ({i: to_jax(x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)}, [to_jax(x) for x in back])
+            for leaves, *_, (_, back), _, _ in expected
+        ]
+        program = jax.jit(all_of_them).lower(inputs).compile({"xla_backend_optimization_level": 0})
+        results = program(inputs)
+        return [failures.get(i, jax.tree.map(to_torch, x)) for i, x in enumerate(results)]
+
+
+@pytest.mark.parametrize("dtype", quick(list(TOLERANCE), [torch.float64]), ids=str)
+@pytest.mark.parametrize("row", list(LOWERINGS))
+def test_it_is_that_of_torch(row, dtype):
+    for i, case in enumerate(CASES):
+        if case.row != row:
+            continue
+        *_, outs, _, grads, _ = of_torch(dtype)[i]
+        made = of_jax(dtype)[i]
+        if isinstance(made, Exception):
+            raise made
+        assert len(made[0]) == len(outs)
+        for x, want in zip(made[0], outs, strict=True):
+            assert (x.shape, x.dtype) == (want.shape, want.dtype)
+            if not row.startswith(UNDEFINED):
+                close(x, want, case, dtype)
+        for x, want in zip(made[1], grads, strict=False):
+            close(x, want, case, dtype)
+
+
+def close(x, want, case, dtype):
+    if not want.is_floating_point():
+        assert torch.equal(x, want), case.overload
+        return
+    scale = want.double().abs().nan_to_num(0, 0, 0).amax().clamp_min(1) if want.numel() else 1
+    assert torch.equal(x.isnan(), want.isnan()), case.overload
+    torch.testing.assert_close(x.double() / scale, want.double() / scale, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
