@@ -56,7 +56,7 @@ ORDER = (
 # The same inside a package that has packages: OWN stands for its own files.
 OWN = ""
 INSIDE = {
-    "models": (OWN, "decoder", "huggingface"),
+    "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
     "rollout": (OWN, "native", "vllm"),
     "environments": ("forms", OWN, "builtin"),
     "xla": ("operators", OWN),

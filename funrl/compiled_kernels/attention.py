@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.router import sigmoid
+
 
 def attention(
     q_BTHN: Tensor,
@@ -18,6 +20,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, where query head h uses key-value head h // (H / K).
 
@@ -28,11 +31,15 @@ def attention(
       causal: token t sees slots up to t; with T == S and no mask.
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap). Then the whole matrix of weights is made, but by flash-attn.
+      sinks_H: logit of each head of a further key, whose value is 0. Then the whole matrix of weights is made.
 
     Returns: [B, T, H, N].
     """
     B, T, H, N = q_BTHN.shape
     K = k_BSKN.shape[2]
+    if sinks_H is not None:
+        mask_BTS = _causal_mask(q_BTHN) if causal else mask_BTS
+        return _sink_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, scale=scale or N**-0.5, sinks_H=sinks_H)
     flash = flash_attention() if q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 else None
     if flash is not None:
         return flash(q_BTHN, k_BSKN, v_BSKN, softmax_scale=scale, causal=causal, softcap=cap or 0.0)
@@ -62,6 +69,45 @@ def _capped_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, causal: bool, scale: flo
         mask_BTS = _causal_mask(q_BTHN)
     weights, _ = _weights(q_BTHN, k_BSKN, mask_BTS, scale, cap)
     return _joined(torch.matmul(weights.to(v_BSKN.dtype), v_BSKN.transpose(1, 2).unsqueeze(2)))
+
+
+def _sink_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, scale: float, sinks_H) -> Tensor:
+    """Attention by the whole matrix of weights, with a further key of each head."""
+    K = k_BSKN.shape[2]
+    _, logits = _weights(q_BTHN, k_BSKN, None, scale, None)
+    seen = logits if mask_BTS is None else logits.masked_fill(~mask_BTS[:, None, None], -math.inf)
+    sinks = sinks_H.to(seen.dtype).view(1, K, -1, 1, 1).expand(*seen.shape[:-1], 1)
+    weights = torch.cat((seen, sinks), -1).softmax(-1)[..., :-1]
+    return _joined(torch.matmul(weights.to(v_BSKN.dtype), v_BSKN.transpose(1, 2).unsqueeze(2)))
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with a further key of each head, whose value is 0, from attention without it.
+
+    With the normaliser Z = e^lse the result is out Z / (Z + e^sink), and its gradients are those of attention that had
+    the second result for its log-sum-exp.
+
+    Args:
+      out: [T, H, N].
+      lse: logarithms of the normalisers, [T, H], float32 or wider.
+      sinks: [H].
+
+    Returns: the result; logarithms of the normalisers with the sinks.
+    """
+    sinks = sinks.to(lse.dtype)
+    share = sigmoid(lse - sinks)
+    return (out.to(lse.dtype) * share.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def sink_gradient(d_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient [H] of `add_sinks` by the sinks: -sum_t (d_out . out) e^sink / (Z + e^sink).
+
+    Args:
+      d_out, out: of the result, [T, H, N].
+      total: its second result.
+    """
+    products = (d_out.to(total.dtype) * out.to(total.dtype)).sum(-1)
+    return -(products * (sinks.to(total.dtype) - total).exp()).sum(0).to(sinks.dtype)
 
 
 def attention_gradients(
@@ -130,6 +176,7 @@ def attention_reference(
     causal: bool = False,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`attention` with the whole matrix of weights."""
     B, T, H, N = q_BTHN.shape
@@ -142,7 +189,11 @@ def attention_reference(
         mask_BTS = torch.ones(T, S, dtype=torch.bool, device=q_BTHN.device).tril().unsqueeze(0)
     if mask_BTS is not None:
         logits = logits.masked_fill(~mask_BTS[:, None, None], -math.inf)
-    return torch.einsum("bkgts,bskn->btkgn", logits.softmax(-1), v_BSKN).reshape(B, T, H, N)
+    if sinks_H is not None:
+        sinks = sinks_H.view(K, H // K, 1, 1).expand(B, -1, -1, T, -1)
+        logits = torch.cat((logits, sinks), -1)
+    weights = logits.softmax(-1)[..., :S]
+    return torch.einsum("bkgts,bskn->btkgn", weights, v_BSKN).reshape(B, T, H, N)
 
 
 _FLASH: list[Callable | None] = []  # flash-attn's function, once it has been looked for

@@ -418,13 +418,13 @@ void funrl_rotate(int bits, const void* x, const void* cosine, const void* sine,
                             threads));
 }
 
-void funrl_gate(int bits, const void* gate, const void* up, void* out, int64_t count, int gelu, int threads) {
-  WITH_TYPE(bits, gate_numbers((const T*)gate, (const T*)up, (T*)out, count, gelu, threads));
+void funrl_gate(int bits, const void* gate, const void* up, void* out, int64_t count, int activation, int threads) {
+  WITH_TYPE(bits, gate_numbers((const T*)gate, (const T*)up, (T*)out, count, activation, threads));
 }
 
 void funrl_gate_backward(int bits, const void* grad, const void* gate, const void* up, void* d_gate, void* d_up,
-                         int64_t count, int gelu, int threads) {
-  WITH_TYPE(bits, gate_gradients((const T*)grad, (const T*)gate, (const T*)up, (T*)d_gate, (T*)d_up, count, gelu,
+                         int64_t count, int activation, int threads) {
+  WITH_TYPE(bits, gate_gradients((const T*)grad, (const T*)gate, (const T*)up, (T*)d_gate, (T*)d_up, count, activation,
                                  threads));
 }
 

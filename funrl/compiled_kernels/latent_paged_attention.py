@@ -90,7 +90,7 @@ def _latent_paged_attention(
         vectors = cache.unsqueeze(2)
         paged = PagedKeys(vectors, vectors, table, ends)
         options = AttentionOptions(scale=scale)
-        return attend_through_latent(q, up, value, lambda x: page_attention(x, paged, offsets, options))
+        return attend_through_latent(q, up, value, lambda x: page_attention(x, paged, offsets, options)[0])
     out = q.new_empty(*q.shape[:2], value)
     page = cache.shape[1]
     for first, low, rows, count, pages in groups.tolist():

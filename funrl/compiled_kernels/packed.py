@@ -230,7 +230,9 @@ def sequence_attention(
     return out, lse
 
 
-def page_attention(q_THN: Tensor, paged: PagedKeys, offsets: Tensor, options: AttentionOptions) -> Tensor:
+def page_attention(
+    q_THN: Tensor, paged: PagedKeys, offsets: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     """The same of queries of the last tokens of sequences whose keys and values are in pages.
 
     Args:
@@ -238,17 +240,18 @@ def page_attention(q_THN: Tensor, paged: PagedKeys, offsets: Tensor, options: At
       paged: keys and values, those of the queries' tokens included.
       offsets: [S + 1] ascending from 0 to T, of the queries.
 
-    Returns: [T, H, N].
+    Returns: as `sequence_attention`.
     """
     q, k, v = (x.detach().contiguous() for x in (q_THN, paged.keys, paged.values))
     out = torch.zeros_like(q)
-    _attention((q, k, v), (out, None), offsets, options, paged, None)
-    return out
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=real_of(q.dtype))
+    _attention((q, k, v), (out, lse), offsets, options, paged, None)
+    return out, lse
 
 
 def _attention(
     inputs: tuple[Tensor, Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor | None],
+    outputs: tuple[Tensor, Tensor],
     offsets: Tensor,
     options: AttentionOptions,
     paged: PagedKeys | None,

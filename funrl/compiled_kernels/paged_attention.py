@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.attention import attention, attention_reference
+from funrl.compiled_kernels.attention import add_sinks, attention, attention_reference
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import faster_attention
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
@@ -29,7 +29,7 @@ KERNEL_HEAD = 256  # numbers of a head at most, in eights
 _PROBED = "cuda"  # where a kernel is tried
 _TOLERANCE = 0.05  # of results in bfloat16 that are averages of values of size 1
 log = logging.getLogger(__name__)
-CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped
+CAPPED_QUERIES = 256  # new tokens of a sequence at a time where logits are capped, or there are sinks
 
 
 class Paging(NamedTuple):
@@ -126,6 +126,7 @@ def paged_attention(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
@@ -140,10 +141,12 @@ def paged_attention(
       window: how many tokens a token sees at most, itself included; None: all.
       scale: None: 1 / sqrt(D).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
+      sinks_H: logit of each head of a further key, which every token sees and whose value is 0. The kernel of
+        `paged_kernel` knows none.
 
     Returns: [N, H, D].
     """
-    return _paged_attention(q_NHD, k_NKD, v_NKD, *cache, *paging, window or 0, scale or 0.0, cap or 0.0)
+    return _paged_attention(q_NHD, k_NKD, v_NKD, *cache, *paging, window or 0, scale or 0.0, cap or 0.0, sinks_H)
 
 
 def paged_attention_reference(
@@ -155,6 +158,7 @@ def paged_attention_reference(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention`, sequence by sequence, with the whole matrix of weights."""
     outs = []
@@ -168,7 +172,8 @@ def paged_attention_reference(
         behind_TS = torch.arange(end - (stop - begin), end, device=q_NHD.device)[:, None]
         behind_TS = behind_TS - torch.arange(end, device=q_NHD.device)
         seen = (behind_TS >= 0) & (behind_TS < (window or end))
-        outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None], scale=scale, cap=cap)[0])
+        options = {"scale": scale, "cap": cap, "sinks_H": sinks_H}
+        outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None], **options)[0])
     return torch.cat(outs)
 
 
@@ -189,16 +194,18 @@ def _paged_attention(
     window: int,
     scale: float = 0.0,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     for new, x in ((k, keys), (v, values)):
         x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
-    if takes_kernel(q.device.type, q.dtype, q.shape[-1], keys.shape[1], cap):
+    if sinks is None and takes_kernel(q.device.type, q.dtype, q.shape[-1], keys.shape[1], cap):
         kernel = paged_kernel()
         assert kernel is not None
         return kernel(q, keys, values, table, offsets, ends, groups, window, scale)
     if computes_exactly(q, keys, values):
         paged = PagedKeys(keys, values, table, ends)
-        return page_attention(q, paged, offsets, AttentionOptions(window, scale, cap))
+        out, lse = page_attention(q, paged, offsets, AttentionOptions(window, scale, cap))
+        return out if sinks is None else add_sinks(out, lse.T, sinks)[0]
     out = torch.empty_like(q)
     page = keys.shape[1]
     for first, low, rows, count, pages in groups.tolist():
@@ -206,20 +213,21 @@ def _paged_attention(
         pages_RP = table[low : low + rows, :pages]
         k_RSKD, v_RSKD = (x[pages_RP].flatten(1, 2) for x in (keys, values))
         q_RTHD, positions_RT, out_RTHD = (x[part].view(rows, count, *x.shape[1:]) for x in (q, positions, out))
-        for begin in range(0, count, CAPPED_QUERIES if cap else count):
-            tokens = slice(begin, begin + CAPPED_QUERIES if cap else count)
+        most = count if sinks is None and not cap else CAPPED_QUERIES
+        for begin in range(0, count, most):
+            tokens = slice(begin, begin + most)
             behind_RTS = positions_RT[:, tokens, None] - torch.arange(pages * page, device=q.device)
             seen_RTS = behind_RTS >= 0
             if window:
                 seen_RTS &= behind_RTS < window
             out_RTHD[:, tokens] = attention(
-                q_RTHD[:, tokens], k_RSKD, v_RSKD, seen_RTS, scale=scale or None, cap=cap or None
+                q_RTHD[:, tokens], k_RSKD, v_RSKD, seen_RTS, scale=scale or None, cap=cap or None, sinks_H=sinks
             )
     return out
 
 
 @_paged_attention.register_fake
-def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window, scale=0.0, cap=0.0):
+def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window, scale=0.0, cap=0.0, sinks=None):
     return torch.empty_like(q)
 
 

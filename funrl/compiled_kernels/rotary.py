@@ -18,6 +18,7 @@ class Rotary(NamedTuple):
 
     cos: Tensor  # [..., 1, N], the second half repeats the first
     sin: Tensor  # [..., 1, N], the first half negated
+    growth: Tensor | None = None  # [..., 1, 1], factor of rotated queries; None: 1
 
 
 def frequencies(head: int, theta: float, scaling=None, dtype=torch.float32, device=None) -> Tensor:
@@ -26,8 +27,12 @@ def frequencies(head: int, theta: float, scaling=None, dtype=torch.float32, devi
     frequency = 1.0 / theta**exponent
     if scaling is None:
         return frequency
+    if scaling.kind == "dynamic":
+        return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "longrope":
+        return frequency / frequency.new_tensor(scaling.short)
     if scaling.kind == "yarn":
         return _yarn(frequency, theta, scaling)
     # llama3: turns over the original length decide; below `low` stretched, above `high` kept, linear between.
@@ -46,8 +51,13 @@ def _yarn(frequency: Tensor, theta: float, scaling) -> Tensor:
     def number(turns: float) -> float:  # of the frequency that turns so often over the original length
         return half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta)
 
-    low = max(math.floor(number(scaling.high)), 0)
-    high = min(math.ceil(number(scaling.low)), 2 * half - 1)
+    first = number(scaling.high)
+    last = number(scaling.low)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    low = max(first, 0)
+    high = min(last, 2 * half - 1)
     numbers = torch.arange(half, dtype=frequency.dtype, device=frequency.device)
     stretched = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
     return (1 - stretched) * frequency + stretched * frequency / scaling.factor
@@ -67,6 +77,19 @@ def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: 
         sin = sin * amplitude
     both = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
+
+
+def with_query_growth(rope: Rotary, positions: Tensor, original: int, rate: float) -> Rotary:
+    """The turns with a factor of queries at these positions: 1 + rate log(1 + floor(position / original))."""
+    lengths = positions.div(original, rounding_mode="floor").to(torch.promote_types(rope.cos.dtype, torch.float32))
+    growth = 1 + rate * torch.log(1 + lengths)
+    return rope._replace(growth=growth.unsqueeze(-1).unsqueeze(-1).to(rope.cos.dtype))
+
+
+def halves_of_pairs(x: Tensor, size: int) -> Tensor:
+    """Heads [..., N] whose first `size` numbers are pairs of neighbours: the first of all pairs, then the second."""
+    paired = x[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return paired if size == x.shape[-1] else torch.cat((paired, x[..., size:]), -1)
 
 
 def rotate(x: Tensor, rope: Rotary) -> Tensor:

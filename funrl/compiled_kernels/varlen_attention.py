@@ -16,10 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from funrl.compiled_kernels.attention import attention, attention_gradients, attention_reference
+from funrl.compiled_kernels.attention import (
+    add_sinks,
+    attention,
+    attention_gradients,
+    attention_reference,
+    sink_gradient,
+)
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import flash_kernel
+from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
 
 _aten = torch.ops.aten
@@ -51,6 +58,7 @@ def varlen_attention(
     scale: float | None = None,
     cap: float | None = None,
     blockwise: bool = False,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
@@ -70,14 +78,25 @@ def varlen_attention(
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
       blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
+      sinks_H: logit of each head of a further key, which every token sees and whose value is 0. Wide tensors on CUDA
+        then have the whole matrix of weights.
+
+    Raises:
+      KernelError: there are sinks on XLA, or a cap beside them.
 
     Returns: [1, T, H, N] in the dtype of q; differentiable once.
     """
+    if sinks_H is not None and (blockwise or cap or q_1THN.device.type == "xla"):
+        raise KernelError("attention sinks have no form for XLA, and none with capped logits")
+    if sinks_H is not None and q_1THN.is_cuda and not _is_for_flash(q_1THN, 0.0):
+        seen_1TT = _seen(offsets, q_1THN.shape[1], window)
+        out_1THN = attention(q_1THN, k_1TKN, v_1TKN, seen_1TT, scale=scale, sinks_H=sinks_H)
+        return _without_padding(out_1THN[0], offsets).unsqueeze(0)
     if blockwise or q_1THN.device.type == "xla":
         return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
     q, k, v = (x[0] for x in (q_1THN, k_1TKN, v_1TKN))
     numbers = (window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0)
-    return _VarlenAttention.apply(q, k, v, offsets, *numbers)[0].unsqueeze(0)
+    return _VarlenAttention.apply(q, k, v, offsets, sinks_H, *numbers)[0].unsqueeze(0)
 
 
 def varlen_attention_reference(
@@ -88,6 +107,7 @@ def varlen_attention_reference(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`varlen_attention` with the whole matrix of weights of each segment."""
     outs = []
@@ -96,7 +116,7 @@ def varlen_attention_reference(
         q, k, v = (x[:, part] for x in (q_1THN, k_1TKN, v_1TKN))
         seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
         seen = seen if window is None else seen.triu(1 - window)
-        outs.append(attention_reference(q, k, v, seen, scale=scale, cap=cap))
+        outs.append(attention_reference(q, k, v, seen, scale=scale, cap=cap, sinks_H=sinks_H))
     padding = q_1THN.new_zeros(1, q_1THN.shape[1] - int(offsets[-1]), *q_1THN.shape[2:])
     return torch.cat([*outs, padding], 1)
 
@@ -292,21 +312,26 @@ class _VarlenAttention(torch.autograd.Function):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod
-    def forward(q, k, v, offsets, window, longest, scale, cap):
-        return _forward(q, k, v, offsets, window, longest, scale, cap)
+    def forward(q, k, v, offsets, sinks, window, longest, scale, cap):
+        out, lse, generator = _forward(q, k, v, offsets, window, longest, scale, cap)
+        if sinks is None:
+            return out, lse, generator
+        out, total = add_sinks(out, lse.T, sinks)
+        return out, total.T.contiguous(), generator
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, ctx.window, ctx.longest, *ctx.logits = inputs
-        ctx.save_for_backward(q, k, v, *output, offsets)
+        q, k, v, offsets, sinks, ctx.window, ctx.longest, *ctx.logits = inputs
+        ctx.save_for_backward(q, k, v, *output, offsets, sinks)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx, d_out, *_):
-        q, k, v, out, lse, generator, offsets = ctx.saved_tensors
+        q, k, v, out, lse, generator, offsets, sinks = ctx.saved_tensors
         with torch.no_grad():
             grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator, *ctx.logits)
-        return *grads, *(None,) * 5
+            d_sinks = None if sinks is None else sink_gradient(d_out, out, lse.T, sinks)
+        return *grads, None, d_sinks, *(None,) * 4
 
 
 class _Block(NamedTuple):
@@ -395,6 +420,15 @@ def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap
 def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
     """Zero the rows after the last offset, where kernels leave undefined values."""
     return x.masked_fill((torch.arange(len(x), device=x.device) >= offsets[-1])[:, None, None], 0)
+
+
+def _seen(offsets: Tensor, tokens: int, window: int | None) -> Tensor:
+    """Bool [1, T, T]: the tokens that each token sees; padding sees padding."""
+    places = torch.arange(tokens, device=offsets.device)
+    segments = torch.searchsorted(offsets.long(), places, right=True)
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (segments[:, None] == segments)
+    return (seen if window is None else seen & (distance < window)).unsqueeze(0)
 
 
 def _wide(x: Tensor) -> torch.dtype:

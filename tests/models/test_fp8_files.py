@@ -146,8 +146,8 @@ def _how(**fields):
 
 
 BROKEN = {
-    "gptq": (_how(quant_method="gptq"), f"{CONFIG}.quant_method is 'gptq', supported is 'fp8'; take the model's files"),
-    "no method": (_how(quant_method=None), f"{CONFIG}.quant_method is None, supported is 'fp8'"),
+    "gptq": (_how(quant_method="gptq"), f"{CONFIG}.quant_method is 'gptq', supported are 'fp8' and 'mxfp4'; take the"),
+    "no method": (_how(quant_method=None), f"{CONFIG}.quant_method is None, supported are 'fp8' and"),
     "not an object": (lambda d: edit_config(d, quantization_config="fp8"), f"{CONFIG} is 'fp8', it must be an object"),
     "e5m2": (_how(fmt="e5m2"), f"{CONFIG}.fmt is 'e5m2', supported is 'e4m3'"),
     "three sizes": (_how(weight_block_size=[1, 2, 3]), f"{CONFIG}.weight_block_size is [1, 2, 3], it must be two"),

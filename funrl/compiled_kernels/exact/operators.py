@@ -102,22 +102,22 @@ def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-@kernel_operator("exact_gate(Tensor gate, Tensor up, bool gelu) -> Tensor", _like)
-def exact_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+@kernel_operator("exact_gate(Tensor gate, Tensor up, int activation) -> Tensor", _like)
+def exact_gate(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """`gated`."""
     gate = gate.contiguous()
     up = up.contiguous()
     out = torch.empty_like(gate)
     pointers = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
-    library().funrl_gate(BITS[gate.dtype], *pointers, gate.numel(), gelu, torch.get_num_threads())
+    library().funrl_gate(BITS[gate.dtype], *pointers, gate.numel(), activation, torch.get_num_threads())
     return out
 
 
 @kernel_operator(
-    "exact_gate_backward(Tensor grad, Tensor gate, Tensor up, bool gelu) -> (Tensor, Tensor)",
-    lambda grad, gate, up, gelu: (torch.empty_like(gate), torch.empty_like(up)),
+    "exact_gate_backward(Tensor grad, Tensor gate, Tensor up, int activation) -> (Tensor, Tensor)",
+    lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
 )
-def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Gradients of `exact_gate` by gate and up."""
     grad = grad.contiguous()
     gate = gate.contiguous()
@@ -125,5 +125,5 @@ def exact_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> t
     d_gate = torch.empty_like(gate)
     d_up = torch.empty_like(up)
     pointers = (y.data_ptr() for y in (grad, gate, up, d_gate, d_up))
-    library().funrl_gate_backward(BITS[gate.dtype], *pointers, gate.numel(), gelu, torch.get_num_threads())
+    library().funrl_gate_backward(BITS[gate.dtype], *pointers, gate.numel(), activation, torch.get_num_threads())
     return d_gate, d_up

@@ -14,7 +14,7 @@ from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
 from funrl.compiled_kernels.paged_attention import paged_attention
-from funrl.compiled_kernels.rotary import rotate
+from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.layers import Context, Norm, Rope, WeightAxes, WeightShapes
@@ -41,6 +41,7 @@ class Attention:
       scale: factor of q k^T; None: 1 / sqrt(N).
       cap: attention logits x become cap tanh(x / cap); None: they stay.
       gated: each head's result is multiplied by the sigmoid of a gate; "q" makes queries and gates [H, 2 N].
+      sinks: each head has a further key, of a logit that is a weight and of value 0, which every token sees.
     """
 
     heads: int
@@ -55,6 +56,7 @@ class Attention:
     scale: float | None = None
     cap: float | None = None
     gated: bool = False
+    sinks: bool = False
 
     @property
     def splits_rows(self) -> bool:
@@ -64,7 +66,7 @@ class Attention:
     @property
     def paged(self) -> PagedHeads | None:
         """Heads for the kernel of paged attention."""
-        return PagedHeads(self.head, self.cap)
+        return PagedHeads(self.head, self.cap) if not self.sinks else None
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights, as `Mixer.shapes`."""
@@ -81,6 +83,8 @@ class Attention:
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
             shapes |= {"q_norm": (H, N) if whole else (N,), "k_norm": (K, N) if whole else (N,)}
+        if self.sinks:
+            shapes |= {"sinks": (H,)}
         return shapes
 
     def axes(self) -> WeightAxes:
@@ -96,6 +100,7 @@ class Attention:
             "k_bias": ("kv_heads", "head"),
             "v_bias": ("kv_heads", "head"),
             "o_bias": ("norm",),
+            "sinks": ("heads",),
             "q_norm": ("heads", "head") if whole else ("head",),
             "k_norm": ("kv_heads", "head") if whole else ("head",),
         }
@@ -142,10 +147,14 @@ class Attention:
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
         q_BTHN, k_BTKN, v_BTKN = self._heads(q_BTHN, params, h_BTD, mesh)
-        if context.rope is not None:
+        if self.rope is not None and context.rope is not None:
+            if self.rope.interleaved:
+                q_BTHN = halves_of_pairs(q_BTHN, self.rope.size)
+                k_BTKN = halves_of_pairs(k_BTKN, self.rope.size)
             q_BTHN = watched("rotation of q", rotate(q_BTHN, context.rope))
             k_BTKN = watched("rotation of k", rotate(k_BTKN, context.rope))
-        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
+            q_BTHN = q_BTHN if context.rope.growth is None else q_BTHN * context.rope.growth
+        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap, "sinks_H": params.get("sinks")}
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
             keys, values = context.kv_cache

@@ -21,6 +21,7 @@ AS_COMPILED: dict[str, Any] = {
     "qk_norm_over": "head",
     "attention_scale": None,
     "attention_cap": None,
+    "attention_sinks": False,
     "embed_scale": 1.0,
     "residual_scale": 1.0,
     "logit_divisor": 1.0,
@@ -29,6 +30,9 @@ AS_COMPILED: dict[str, Any] = {
     "latent": None,
     "output_gate": False,
     "rotary_part": None,
+    "rotary_pairs": False,
+    "query_growth": 0.0,
+    "mlp_bias": False,
     "mixers": (),
 }
 

@@ -6,6 +6,7 @@ import functools
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self
 
+from funrl.compiled_kernels.exact.gate import Activation
 from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.experts import Moe
@@ -31,6 +32,7 @@ class AttentionConfig:
       windows: per layer, the number of tokens that a token sees, itself and those before it, or None: all of them;
         None: there is no window.
       gated: results are multiplied by the sigmoid of gates, which the weights of the queries make too.
+      sinks: each head has a further key of value 0, whose logit is a weight.
       latent: keys and values are made of a small vector a token; `head` is then the size of queries and keys, and
         there is neither a bias nor a window. None: they are made of the hidden states.
       mixers: layers take these in turn: layer i has number i modulo their count. None in its place, or no mixers at
@@ -48,6 +50,7 @@ class AttentionConfig:
     cap: float | None = None
     windows: tuple[int | None, ...] | None = None
     gated: bool = False
+    sinks: bool = False
     latent: Latent | None = None
     mixers: tuple[Mixer | None, ...] = ()
 
@@ -90,6 +93,8 @@ class RopeConfig:
       local_theta: base in layers with a window, which are not stretched; None: these are like the others.
       rotates: per layer, whether q and k are rotated; None: in all of them.
       part: size of the part of a head that is rotated, its first numbers; None: all of it.
+      interleaved: neighbours are the pairs that are rotated, not numbers half a head apart.
+      query_growth: rate by which queries grow with their positions, as `Rope` says; 0: they do not.
     """
 
     theta: float = 10000.0
@@ -97,6 +102,8 @@ class RopeConfig:
     local_theta: float | None = None
     rotates: tuple[bool, ...] | None = None
     part: int | None = None
+    interleaved: bool = False
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,12 +127,14 @@ class MlpConfig:
 
     Attributes:
       inner: size F.
-      activation: of the gate; "gelu" is the approximation by tanh.
+      activation: of the gate of a dense one, as `gated` has them.
+      bias: the products of a dense one have biases.
       experts: layers with several mlps of which each token takes some; None: every layer has one.
     """
 
     inner: int
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
+    bias: bool = False
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +144,7 @@ class MlpConfig:
         """The mlp of one layer."""
         if self.experts is not None and layer not in self.experts.dense:
             return Moe(self.experts)
-        return Dense(self.inner, self.activation)
+        return Dense(self.inner, self.activation, self.bias)
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,12 @@ class Config(ModelConfig):
             raise ModelError(f"head is {self.attention.head}, rotary positions need an even head size")
         if self.attention.latent is not None and self.rope.rotates:
             raise ModelError(f"rotates is {self.rope.rotates}, which latent attention does not have")
+        scaling = self.rope.scaling
+        if scaling is not None and scaling.kind == "longrope" and len(scaling.short) != self._rotated // 2:
+            raise ModelError(
+                f"rope_scaling has {len(scaling.short)} short factors, the rotated part of a head has "
+                f"{self._rotated // 2} frequencies"
+            )
         for name, values in (("windows", self.attention.windows), ("rotates", self.rope.rotates)):
             if values is not None and len(values) != self.layers:
                 raise ModelError(f"{name} has {len(values)} entries for {self.layers} layers")
@@ -213,6 +228,7 @@ class Config(ModelConfig):
             scale=attention.scale,
             cap=attention.cap,
             gated=attention.gated,
+            sinks=attention.sinks,
         )
 
     def _rope(self, layer: int) -> Rope | None:
@@ -221,8 +237,8 @@ class Config(ModelConfig):
         if rope.rotates is not None and not rope.rotates[layer]:
             return None
         if self.attention.window(layer) is not None and rope.local_theta is not None:
-            return Rope(self._rotated, rope.local_theta)
-        return Rope(self._rotated, rope.theta, rope.scaling)
+            return Rope(self._rotated, rope.local_theta, interleaved=rope.interleaved)
+        return Rope(self._rotated, rope.theta, rope.scaling, rope.interleaved, rope.query_growth)
 
     def with_layers(self, layers: int) -> Self:
         """The same sizes with only the first `layers` layers."""

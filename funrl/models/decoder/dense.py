@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.exact.gate import gated
+from funrl.compiled_kernels.exact.gate import Activation, gated
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
@@ -25,11 +24,13 @@ class Dense:
 
     Attributes:
       inner: size F.
-      activation: of the gate; "gelu" is the approximation by tanh.
+      activation: of the gate, as `gated` has them.
+      bias: all three products have one.
     """
 
     inner: int
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
+    bias: bool = False
 
     @property
     def routed(self) -> bool:
@@ -38,11 +39,25 @@ class Dense:
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights."""
-        return {"gate": (self.inner, embed), "up": (self.inner, embed), "down": (embed, self.inner)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate": (self.inner, embed),
+            "up": (self.inner, embed),
+            "down": (embed, self.inner),
+        }
+        if self.bias:
+            shapes |= {"gate_bias": (self.inner,), "up_bias": (self.inner,), "down_bias": (embed,)}
+        return shapes
 
     def axes(self) -> WeightAxes:
         """Logical axes of the weights."""
-        return {"gate": ("mlp", "embed"), "up": ("mlp", "embed"), "down": ("embed", "mlp")}
+        return {
+            "gate": ("mlp", "embed"),
+            "up": ("mlp", "embed"),
+            "down": ("embed", "mlp"),
+            "gate_bias": ("mlp",),
+            "up_bias": ("mlp",),
+            "down_bias": ("norm",),
+        }
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         """First values of a weight: as most begin."""
@@ -51,11 +66,12 @@ class Dense:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, None]:
         """Compute each token, as `Mlp.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
-        gate_BTF = watched("gate product", multiply(h_BTD, params["gate"]))
-        up_BTF = watched("up product", multiply(h_BTD, params["up"]))
+        gate_BTF = watched("gate product", multiply(h_BTD, params["gate"], params.get("gate_bias")))
+        up_BTF = watched("up product", multiply(h_BTD, params["up"], params.get("up_bias")))
         inner_BTF = watched("gate", gated(gate_BTF, up_BTF, self.activation))
         del gate_BTF, up_BTF
-        return watched("down product", multiply_and_sum(inner_BTF, params["down"], mesh, context.split)), None
+        out_BTD = multiply_and_sum(inner_BTF, params["down"], mesh, context.split)
+        return watched("down product", out_BTD + params["down_bias"] if self.bias else out_BTD), None
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the inner size."""

@@ -19,6 +19,7 @@ in fixed parts, before a token's experts are added up at home, in the order of t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,12 @@ from funrl.models.decoder.routing import (
     Routes,
     combine,
     expert_counts,
+    experts_of_rows,
     load_of,
     permute,
     route,
     slots_of,
+    table_rows,
     take_rows,
 )
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
@@ -78,6 +81,9 @@ class Moe:
         }
         if self.experts.biased:
             shapes["router_bias"] = (E,)
+        if self.experts.clamped is not None:
+            shapes |= {"router_logit_bias": (E,), "expert_down_bias": (E, D)}
+            shapes |= {"expert_gate_bias": (E, F_), "expert_up_bias": (E, F_)}
         if shared := self.experts.shared:
             shapes |= {"shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared)}
         if self.experts.shared_weighted:
@@ -89,6 +95,10 @@ class Moe:
         return {
             "router": ("router", "embed"),
             "router_bias": ("router",),
+            "router_logit_bias": ("router",),
+            "expert_gate_bias": ("experts", "mlp"),
+            "expert_up_bias": ("experts", "mlp"),
+            "expert_down_bias": ("router", "norm"),
             "shared_gate": ("mlp", "embed"),
             "shared_up": ("mlp", "embed"),
             "shared_down": ("embed", "mlp"),
@@ -139,12 +149,35 @@ def mixture(
       real_BT: false at padding, which goes to no expert; None: there is none.
       ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
     """
-    logits_BTE = all_tokens(_logits(experts, params["router"], h_BTD), mesh, split)
+    logits_BTE = all_tokens(_logits(experts, params, h_BTD), mesh, split)
     real_T = None if real_BT is None else real_BT.flatten()
     ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
     routes = _routes(experts, params, logits_BTE.flatten(0, 1), dtype=h_BTD.dtype, real_T=real_T, ids_TK=ids_TK)
+    load = load_of(routes, real_T)
     if _exact_parts(h_BTD, params, mesh) is not None:
-        return _exact_sum(experts, mesh, params, h_BTD, routes, split), load_of(routes, real_T)
+        out_BTD = _exact_sum(experts, mesh, params, h_BTD, routes, split)
+    else:
+        out_BTD = _partial_sums(experts, mesh, params, h_BTD, routes, split)
+    return _with_down_biases(experts, mesh, params, out_BTD, routes, split), load
+
+
+def _with_down_biases(
+    experts: Experts, mesh: Mesh, params: trees.Tree, out_BTD: Tensor, routes: Routes, split: bool
+) -> Tensor:
+    """The result of `mixture` with the biases of each token's experts, which every rank has, added at home."""
+    if experts.clamped is None:
+        return out_BTD
+    ids_BTK, weights_BTK = (x.unflatten(0, (out_BTD.shape[0], -1)) for x in (routes.ids_TK, routes.weights_TK))
+    ids_BTK = own_tokens(ids_BTK, mesh, split)
+    weights_BTK = own_tokens(weights_BTK, mesh, split)
+    biases_BTKD = table_rows(params["expert_down_bias"], ids_BTK) * weights_BTK.unsqueeze(-1)
+    return functools.reduce(torch.add, biases_BTKD.unbind(2), out_BTD)
+
+
+def _partial_sums(
+    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool
+) -> Tensor:
+    """The result of `mixture` where each tensor rank sums a part of what experts make."""
     over = _expert_axes(experts, mesh, params["expert_gate"].shape[0])
     # Each tensor rank has a part of what an expert adds: what enters it, and what scales it, have gradients in parts.
     h_BTD = enter(h_BTD, mesh, split)
@@ -159,7 +192,7 @@ def mixture(
             router_1D = pbroadcast(params["shared_router"], mesh, "tensor")
             shared_TD = shared_TD * linear(h_TD, router_1D).sigmoid()
         out_TD = out_TD + shared_TD
-    return leave(out_TD.view(h_BTD.shape), mesh, split), load_of(routes, real_T)
+    return leave(out_TD.view(h_BTD.shape), mesh, split)
 
 
 def _exact_sum(experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, routes: Routes, split: bool) -> Tensor:
@@ -193,7 +226,7 @@ def dispatch_gathered(
     # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
     static = torch.compiler.is_compiling() or not over or h_TD.device.type != "cpu"
     slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static=static)
-    y_MD = _feed_forward(params, take_rows(h_TD, slots), slots.ends_E, mesh)
+    y_MD = _feed_forward(experts, params, take_rows(h_TD, slots), slots.ends_E, mesh)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 
 
@@ -211,17 +244,18 @@ def dispatch_ragged(
     x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh=mesh, axes=over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank
-    y_MD = _feed_forward(params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int(), mesh)
+    y_MD = _feed_forward(experts, params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int(), mesh)
     y_MD = permute(y_MD, order_M.argsort())
     return combine(ragged_all_to_all(y_MD, receive, send, mesh=mesh, axes=over), weights_TK, slots)
 
 
-def _logits(experts: Experts, router_ED: Tensor, h_BTD: Tensor) -> Tensor:
+def _logits(experts: Experts, params: trees.Tree, h_BTD: Tensor) -> Tensor:
     """[B, T, E] of a router."""
+    router_ED = params["router"]
     if experts.wide:
         wide = torch.promote_types(h_BTD.dtype, torch.float32)
         return linear(h_BTD.to(wide), router_ED.to(wide))
-    return linear(h_BTD, router_ED)
+    return linear(h_BTD, router_ED, params.get("router_logit_bias"))
 
 
 def _routes(
@@ -242,10 +276,16 @@ def _routes(
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
 
 
-def _feed_forward(params: trees.Tree, x_MD: Tensor, ends_E: Tensor, mesh: Mesh) -> Tensor:
+def _feed_forward(experts: Experts, params: trees.Tree, x_MD: Tensor, ends_E: Tensor, mesh: Mesh) -> Tensor:
     """The experts on rows that are sorted by them: this tensor rank's part of each, or where it is exact, the whole."""
     gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
-    inner_MF = gated(gate_MF, up_MF)
+    if (clamped := experts.clamped) is None:
+        inner_MF = gated(gate_MF, up_MF)
+    else:
+        expert_M = experts_of_rows(ends_E, len(x_MD))
+        gate_MF = (gate_MF + table_rows(params["expert_gate_bias"], expert_M)).clamp(max=clamped.limit)
+        up_MF = (up_MF + table_rows(params["expert_up_bias"], expert_M)).clamp(-clamped.limit, clamped.limit)
+        inner_MF = (up_MF + 1) * (gate_MF * sigmoid(gate_MF * clamped.alpha))
     parts = _exact_parts(x_MD, params, mesh)
     if parts is None:
         return grouped_linear(inner_MF, params["expert_down"], ends_E)

@@ -27,7 +27,7 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.latent_paged_attention import attend_through_latent, latent_paged_attention
 from funrl.compiled_kernels.norm import rms_norm
-from funrl.compiled_kernels.rotary import Rotary, rotate
+from funrl.compiled_kernels.rotary import Rotary, halves_of_pairs, rotate
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
@@ -232,6 +232,6 @@ def _keys_values(latent: Latent, params: trees.Tree, latent_BTR: Tensor) -> tupl
 def _rotated(latent: Latent, x: Tensor, rope: Rotary | None) -> Tensor:
     """Heads [..., rope] rotated; of neighbouring pairs, the first of all come first then."""
     if latent.interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        x = halves_of_pairs(x, x.shape[-1])
     assert rope is not None
     return rotate(x, rope)

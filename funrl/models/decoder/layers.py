@@ -18,7 +18,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.paged_attention import Paging
-from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary
+from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, with_query_growth
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import LayerCost, PagedHeads, RouterLoad
 
@@ -32,25 +32,40 @@ class RopeScaling:
 
     Attributes:
       kind: "linear" divides every frequency by `factor`; "llama3" only the low ones, with a ramp between that is even
-        in turns; "yarn" likewise with one that is even in the numbers of frequencies.
+        in turns; "yarn" likewise with one that is even in the numbers of frequencies; "longrope" divides each by its
+        number in `short`; "dynamic" none of them, as sequences are no longer than the model's positions.
       factor: the divisor.
       low, high: frequencies that turn fewer times than `low` over the original length are divided by `factor`, those
         that turn more often than `high` are kept.
       original: length of pretraining, in tokens.
       mscale, mscale_all: yarn: how much attention is sharpened: in its rotated part, and in all of it; 0: as yarn says.
+      truncate: yarn: the ramp begins and ends at whole numbers.
+      fixed_amplitude: yarn and longrope: factor of rotated queries and keys; 0: it follows from the other fields.
+      short: longrope: divisors of the frequencies of sequences up to `original` tokens.
+      long: longrope: those of longer ones, which the files have and nothing here uses.
+      extended: longrope: length of the longest sequences for which `long` was made.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
     factor: float
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
     mscale: float = 0.0
     mscale_all: float = 0.0
+    truncate: bool = True
+    fixed_amplitude: float = 0.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    extended: int = 0
 
     @property
     def amplitude(self) -> float:
         """Factor of rotated queries and keys."""
+        if self.fixed_amplitude:
+            return self.fixed_amplitude
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
         if self.kind != "yarn":
             return 1.0
         both = self.mscale > 0 and self.mscale_all > 0
@@ -73,18 +88,26 @@ class Rope:
       size: numbers of a head that are rotated.
       theta: base of the frequencies.
       scaling: stretching of these; None: none.
+      interleaved: neighbours are the pairs that are rotated, not numbers half a head apart.
+      query_growth: rotated queries at position p have a factor 1 + query_growth log(1 + floor(p / original)), with
+        `original` of `scaling`.
     """
 
     size: int
     theta: float
     scaling: RopeScaling | None = None
+    interleaved: bool = False
+    query_growth: float = 0.0
 
     def rotations(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """Rotations of tokens at these positions."""
         wide = torch.promote_types(dtype, torch.float32)
-        amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
-        turns = frequencies(self.size, self.theta, self.scaling, dtype=wide, device=positions.device)
-        return rotary(positions, turns, dtype, amplitude=amplitude)
+        scaling = self.scaling
+        turns = frequencies(self.size, self.theta, scaling, dtype=wide, device=positions.device)
+        if scaling is None:
+            return rotary(positions, turns, dtype)
+        rope = rotary(positions, turns, dtype, amplitude=scaling.amplitude)
+        return with_query_growth(rope, positions, scaling.original, self.query_growth) if self.query_growth else rope
 
 
 @dataclass(frozen=True)

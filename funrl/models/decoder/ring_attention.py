@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.attention import add_sinks, sink_gradient
 from funrl.mesh.collectives import start_shift, wait
 from funrl.mesh.mesh import Mesh
 
@@ -31,6 +32,7 @@ def ring_attention(
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`varlen_attention` of the whole row, by sending keys and values from rank to rank.
 
@@ -40,14 +42,14 @@ def ring_attention(
     Args:
       q_1tHN, k_1tKN, v_1tKN: of this rank's t = T / sp tokens, rotated.
       offsets: [S + 1], of the whole row.
-      window, scale, cap: as in `varlen_attention`.
+      window, scale, cap, sinks_H: as in `varlen_attention`.
 
     Returns: [1, t, H, N], of this rank's tokens; differentiable once.
 
     References: Liu et al., 2023, https://arxiv.org/abs/2310.01889
     """
     options = _How(window or 0, scale or q_1tHN.shape[-1] ** -0.5, cap or 0.0)
-    return _Ring.apply(q_1tHN[0], k_1tKN[0], v_1tKN[0], offsets, mesh, options)[0].unsqueeze(0)
+    return _Ring.apply(q_1tHN[0], k_1tKN[0], v_1tKN[0], offsets, sinks_H, (mesh, options))[0].unsqueeze(0)
 
 
 class _How(NamedTuple):
@@ -74,25 +76,26 @@ class _Block(NamedTuple):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, offsets, mesh, how):
+    def forward(q, k, v, offsets, sinks, place):
+        mesh, options = place
         joined: tuple[Tensor, Tensor] | None = None
-        for place, (keys, values) in _parts(torch.stack((k, v)), mesh):
-            part = _part(q, keys, values, offsets, *place, *how)
+        for firsts, (keys, values) in _parts(torch.stack((k, v)), mesh):
+            part = _part(q, keys, values, offsets, *firsts, *options)
             joined = part if joined is None else _joined(*joined, *part)
         assert joined is not None  # the own part is always there
-        out, lse = joined
+        out, lse = joined if sinks is None else add_sinks(*joined, sinks)
         return out.to(q.dtype), lse
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, ctx.mesh, ctx.how = inputs
-        ctx.save_for_backward(q, k, v, offsets, *output)
+        q, k, v, offsets, sinks, (ctx.mesh, ctx.how) = inputs
+        ctx.save_for_backward(q, k, v, offsets, *output, sinks)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx, d_out, _):
         with torch.no_grad():
-            q, k, v, offsets, out, lse = ctx.saved_tensors
+            q, k, v, offsets, out, lse, sinks = ctx.saved_tensors
             d_q = torch.zeros_like(q, dtype=lse.dtype)
             d_out = d_out.contiguous()
             grads = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
@@ -101,7 +104,8 @@ class _Ring(torch.autograd.Function):
                 d_q += gradients[0]
                 grads += gradients[1]
                 grads = wait(start_shift(grads, ctx.mesh, _AXIS)).view(grads.shape)  # after as many they are home
-        return d_q.to(q.dtype), *grads.to(k.dtype).unbind(0), None, None, None
+            d_sinks = None if sinks is None else sink_gradient(d_out, out, lse, sinks)
+        return d_q.to(q.dtype), *grads.to(k.dtype).unbind(0), None, d_sinks, None
 
 
 def _parts(kv: Tensor, mesh: Mesh) -> Iterator[tuple[tuple[int, int], Tensor]]:

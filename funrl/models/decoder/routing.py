@@ -20,6 +20,20 @@ from funrl.models.model import RouterLoad
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """Gate of experts: (min(max(up, -limit), limit) + 1) g sigmoid(alpha g), with g = min(gate, limit).
+
+    Attributes:
+      alpha, limit: as above.
+
+    References: OpenAI, 2025, https://arxiv.org/abs/2508.10925
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
 class Experts:
     """Layers whose mlp is a mixture of experts.
 
@@ -35,6 +49,7 @@ class Experts:
       shared: inner size of an mlp that every token goes to, beside its experts; 0: there is none.
       shared_weighted: what that mlp adds is multiplied by a weight of each token's own, by a sigmoid.
       wide: the router computes in float32 where weights are narrower, which separates nearly equal scores.
+      clamped: the gate of experts of which all products have a bias, as the router's has; None: SiLU, without biases.
     """
 
     count: int
@@ -51,6 +66,7 @@ class Experts:
     best_of_group: int = 2
     wide: bool = False
     shared_weighted: bool = False
+    clamped: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "mlp", "groups", "chosen_groups"):
@@ -211,6 +227,16 @@ def combine(y_MD: Tensor, weights_TK: Tensor, slots: ExpertSlots) -> Tensor:
     return _Combine.apply(y_MD, weights_TK, slots.token_M, slots.slot_M, slots.row_TK)
 
 
+def table_rows(table_ED: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table by their numbers [...], 0 where a number is E: [..., D]. Its gradient is a product."""
+    return _TableRows.apply(table_ED, ids)
+
+
+def experts_of_rows(ends_E: Tensor, rows: int) -> Tensor:
+    """The expert of each row, [rows], where they are sorted and end at `ends_E`; E after the last end."""
+    return (torch.arange(rows, device=ends_E.device).unsqueeze(-1) >= ends_E).sum(-1)
+
+
 def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
     """The rows in another order; its gradient is a gather too."""
     return _Take.apply(x_RD, order_R, _inverse(order_R).unsqueeze(1))
@@ -227,6 +253,25 @@ def _sum_rows(y_MD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) ->
     if weights_TK is not None:
         terms = [rows * weight_T.unsqueeze(1) for rows, weight_T in zip(terms, weights_TK.unbind(1), strict=True)]
     return functools.reduce(torch.add, terms)
+
+
+class _TableRows(torch.autograd.Function):
+    @staticmethod
+    def forward(table, ids):
+        padded = torch.cat([table, table.new_zeros(1, table.shape[1])])
+        return padded.index_select(0, ids.flatten()).view(*ids.shape, -1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        table, ids = inputs
+        ctx.rows = len(table)
+        ctx.save_for_backward(ids)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        chosen = ids.flatten().unsqueeze(-1) == torch.arange(ctx.rows, device=ids.device)
+        return chosen.to(grad.dtype).T @ grad.flatten(0, -2), None
 
 
 class _Take(torch.autograd.Function):

@@ -43,7 +43,7 @@ def split_attention(
 
     Args:
       form: one of `FORMS`; auto is ulysses where the heads divide.
-      how: `scale`, `cap` and `blockwise`.
+      how: `scale`, `cap`, `sinks_H` of this rank's heads, and `blockwise`.
 
     Raises:
       ModelError: attention by blocks is asked for where keys go round a ring.
@@ -89,7 +89,7 @@ def ulysses_attention(
     Args:
       q_1tHN, k_1tKN, v_1tKN: of this rank's t = T / sp tokens, rotated; sp divides H.
       offsets: [S + 1], of the whole row.
-      how: `scale`, `cap` and `blockwise`, as in `varlen_attention`.
+      how: `scale`, `cap`, `sinks_H` and `blockwise`, as in `varlen_attention`.
 
     Returns: [1, t, H, N], of this rank's tokens.
 
@@ -107,5 +107,8 @@ def ulysses_attention(
     sent = torch.cat([x.unflatten(1, (sp, -1)) for x in (q, k, v)], 2)  # what goes to a rank is together
     whole = all_to_all(sent.flatten(1, 2), mesh, AXIS, split=1, concat=0)
     q, k, v = whole.split((heads, kv_heads, kv_heads), 1)
+    if (sinks_H := how.get("sinks_H")) is not None:
+        own_H = mesh.index(AXIS) * heads + torch.arange(heads, device=q.device)
+        how["sinks_H"] = sinks_H.index_select(0, own_H)
     out_1THN = varlen_attention(q[None], k[None], v[None], offsets=offsets, window=window, **how)
     return all_to_all(out_1THN[0], mesh, AXIS, split=0, concat=1).unsqueeze(0)

@@ -1,14 +1,12 @@
 """The config.json of Hugging Face's models: from and to the record of a decoder.
 
-What is peculiar to a family is in `families.py`. Types and sizes of fields are
-checked before they are used.
+What is peculiar to a family is in `families.py`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +14,12 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.families import FAMILIES, HFFamily
-from funrl.models.huggingface.family_fields import FULL, SLIDING
+from funrl.models.huggingface.configs.hf_family import HFFamily
+from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
+from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.family_fields import ACTIVATIONS, FULL, SLIDING
 from funrl.models.huggingface.fp8_files import fp8_blocks
-from funrl.models.model import MOST_LAYERS, ModelConfig, check_sizes
+from funrl.models.model import ModelConfig, check_sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -95,13 +95,19 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         "tied": bool(got["tie_word_embeddings"]),
         "windows": _windows(family, got, layers),
         "max_positions": _size(got, "max_position_embeddings"),
+        "activation": ACTIVATIONS.get(got["hidden_act"], "silu"),
+        "mlp_bias": bool(got.get("mlp_bias")),
         "dtype": _dtype(got),
         "family": name,
         "bos": got.get("bos_token_id"),
         "eos": token_ids(got.get("eos_token_id")),
         "pad": got.get("pad_token_id"),
     }
-    config = decoder_config(**fields | _rotary(family, got) | family.read(got))
+    rotary = _rotary(family, got)
+    scaling = rotary["rope_scaling"]
+    if scaling is not None and scaling.kind == "longrope":  # longer sequences rotate all of their tokens otherwise
+        fields["max_positions"] = min(scaling.original, scaling.extended)
+    config = decoder_config(**fields | rotary | family.read(got))
     if config.attention.latent is None or config.rope.scaling is None or config.rope.scaling.sharpness == 1:
         return config
     return with_fields(config, attention_scale=config.attention.head**-0.5 * config.rope.scaling.sharpness)
@@ -128,7 +134,7 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
         "num_attention_heads": config.attention.heads,
         "num_key_value_heads": config.attention.kv_heads,
         "head_dim": config.attention.head,
-        "hidden_act": "silu",
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == config.mlp.activation),
         "rms_norm_eps": config.norm.eps,
         "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_positions,
@@ -139,9 +145,18 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
         "dtype": config.source.dtype,
         "torch_dtype": config.source.dtype,
     }
-    if config.rope.scaling is not None:
-        raw["rope_scaling"] = _rope_to_hf(config.rope.scaling)
+    if (scaling := config.rope.scaling) is not None:
+        raw["rope_scaling"] = _rope_to_hf(scaling)
+        raw["max_position_embeddings"] = scaling.extended or config.max_positions
+        if config.rope.query_growth:
+            raw["rope_scaling"][QUERY_GROWTH] = config.rope.query_growth
+    if family.partial_rotary:
+        raw["partial_rotary_factor"] = (config.rope.part or config.attention.head) / config.attention.head
+    if True in family.supported.get("mlp_bias", ()):
+        raw["mlp_bias"] = config.mlp.bias
     raw |= family.write(config)
+    if scaling is not None and FULL in raw.get("rope_parameters", ()):
+        raw["rope_parameters"][FULL] |= raw["rope_scaling"]
     written = with_fields(config_from_hf(raw), generation=config.source.generation)  # which has a file of its own
     if written != config:
         kept = flat_fields(written)
@@ -179,26 +194,42 @@ def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     if local is None:
         if per_layer:
             raise ModelError(f"{name} is given per layer type ({sorted(rope)}), supported is one for all layers")
-        theta, scaling = _rope(family, name, rope, default_theta=got["rope_theta"])
-        return {"rope_theta": theta, "rope_scaling": scaling}
+        theta, scaling = _rope(family, name, rope, got=got, default_theta=got["rope_theta"])
+        return {"rope_theta": theta, "rope_scaling": scaling, "rotary_part": _rotated_part(family, rope, got)}
     if rope and name == "rope_parameters" and not per_layer:
         raise ModelError(f"{name} is {json.dumps(rope)}, it must be given per layer type ({FULL}, {SLIDING})")
-    theta, scaling = _rope(family, name, rope.get(FULL) or {} if per_layer else rope, default_theta=got["rope_theta"])
-    local, stretched = _rope(family, name, rope.get(SLIDING) or {} if per_layer else {}, default_theta=local)
+    full = rope.get(FULL) or {} if per_layer else rope
+    theta, scaling = _rope(family, name, full, got=got, default_theta=got["rope_theta"])
+    sliding = rope.get(SLIDING) or {} if per_layer else {}
+    local, stretched = _rope(family, name, sliding, got=got, default_theta=local)
     if stretched is not None:
         raise ModelError(f"{name}.{SLIDING}.rope_type is {stretched.kind!r}, supported is 'default'")
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
+def _rotated_part(family: HFFamily, rope: Mapping[str, Any], got: Mapping[str, Any]) -> int | None:
+    """The size of the part of a head that is rotated, where the family says it; None: all of it."""
+    if not family.partial_rotary:
+        return None
+    head = got.get("head_dim") or got["hidden_size"] // got["num_attention_heads"]
+    part = rope.get("partial_rotary_factor") or got.get("partial_rotary_factor") or 1.0
+    size = int(head * part)
+    if not 0 < size <= head:
+        raise ModelError(f"partial_rotary_factor is {part}: {size} of the {head} numbers of a head are rotated")
+    return None if size == head else size
+
+
 def _rope(
-    family: HFFamily, name: str, rope: Mapping[str, Any], default_theta: float
+    family: HFFamily, name: str, rope: Mapping[str, Any], got: Mapping[str, Any], default_theta: float
 ) -> tuple[float, RopeScaling | None]:
     """The base and the stretching of one kind of layers.
 
     Args:
       name: of the field of config.json.
+      got: all fields.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in older files
     theta = float(rope.get("rope_theta", default_theta))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0) and not family.partial_rotary:
         raise ModelError(f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, supported is 1.0")
@@ -207,36 +238,61 @@ def _rope(
     if kind == "default":
         return theta, None
     wanted = _ROPE_FIELDS[kind]
-    given: dict[str, Any] = dict(_YARN) if kind == "yarn" else {}
+    given = dict(_ROPE_DEFAULTS.get(kind, {}))
     given |= {field: value for field, value in rope.items() if value is not None}
+    if kind == "longrope":
+        given = _longrope(given, got)
     missing = [field for field in wanted.values() if field not in given]
     if missing:
         raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
-    for factor in ("attention_factor", "attn_factor"):  # of transformers, and of vLLM
-        if kind == "yarn" and factor in given:
-            raise ModelError(f"{name}.{factor} is {given[factor]!r}, supported is None")
-    if kind == "yarn" and not given.get("truncate", True):
-        raise ModelError(f"{name}.truncate is {given['truncate']!r}, supported is True")
-    return theta, RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
+    if kind == "yarn" and "attn_factor" in given:  # of vLLM
+        raise ModelError(f"{name}.attn_factor is {given['attn_factor']!r}, supported is None")
+    scaling = RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
+    return theta, scaling
+
+
+def _longrope(given: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of rotary positions of "longrope", with those that stand elsewhere in config.json."""
+    extended = _size(got, "max_position_embeddings")
+    original = given.get("original_max_position_embeddings") or got.get("original_max_position_embeddings") or extended
+    factor = given.get("factor", extended / original)
+    places = {"original_max_position_embeddings": original, "max_position_embeddings": extended, "factor": factor}
+    factors = {name: tuple(given[name]) for name in ("short_factor", "long_factor") if name in given}
+    return {**given, **places, **factors}
 
 
 _ORIGINAL = {"factor": "factor", "original": "original_max_position_embeddings"}
 _ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "linear": {"factor": "factor"},
     "llama3": _ORIGINAL | {"low": "low_freq_factor", "high": "high_freq_factor"},
-    "yarn": _ORIGINAL | {"low": "beta_slow", "high": "beta_fast", "mscale": "mscale", "mscale_all": "mscale_all_dim"},
+    "dynamic": {"factor": "factor"},
+    "yarn": _ORIGINAL
+    | {"low": "beta_slow", "high": "beta_fast", "mscale": "mscale", "mscale_all": "mscale_all_dim"}
+    | {"truncate": "truncate", "fixed_amplitude": "attention_factor"},
+    "longrope": _ORIGINAL
+    | {"short": "short_factor", "long": "long_factor", "fixed_amplitude": "attention_factor"}
+    | {"extended": "max_position_embeddings"},
 }
-_YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # where they are not given
+# Values of fields that are not given.
+_ROPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+    | {"truncate": True, "attention_factor": 0.0},
+    "longrope": {"attention_factor": 0.0},
+}
 
 
 def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
     raw: dict[str, Any] = {"rope_type": rope.kind}
-    fields = {theirs: getattr(rope, ours) for ours, theirs in _ROPE_FIELDS[rope.kind].items()}
-    return raw | {name: value for name, value in fields.items() if value}
+    defaults = _ROPE_DEFAULTS.get(rope.kind, {})
+    for ours, theirs in _ROPE_FIELDS[rope.kind].items():
+        value = getattr(rope, ours)
+        if value != defaults.get(theirs) and theirs != "max_position_embeddings":
+            raw[theirs] = list(value) if isinstance(value, tuple) else value
+    return raw
 
 
 def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
-    window = got.get("sliding_window") if got.get("use_sliding_window") else None
+    window = got.get("sliding_window") or None if got.get("use_sliding_window") else None
     kinds = got.get("layer_types")
     kinds = family.kinds(got, layers) if kinds is None else kinds
     known = (FULL, *(family.mixers or (SLIDING,)))
@@ -257,160 +313,3 @@ def _dtype(got: Mapping[str, Any]) -> str:
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}, supported are {list(DTYPES)}")
     return dtype
-
-
-# The largest value that is taken for real: a larger one would take all memory before its mistake is found.
-LARGEST_SIZES = {
-    "vocab_size": 2**26,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "num_hidden_layers": MOST_LAYERS,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "max_position_embeddings": 2**40,
-    "num_experts": 2**16,
-    "num_local_experts": 2**16,
-    "num_experts_per_tok": 2**16,
-    "moe_intermediate_size": 2**24,
-    "decoder_sparse_step": 4096,
-    "n_routed_experts": 2**16,
-    "n_shared_experts": 2**16,
-    "n_group": 2**16,
-    "topk_group": 2**16,
-    "kv_lora_rank": 2**16,
-    "q_lora_rank": 2**16,
-    "qk_nope_head_dim": 2**16,
-    "qk_rope_head_dim": 2**16,
-    "v_head_dim": 2**16,
-    "linear_num_key_heads": 2**16,
-    "linear_num_value_heads": 2**16,
-    "linear_key_head_dim": 2**16,
-    "linear_value_head_dim": 2**16,
-    "linear_conv_kernel_dim": 4096,
-    "shared_expert_intermediate_size": 2**24,
-}
-MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
-POSITIVE = (
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_local_base_freq",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
-    "routed_scaling_factor",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "partial_rotary_factor",
-)
-COUNTS = (
-    "sliding_window",
-    "sliding_window_pattern",
-    "_sliding_window_pattern",
-    "no_rope_layer_interval",
-    "num_labels",
-    "full_attention_interval",
-)
-SWITCHES = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "use_sliding_window",
-    "use_bidirectional_attention",
-    "norm_topk_prob",
-    "rope_interleave",
-)
-NOT_NULL = ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "no_rope_layer_interval", *POSITIVE[3:8])
-ROPE_FIELDS = (
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "partial_rotary_factor",
-)
-
-
-def check_config_fields(raw: Mapping[str, Any]) -> None:
-    """Check the fields of a parsed config.json that this package reads, where its family is one of `FAMILIES`.
-
-    Raises:
-      ModelError: naming the field, its value and what it must be.
-    """
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        return
-    for fields, text, holds in RULES:
-        for field in fields:
-            if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
-                raise ModelError(f"{field} is {_short(raw[field])}, it must be {text}")
-    for field, largest in LARGEST_SIZES.items():
-        value = raw.get(field, 1)
-        if not ((value is None and field in MAY_BE_NULL) or (type(value) is int and 1 <= value <= largest)):
-            least = "a whole number of at least 1"
-            raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {largest}")
-    for field in ("rope_scaling", "rope_parameters"):
-        _check_rope(field, raw.get(field) or {})
-
-
-def _check_rope(name: str, rope: Mapping[str, Any]) -> None:
-    for field, value in rope.items():
-        if isinstance(value, Mapping):
-            _check_rope(f"{name}.{field}", value)
-        elif field in ROPE_FIELDS and value is not None and not _positive(value):
-            raise ModelError(f"{name}.{field} is {_short(value)}, it must be a number above 0")
-        elif field in ("rope_type", "type") and not isinstance(value, str):
-            raise ModelError(f"{name}.{field} is {_short(value)}, it must be text")
-
-
-def _positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0 if not isinstance(value, int) or value < 2**63 else False
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 1 <= value < 2**63
-
-
-def _token(value: Any) -> bool:
-    return type(value) is int and -1 <= value < 2**63  # -1 is none, in old files
-
-
-def _tokens(value: Any) -> bool:
-    return _token(value) or (isinstance(value, list) and all(map(_token, value)))
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) for item in value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    (POSITIVE, "a number above 0", _positive),
-    (COUNTS, "a whole number of at least 1", _count),
-    (SWITCHES, "true or false", lambda value: isinstance(value, bool)),
-    (
-        ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),
-        "a whole number of at least 0",
-        lambda value: value == 0 or _count(value),
-    ),
-    (("bos_token_id", "eos_token_id", "pad_token_id"), "a token id or a list of them", _tokens),
-    (("architectures", "layer_types"), "a list of texts", _texts),
-    (("no_rope_layers",), "a list of 0 and 1", _numbers),
-    (("mlp_only_layers",), "a list of numbers of layers", _numbers),
-    (("rope_scaling", "rope_parameters", "id2label"), "an object", lambda value: isinstance(value, dict)),
-    (("dtype", "torch_dtype", "hidden_act", "hidden_activation"), "text", lambda value: isinstance(value, str)),
-)

@@ -24,17 +24,13 @@ from funrl.mesh.reading import TensorFiles, contiguous_layout, read_onto_mesh
 from funrl.mesh.rules import Layout, whole_layout
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.config import (
-    ModuleConfig,
-    architecture,
-    check_config_fields,
-    config_from_hf,
-    config_to_hf,
-)
+from funrl.models.huggingface.config import ModuleConfig, architecture, config_from_hf, config_to_hf
+from funrl.models.huggingface.config_checks import check_config_fields
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
 from funrl.models.huggingface.generation_config import GENERATION, with_generation_config
 from funrl.models.huggingface.left_out import is_redundant
+from funrl.models.huggingface.mxfp4_files import MXFP4, whole_entries
 from funrl.models.huggingface.names import UNEMBED, Stored, by_expert, fused, names_of, stored_in
 from funrl.models.huggingface.resize import extended, is_of_vocabulary
 from funrl.models.huggingface.weight_files import INDEX, WHOLE, read_json, split_shards, weight_tables
@@ -158,6 +154,7 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     for file, table in weight_tables(folder).items():
         for name, entry in table.items():
             entries[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
+    entries = whole_entries(entries, folder)
     expected = {name: shape for stored in _stored(model, entries).values() for name, shape in stored.tensors.items()}
     missing = sorted(set(expected) - set(entries))
     dtypes = {name: dtype for name, (_, dtype, _) in entries.items()}
@@ -175,7 +172,7 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
             raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
         if dtype == FP8:
             check_scales(name, entries, blocks, folder=folder)
-        elif dtype not in FLOATS:
+        elif dtype not in (*FLOATS, MXFP4):
             raise ModelError(f"{folder / file}: {name} has dtype {dtype}, supported are {list(FLOATS)}")
     if config.tied and model.unembed is not None and not isinstance(config, ModuleConfig) and UNEMBED in entries:
         if entries[UNEMBED][1] == FP8:

@@ -25,12 +25,23 @@ to it. `config.py` reads what families share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
-from funrl.models.decoder.config import Config
-from funrl.models.huggingface import deepseek, qwen3_next
+from funrl.models.huggingface.configs import (
+    deepseek,
+    ernie4_5,
+    exaone4,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    ministral3,
+    olmo3,
+    qwen2_moe,
+    qwen3_next,
+)
+from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of
 from funrl.models.huggingface.family_fields import (
+    ACTIVATIONS,
     GELU,
     MULTIPLIERS,
     all_layers,
@@ -38,6 +49,7 @@ from funrl.models.huggingface.family_fields import (
     gemma3_kinds,
     read_bias,
     read_experts,
+    read_gemma,
     read_gemma2,
     read_gemma3,
     read_granite,
@@ -46,13 +58,13 @@ from funrl.models.huggingface.family_fields import (
     read_qwen3_moe,
     read_smollm3,
     smollm3_kinds,
-    upper_layers,
     write_bias,
     write_gemma2,
     write_gemma3,
     write_granite,
     write_mixtral,
     write_olmoe,
+    write_phi3,
     write_qwen2,
     write_qwen3,
     write_qwen3_moe,
@@ -60,59 +72,6 @@ from funrl.models.huggingface.family_fields import (
     write_window,
 )
 
-LAYERS = "model.layers."  # how the names of a layer's tensors begin
-
-
-def _nothing(_: object) -> dict[str, Any]:
-    return {}
-
-
-class HFFamily(NamedTuple):
-    """A family of models in transformers.
-
-    Attributes:
-      architecture: the class of its causal language models.
-      classifier: the class of its sequence classifiers; None: it has none.
-      token_classifier: the same of its token classifiers.
-      defaults: values that transformers takes for fields that config.json lacks.
-      supported: further values that a field may have; any other is refused.
-      read: fields of config.json -> fields of `Config` that only some families have.
-      write: the config -> fields of config.json for them.
-      kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
-      rope_types: ways of stretching rotary frequencies.
-      mixers: further kinds that layers may have, which `read` makes mixers of.
-      partial_rotary: the rotated part of a head is any, which `read` gives.
-      further_layers: how the names of tensors begin that predict tokens behind the next one, and are left out;
-        `LAYERS`: those of layers behind the last.
-      names: last parts of the names of weights here -> their names in a layer's file, where other families' differ.
-      fused: tensor of a layer's file -> the tensors that it holds one behind the other.
-    """
-
-    architecture: str
-    classifier: str | None
-    token_classifier: str | None
-    defaults: Mapping[str, Any]
-    supported: Mapping[str, Sequence[Any]] = {}
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[[Config], dict[str, Any]] = _nothing
-    kinds: Callable[[Mapping[str, Any], int], list[str]] = upper_layers
-    rope_types: Sequence[str] = ("default", "linear", "llama3", "yarn")
-    mixers: Sequence[str] = ()
-    partial_rotary: bool = False
-    further_layers: str = ""
-    fused: Mapping[str, Sequence[str]] = {}
-    names: Mapping[str, str] = {}
-
-
-def _family(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
-    """A family whose classes begin with `name`."""
-    causal, sequence, token = (
-        f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
-    )
-    return HFFamily(causal, sequence, token, defaults={**_COMMON, **defaults}, **more)
-
-
-_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {
     "num_key_value_heads": 32,
@@ -134,6 +93,8 @@ _GEMMA = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_DENSE = {"hidden_act": tuple(ACTIVATIONS)}
+_BIASED_MLP = _DENSE | {"mlp_bias": (False, True, None)}
 _ONE_WINDOW = {"layer_types": (None,)}
 _NO_WINDOW = {"sliding_window": (None,)}
 _GEMMA_SUPPORTED = {
@@ -141,19 +102,27 @@ _GEMMA_SUPPORTED = {
     "hidden_activation": (GELU,),
     "use_bidirectional_attention": (False, None),
 }
+_MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
+    f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
+    for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
 FAMILIES: Mapping[str, HFFamily] = {
-    "llama": _family("Llama", _LLAMA, supported=_NO_WINDOW, read=read_bias, write=write_bias),
-    "qwen2": _family(
+    "llama": family_of("Llama", _LLAMA, supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
+    "qwen2": family_of(
         "Qwen2",
         _QWEN,
         read=lambda _: {"attention_bias": True},
         write=write_qwen2,
-        supported={"attention_bias": (True, None)},
+        supported=_DENSE | {"attention_bias": (True, None)},
     ),
-    "qwen3": _family(
-        "Qwen3", _QWEN | {"head_dim": 128}, read=lambda got: read_bias(got) | {"qk_norm": True}, write=write_qwen3
+    "qwen3": family_of(
+        "Qwen3",
+        _QWEN | {"head_dim": 128},
+        supported=_DENSE,
+        read=lambda got: read_bias(got) | {"qk_norm": True},
+        write=write_qwen3,
     ),
-    "mistral": _family(
+    "mistral": family_of(
         "Mistral",
         _LLAMA
         | _ALL_LAYERS
@@ -162,10 +131,10 @@ FAMILIES: Mapping[str, HFFamily] = {
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
         },
-        supported=_ONE_WINDOW,
+        supported=_DENSE | _ONE_WINDOW,
         write=write_window,
     ),
-    "phi3": _family(
+    "phi3": family_of(
         "Phi3",
         _ALL_LAYERS
         | {
@@ -175,15 +144,16 @@ FAMILIES: Mapping[str, HFFamily] = {
             "eos_token_id": 32000,
             "pad_token_id": 32000,
         },
-        supported=_ONE_WINDOW,
-        write=write_window,
-        rope_types=("default",),
+        supported=_DENSE | _ONE_WINDOW,
+        write=write_phi3,
+        rope_types=("default", "longrope"),
+        partial_rotary=True,
         fused={
             "self_attn.qkv_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"],
             "mlp.gate_up_proj.weight": [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
         },
     ),
-    "olmo2": _family(
+    "olmo2": family_of(
         "Olmo2",
         {
             "rms_norm_eps": 1e-5,
@@ -191,11 +161,11 @@ FAMILIES: Mapping[str, HFFamily] = {
             "eos_token_id": 50279,
             "pad_token_id": 1,
         },
-        supported=_NO_WINDOW,
+        supported=_DENSE | _NO_WINDOW,
         read=read_olmo2,
         write=write_bias,
     )._replace(token_classifier=None),
-    "smollm3": _family(
+    "smollm3": family_of(
         "SmolLM3",
         {
             "num_key_value_heads": 4,
@@ -207,18 +177,19 @@ FAMILIES: Mapping[str, HFFamily] = {
             "eos_token_id": 128001,
             "pad_token_id": 128004,
         },
+        supported=_BIASED_MLP,
         read=read_smollm3,
         write=write_smollm3,
         kinds=smollm3_kinds,
     ),
-    "granite": _family(
+    "granite": family_of(
         "Granite",
         _LLAMA | dict.fromkeys(MULTIPLIERS.values(), 1.0),
-        supported=_NO_WINDOW,
+        supported=_BIASED_MLP | _NO_WINDOW,
         read=read_granite,
         write=write_granite,
     )._replace(classifier=None, token_classifier=None),
-    "qwen3_moe": _family(
+    "qwen3_moe": family_of(
         "Qwen3Moe",
         _QWEN
         | {
@@ -232,10 +203,10 @@ FAMILIES: Mapping[str, HFFamily] = {
         write=write_qwen3_moe,
         kinds=all_layers,
     ),
-    "qwen3_next": _family(
+    "qwen3_next": family_of(
         "Qwen3Next",
         qwen3_next.NEXT_DEFAULTS,
-        kinds=qwen3_next.layer_kinds,
+        kinds=qwen3_next.qwen3_next_kinds,
         mixers=(qwen3_next.LINEAR,),
         read=lambda fields: qwen3_next.read_qwen3_next(fields, read_qwen3_moe(fields)),
         write=lambda config: write_qwen3_moe(config) | qwen3_next.write_qwen3_next(config),
@@ -244,7 +215,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=qwen3_next.NEXT_WEIGHT_NAMES,
         fused=qwen3_next.NEXT_FUSED,
     ),
-    "mixtral": _family(
+    "mixtral": family_of(
         "Mixtral",
         _LLAMA
         | _ALL_LAYERS
@@ -260,13 +231,9 @@ FAMILIES: Mapping[str, HFFamily] = {
         write=write_mixtral,
         kinds=all_layers,
         read=lambda got: {"experts": read_experts(got, "intermediate_size", True)},
-        names={"router": "block_sparse_moe.gate.weight"}
-        | {
-            f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
-            for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-        },
+        names=_MIXTRAL_NAMES,
     ),
-    "olmoe": _family(
+    "olmoe": family_of(
         "Olmoe",
         {
             "rms_norm_eps": 1e-5,
@@ -280,7 +247,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         read=read_olmoe,
         write=write_olmoe,
     )._replace(classifier=None, token_classifier=None),
-    "deepseek_v2": _family(
+    "deepseek_v2": family_of(
         "DeepseekV2",
         deepseek.V2_DEFAULTS,
         supported=deepseek.V2_SUPPORTED,
@@ -290,7 +257,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=deepseek.WEIGHT_NAMES,
         further_layers=LAYERS,
     )._replace(token_classifier=None),
-    "deepseek_v3": _family(
+    "deepseek_v3": family_of(
         "DeepseekV3",
         deepseek.V3_DEFAULTS,
         supported=deepseek.V3_SUPPORTED,
@@ -300,7 +267,102 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=deepseek.WEIGHT_NAMES,
         further_layers=LAYERS,
     ),
-    "gemma2": _family(
+    "gpt_oss": family_of(
+        "GptOss",
+        gpt_oss.GPT_OSS_DEFAULTS,
+        read=gpt_oss.read_gpt_oss,
+        write=gpt_oss.write_gpt_oss,
+        kinds=gpt_oss.gpt_oss_kinds,
+        names=gpt_oss.GPT_OSS_WEIGHT_NAMES,
+        woven=gpt_oss.GPT_OSS_WOVEN,
+    ),
+    "qwen2_moe": family_of(
+        "Qwen2Moe",
+        qwen2_moe.QWEN2_MOE_DEFAULTS,
+        read=qwen2_moe.read_qwen2_moe,
+        write=qwen2_moe.write_qwen2_moe,
+        kinds=qwen2_moe.qwen2_moe_kinds,
+        names=qwen2_moe.SHARED_EXPERT_NAMES,
+    ),
+    "glm4_moe": family_of(
+        "Glm4Moe",
+        glm4_moe.GLM_MOE_DEFAULTS,
+        supported=glm4_moe.GLM_MOE_SUPPORTED,
+        read=glm4_moe.read_glm4_moe,
+        write=glm4_moe.write_glm4_moe,
+        partial_rotary=True,
+        names=deepseek.DEEPSEEK_EXPERT_NAMES,
+        further_layers=LAYERS,
+    )._replace(classifier=None, token_classifier=None),
+    "minimax_m2": family_of(
+        "MiniMaxM2",
+        minimax_m2.MINIMAX_DEFAULTS,
+        supported=minimax_m2.MINIMAX_SUPPORTED,
+        read=minimax_m2.read_minimax_m2,
+        write=minimax_m2.write_minimax_m2,
+        partial_rotary=True,
+        names=_MIXTRAL_NAMES | {"router_bias": "block_sparse_moe.e_score_correction_bias"},
+        further_layers=LAYERS,
+    )._replace(classifier=None, token_classifier=None),
+    "ernie4_5": family_of(
+        "Ernie4_5",
+        ernie4_5.ERNIE_DEFAULTS,
+        supported=_DENSE | ernie4_5.ERNIE_SUPPORTED,
+        read=ernie4_5.read_ernie4_5,
+        write=ernie4_5.write_ernie4_5,
+    )._replace(classifier=None, token_classifier=None),
+    "ernie4_5_moe": family_of(
+        "Ernie4_5_Moe",
+        ernie4_5.ERNIE_MOE_DEFAULTS,
+        supported=ernie4_5.ERNIE_SUPPORTED | {"use_bias": (False, None)},
+        read=ernie4_5.read_ernie4_5_moe,
+        write=ernie4_5.write_ernie4_5_moe,
+        names=ernie4_5.ERNIE_EXPERT_NAMES,
+        in_rows=("router_bias",),
+        further_layers="model.mtp_",
+    )._replace(classifier=None, token_classifier=None),
+    "exaone4": family_of(
+        "Exaone4",
+        exaone4.EXAONE_DEFAULTS,
+        supported=_DENSE,
+        read=exaone4.read_exaone4,
+        write=exaone4.write_exaone4,
+        kinds=exaone4.exaone4_kinds,
+    ),
+    "olmo3": family_of(
+        "Olmo3",
+        olmo3.OLMO3_DEFAULTS,
+        supported=_DENSE,
+        read=read_olmo2,
+        write=olmo3.write_olmo3,
+        kinds=olmo3.olmo3_kinds,
+    )._replace(token_classifier=None),
+    "ministral3": family_of(
+        "Ministral3",
+        ministral3.MINISTRAL_DEFAULTS,
+        supported=_DENSE | _ONE_WINDOW,
+        read=ministral3.read_ministral3,
+        write=write_window,
+        kinds=all_layers,
+        rope_types=("yarn",),
+    ),
+    "gemma": family_of(
+        "Gemma",
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "hidden_act": GELU,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        supported=_NO_WINDOW | {"hidden_act": (GELU, "gelu"), "use_bidirectional_attention": (False, None)},
+        read=read_gemma,
+        write=write_bias,
+    ),
+    "gemma2": family_of(
         "Gemma2",
         _GEMMA
         | {
@@ -313,7 +375,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         write=write_gemma2,
         kinds=gemma2_kinds,
     ),
-    "gemma3_text": _family(
+    "gemma3_text": family_of(
         "Gemma3",
         _GEMMA
         | {

@@ -13,6 +13,8 @@ from funrl.models.flat import flat_fields
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 GELU = "gelu_pytorch_tanh"  # the name in transformers of what the decoder calls "gelu"
+# Names of activations in transformers -> those of `gated`; of several names for one, the first is written.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", GELU: "gelu", "gelu": "gelu_erf"}
 
 
 def upper_layers(got: Mapping[str, Any], layers: int) -> list[str]:
@@ -57,6 +59,12 @@ def write_window(config: Config) -> dict[str, Any]:
     return {"sliding_window": next(iter(sizes), None)}
 
 
+def write_phi3(config: Config) -> dict[str, Any]:
+    scaling = config.rope.scaling
+    original = config.max_positions if scaling is None else scaling.original
+    return write_window(config) | {"original_max_position_embeddings": original}
+
+
 def layer_types(config: Config) -> list[str]:
     """The kind of each layer, as config.json says it."""
     return [FULL if config.attention.window(i) is None else SLIDING for i in range(config.layers)]
@@ -99,6 +107,11 @@ MULTIPLIERS = {
     "attention_scale": "attention_multiplier",
     "logit_divisor": "logits_scaling",
 }
+
+
+def read_gemma(got: Mapping[str, Any]) -> dict[str, Any]:
+    scale = float(got["hidden_size"]) ** 0.5
+    return read_bias(got) | {"activation": "gelu", "norm_offset": 1.0, "embed_scale": scale}
 
 
 def read_granite(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,6 +172,8 @@ def gemma2_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
 
 def gemma3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
     pattern = got.get("sliding_window_pattern", got.get("_sliding_window_pattern", 6))
+    if not isinstance(pattern, int) or pattern < 1:
+        raise ModelError(f"sliding_window_pattern is {pattern!r}, it must be a whole number of at least 1")
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
@@ -177,14 +192,15 @@ def read_experts(got: Mapping[str, Any], mlp: str, normalized: bool) -> Experts:
     )
 
 
-def _experts(config: Config) -> Experts:
+def experts_of(config: Config) -> Experts:
+    """The experts of a config. Raises: ModelError, there are none."""
     if config.mlp.experts is None:
         raise ModelError(f"a {config.source.family} config.json needs experts, which is None")
     return config.mlp.experts
 
 
 def _write_experts(config: Config, count: str) -> dict[str, Any]:
-    return {count: _experts(config).count, "num_experts_per_tok": _experts(config).per_token}
+    return {count: experts_of(config).count, "num_experts_per_tok": experts_of(config).per_token}
 
 
 def read_qwen3_moe(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +210,7 @@ def read_qwen3_moe(got: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_qwen3_moe(config: Config) -> dict[str, Any]:
     counts = _write_experts(config, "num_experts")
-    experts = _experts(config)
+    experts = experts_of(config)
     window = write_window(config) | {"use_sliding_window": config.attention.windows is not None}
     return (
         write_bias(config)
@@ -220,7 +236,7 @@ def read_olmoe(got: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_olmoe(config: Config) -> dict[str, Any]:
     counts = _write_experts(config, "num_experts")
-    return write_bias(config) | counts | {"norm_topk_prob": _experts(config).normalized}
+    return write_bias(config) | counts | {"norm_topk_prob": experts_of(config).normalized}
 
 
 def all_layers(got: Mapping[str, Any], layers: int) -> list[str]:

@@ -52,10 +52,12 @@ def fp8_blocks(raw: Mapping[str, Any]) -> Blocks | None:
         raise ModelError(f"{FIELD} is {quantization!r}, it must be an object")
     method = quantization.get("quant_method")
     kind = quantization.get("fmt", "e4m3")
+    if method == "mxfp4":  # its tensors say it themselves
+        return None
     if method != "fp8":
         raise ModelError(
-            f"{FIELD}.quant_method is {method!r}, supported is 'fp8'; take the model's files without quantization, or "
-            "write such files with transformers (from_pretrained, dequantize, save_pretrained)"
+            f"{FIELD}.quant_method is {method!r}, supported are 'fp8' and 'mxfp4'; take the model's files without "
+            "quantization, or write such files with transformers (from_pretrained, dequantize, save_pretrained)"
         )
     if kind not in ("e4m3", "float8_e4m3fn"):
         raise ModelError(f"{FIELD}.fmt is {kind!r}, supported is 'e4m3'")

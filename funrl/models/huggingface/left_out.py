@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from funrl.models.huggingface.config import ModuleConfig
-from funrl.models.huggingface.families import FAMILIES, LAYERS
+from funrl.models.huggingface.configs.hf_family import LAYERS
+from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8
+from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS
 from funrl.models.huggingface.names import UNEMBED
 from funrl.models.huggingface.weight_files import weight_tables
 from funrl.models.model import Model, ModelConfig
@@ -36,8 +38,9 @@ def remarks_on_files(path: str | Path, model: Model) -> list[str]:
     if further:
         layers, are = ("layer", "is") if len(further) == 1 else ("layers", "are")
         remarks.append(f"{len(further)} multi-token-prediction {layers} of the files {are} not trained")
-    if FP8 in dtypes.values():
-        remarks.append("the files have weights in FP8; they are trained, and saved, as numbers of the run's dtype")
+    narrow = "FP8" if FP8 in dtypes.values() else "MXFP4" if any(name.endswith(MXFP4_BLOCKS) for name in dtypes) else ""
+    if narrow:
+        remarks.append(f"the files have weights in {narrow}; they are trained, and saved, in the run's dtype")
     return remarks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ _OF_HEADS = (
 )
 
 _LAYER = {
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
     "attn_norm": "input_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "attn_out_norm": "post_attention_layernorm.weight",
@@ -68,7 +71,7 @@ def names_of(model: Model) -> Names:
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     own = isinstance(config, ModuleConfig)
     theirs = _module_names(config) if own else _decoder_names(shapes, config.source.family)
-    merged = (lambda _, shape: shape) if own else _hf_shape
+    merged = (lambda _, shape: shape) if own else _merged_shapes(config.source.family)
     for name, shape in shapes.items():
         weight = name.removesuffix(FIRST).removesuffix(SECOND)
         if name in HEAD_NAMES:
@@ -120,12 +123,15 @@ class Stored(NamedTuple):
       name, shape: of the file's tensor.
       rows: of its first dim, those that are the weight: first and last but one.
       experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
+      turn: of tensors whose numbers along the last dim are those of several weights in turn, matrices transposed: the
+        number of this one, and how many there are; None: it is no such tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: tuple[int, int]
     experts: tuple[str, ...] = ()
+    turn: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -138,7 +144,8 @@ def expert_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
     Example: ("layers.0.mlp.experts.up_proj.weight", (2, 8, 4)) -> ("layers.0.mlp.experts.0.up_proj.weight", ...)
     """
-    return tuple(name.replace(_EXPERTS, f"{_EXPERTS}{i}.") for i in range(shape[0])) if _EXPERTS in name else ()
+    one_each = _EXPERTS in name and name.endswith(".weight")
+    return tuple(name.replace(_EXPERTS, f"{_EXPERTS}{i}.") for i in range(shape[0])) if one_each else ()
 
 
 def by_expert(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -155,6 +162,10 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
     """
     shapes = dict(names.values())
     places = {}
+    for whole, parts in _woven_tensors(family, shapes).items():
+        shape = tuple(weave([torch.empty(shapes[part], device="meta") for part in parts]).shape)
+        rows = (0, shape[0])
+        places |= {part: Stored(whole, shape, rows, (), (i, len(parts))) for i, part in enumerate(parts)}
     for whole, parts in _fused_tensors(family, shapes).items():
         rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
         shape = (rows[-1], *shapes[parts[0]][1:])
@@ -168,7 +179,9 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
 
 def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of `names_of` as the tensors of a file; parts wait for one another."""
-    tensors = _fused_tensors(family, dict(names.values()))
+    shapes = dict(names.values())
+    woven = _woven_tensors(family, shapes)
+    tensors = _fused_tensors(family, shapes) | woven
     whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, x in named:
@@ -179,19 +192,47 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
         there = waiting.setdefault(whole, {})
         there[name] = x
         if len(there) == len(tensors[whole]):
-            yield whole, torch.cat([there[part] for part in tensors[whole]])
+            yield whole, (weave if whole in woven else torch.cat)([there[part] for part in tensors[whole]])
             del waiting[whole]
 
 
+def weave(parts: list[Tensor]) -> Tensor:
+    """Tensors number by number along the last dim of their transposes, [E, N, K] each, or of themselves, [E, N].
+
+    Example: weave([tensor([[1, 2]]), tensor([[3, 4]])]) is [[1, 3, 2, 4]].
+    """
+    return torch.stack([x.mT if x.ndim == 3 else x for x in parts], -1).flatten(-2)
+
+
+def _woven_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    return _joint_tensors(FAMILIES[family].woven if family in FAMILIES else {}, shapes)
+
+
 def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    return _joint_tensors(FAMILIES[family].fused if family in FAMILIES else {}, shapes)
+
+
+def _joint_tensors(
+    of_layer: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
     """The tensors of a file that hold several weights, with these in order."""
     tensors = {}
-    for whole, parts in (FAMILIES[family].fused if family in FAMILIES else {}).items():
+    for whole, parts in of_layer.items():
         for name in shapes:
             if name.endswith(parts[0]):
                 layer = name.removesuffix(parts[0])
                 tensors[layer + whole] = [layer + part for part in parts]
     return tensors
+
+
+def _merged_shapes(family: str) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
+    """The shape in files of a weight, by its name and shape here."""
+    in_rows = FAMILIES[family].in_rows if family in FAMILIES else ()
+
+    def merged(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *shape) if name.rsplit("/", 1)[-1] in in_rows else _hf_shape(name, shape)
+
+    return merged
 
 
 def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.fp8_files import FP8, dequantized, fp8_blocks
+from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS, unpacked
 from funrl.models.huggingface.names import UNEMBED, Stored
 from funrl.models.huggingface.weight_files import read_json, weight_tables
 
@@ -28,6 +29,7 @@ def tensor_slices(folder: Path, tables: Mapping[Path, Mapping[str, Any]] | None 
     tables = weight_tables(folder) if tables is None else tables
     where = {name: file for file, table in tables.items() for name in table}
     blocks = fp8_blocks(read_json(folder / "config.json"))
+    packed = {name.removesuffix(MXFP4_BLOCKS) for name in where if name.endswith(MXFP4_BLOCKS)}
     opened = dict[Path, Any]()
 
     def file_of(name: str) -> Any:
@@ -37,6 +39,8 @@ def tensor_slices(folder: Path, tables: Mapping[Path, Mapping[str, Any]] | None 
         return opened[file]
 
     def tensor(name: str) -> Any:
+        if name in packed and name not in where:
+            return unpacked(name, file_of)
         if blocks is not None and tables[where[name]][name]["dtype"] == FP8:
             return dequantized(name, where, blocks, file=file_of)
         return file_of(name).get_slice(name)
@@ -69,6 +73,14 @@ def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tu
     Args:
       tensor: a slice object of safetensors, or `Dequantized`.
     """
+    if len(stored.shape) > len(shape):  # a matrix of one row
+        return tensor[(slice(0, 1), *(slice(*edge) for edge in box))][0]
+    if stored.turn is not None:
+        number, count = stored.turn
+        first, (low, high), *inner = box
+        index = (slice(*first), *(slice(*edge) for edge in inner), slice(low * count, high * count))
+        numbers = tensor[index][..., number::count]
+        return numbers.mT if inner else numbers
     index = []
     part = []
     rest = []

@@ -9,6 +9,7 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.family_fields import FULL
 
 LINEAR = "linear_attention"
@@ -36,15 +37,12 @@ NEXT_WEIGHT_NAMES = {
     "dt_bias": "linear_attn.dt_bias",
     "z_norm": "linear_attn.norm.weight",
     "out": "linear_attn.out_proj.weight",
-    "shared_gate": "mlp.shared_expert.gate_proj.weight",
-    "shared_up": "mlp.shared_expert.up_proj.weight",
-    "shared_down": "mlp.shared_expert.down_proj.weight",
-    "shared_router": "mlp.shared_expert_gate.weight",
+    **SHARED_EXPERT_NAMES,
 } | {f"conv_{part}": f"linear_attn.conv1d.{part}" for part in "qkv"}
 NEXT_FUSED = {"linear_attn.conv1d.weight": [f"linear_attn.conv1d.{part}" for part in "qkv"]}
 
 
-def layer_kinds(fields: Mapping[str, Any], layers: int) -> list[str]:
+def qwen3_next_kinds(fields: Mapping[str, Any], layers: int) -> list[str]:
     """Kinds of layers where config.json has no layer_types."""
     interval = fields["full_attention_interval"]
     return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
@@ -61,7 +59,7 @@ def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> 
       ModelError: a kind of layer is unknown.
     """
     layers = fields["num_hidden_layers"]
-    kinds = fields.get("layer_types") or layer_kinds(fields, layers)
+    kinds = fields.get("layer_types") or qwen3_next_kinds(fields, layers)
     mixer = GatedDeltaNet(
         key_heads=fields["linear_num_key_heads"],
         value_heads=fields["linear_num_value_heads"],
@@ -70,12 +68,9 @@ def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> 
         width=fields["linear_conv_kernel_dim"],
         norm_eps=float(fields["rms_norm_eps"]),
     )
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    part = rope.get("partial_rotary_factor") or fields["partial_rotary_factor"]
     return dict(qwen3_moe) | {
         "norm_offset": 1.0,
         "output_gate": True,
-        "rotary_part": int(fields["head_dim"] * part),
         "mixers": tuple(mixer if kind == LINEAR else None for kind in _period(kinds)),
         "experts": replace(
             qwen3_moe["experts"], shared=fields["shared_expert_intermediate_size"], shared_weighted=True
@@ -101,7 +96,6 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
         "linear_key_head_dim": mixer.key,
         "linear_value_head_dim": mixer.value,
         "linear_conv_kernel_dim": mixer.width,
-        "partial_rotary_factor": (config.rope.part or config.attention.head) / config.attention.head,
         "shared_expert_intermediate_size": config.mlp.experts.shared,
     }
 

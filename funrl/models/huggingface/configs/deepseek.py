@@ -52,6 +52,12 @@ V2_SUPPORTED = _SUPPORTED | {
     "norm_topk_prob": (False, None),  # which transformers does not apply
 }
 V3_SUPPORTED = _SUPPORTED | {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
+DEEPSEEK_EXPERT_NAMES = {
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate": "mlp.shared_experts.gate_proj.weight",
+    "shared_up": "mlp.shared_experts.up_proj.weight",
+    "shared_down": "mlp.shared_experts.down_proj.weight",
+}
 WEIGHT_NAMES = {
     "q_a": "self_attn.q_a_proj.weight",
     "q_a_norm": "self_attn.q_a_layernorm.weight",
@@ -59,11 +65,7 @@ WEIGHT_NAMES = {
     "kv_a": "self_attn.kv_a_proj_with_mqa.weight",
     "kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "kv_b": "self_attn.kv_b_proj.weight",
-    "router_bias": "mlp.gate.e_score_correction_bias",
-    "shared_gate": "mlp.shared_experts.gate_proj.weight",
-    "shared_up": "mlp.shared_experts.up_proj.weight",
-    "shared_down": "mlp.shared_experts.down_proj.weight",
-}
+} | DEEPSEEK_EXPERT_NAMES
 
 
 def read_deepseek_v2(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def read_deepseek_v2(got: Mapping[str, Any]) -> dict[str, Any]:
     grouped = got["topk_method"] == "group_limited_greedy"
     groups, chosen = (got["n_group"] or 1, got["topk_group"] or 1) if grouped else (1, 1)
     return _latent(got) | {
-        "experts": _experts(got, groups=groups, chosen_groups=chosen, best_of_group=1, normalized=False)
+        "experts": read_shared_experts(got, groups=groups, chosen_groups=chosen, best_of_group=1, normalized=False)
     }
 
 
@@ -84,7 +86,7 @@ def read_deepseek_v3(got: Mapping[str, Any]) -> dict[str, Any]:
     groups = got["n_group"] or 1
     chosen = got["topk_group"] or 1
     options: dict[str, Any] = {"groups": groups, "chosen_groups": chosen, "scoring": "sigmoid", "biased": True}
-    return _latent(got) | {"experts": _experts(got, normalized=bool(got["norm_topk_prob"]), **options)}
+    return _latent(got) | {"experts": read_shared_experts(got, normalized=bool(got["norm_topk_prob"]), **options)}
 
 
 def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +105,15 @@ def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
     return {"head": latent.nope + latent.rope, "latent": latent}
 
 
-def _experts(got: Mapping[str, Any], **how: Any) -> Experts:
+def read_shared_experts(got: Mapping[str, Any], **how: Any) -> Experts:
+    """Experts beside a shared one in all layers but the first, of a config.json with DeepSeek's names of sizes.
+
+    Args:
+      how: further fields of `Experts`.
+
+    Raises:
+      ModelError: it does not say how many experts a token takes.
+    """
     if got.get("num_experts_per_tok") is None:
         raise ModelError("num_experts_per_tok is None, it must be a whole number of at least 1")
     return Experts(
@@ -130,7 +140,7 @@ def write_deepseek(config: Config) -> dict[str, Any]:
         missing = "latent" if latent is None else "experts"
         raise ModelError(f"a {config.source.family} config.json needs {missing}, which is None")
     softmax = experts.scoring == "softmax"
-    return {
+    return write_shared_experts(experts) | {
         "head_dim": latent.rope,
         "attention_bias": False,
         "kv_lora_rank": latent.kv_rank,
@@ -139,6 +149,14 @@ def write_deepseek(config: Config) -> dict[str, Any]:
         "qk_rope_head_dim": latent.rope,
         "v_head_dim": latent.value,
         "rope_interleave": latent.interleaved,
+        "scoring_func": experts.scoring,
+        "topk_method": "noaux_tc" if not softmax else "group_limited_greedy" if experts.groups > 1 else "greedy",
+    }
+
+
+def write_shared_experts(experts: Experts) -> dict[str, Any]:
+    """Fields of config.json for what `read_shared_experts` reads."""
+    return {
         "n_routed_experts": experts.count,
         "n_shared_experts": experts.shared // experts.mlp,
         "num_experts_per_tok": experts.per_token,
@@ -148,7 +166,5 @@ def write_deepseek(config: Config) -> dict[str, Any]:
         "n_group": experts.groups,
         "topk_group": experts.chosen_groups,
         "first_k_dense_replace": len(experts.dense),
-        "scoring_func": experts.scoring,
-        "topk_method": "noaux_tc" if not softmax else "group_limited_greedy" if experts.groups > 1 else "greedy",
         "num_nextn_predict_layers": 0,
     }

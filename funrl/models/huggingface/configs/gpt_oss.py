@@ -1,0 +1,92 @@
+"""The config.json of gpt-oss: attention with sinks, a window on every other layer, experts with biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.decoder.routing import ClampedGate
+from funrl.models.errors import ModelError
+from funrl.models.huggingface.family_fields import (
+    FULL,
+    SLIDING,
+    experts_of,
+    layer_types,
+    read_bias,
+    read_experts,
+    write_bias,
+    write_window,
+)
+
+GPT_OSS_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "attention_bias": True,
+    "use_sliding_window": True,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+GPT_OSS_WEIGHT_NAMES = {
+    "sinks": "self_attn.sinks",
+    "router": "mlp.router.weight",
+    "router_logit_bias": "mlp.router.bias",
+    "expert_gate": "mlp.experts.gate_proj.rows",
+    "expert_up": "mlp.experts.up_proj.rows",
+    "expert_down": "mlp.experts.down_proj.rows",
+    "expert_gate_bias": "mlp.experts.gate_proj_bias",
+    "expert_up_bias": "mlp.experts.up_proj_bias",
+    "expert_down_bias": "mlp.experts.down_proj_bias",
+}
+GPT_OSS_WOVEN = {
+    "mlp.experts.gate_up_proj": [f"mlp.experts.{name}_proj.rows" for name in ("gate", "up")],
+    "mlp.experts.gate_up_proj_bias": [f"mlp.experts.{name}_proj_bias" for name in ("gate", "up")],
+    "mlp.experts.down_proj": ["mlp.experts.down_proj.rows"],
+}
+
+
+def gpt_oss_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of layers where config.json has no layer_types."""
+    return [FULL if i % 2 else SLIDING for i in range(layers)]
+
+
+def read_gpt_oss(got: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults.
+
+    Raises:
+      ModelError: it does not say how rotary positions are stretched.
+    """
+    if not (got.get("rope_parameters") or got.get("rope_scaling")):
+        raise ModelError("rope_parameters is missing: gpt_oss has rotary positions that are stretched")
+    gate = ClampedGate(float(got["swiglu_alpha"]), float(got["swiglu_limit"]))
+    experts = replace(read_experts(got, "intermediate_size", True), clamped=gate)
+    return read_bias(got) | {"attention_sinks": True, "experts": experts}
+
+
+def write_gpt_oss(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has.
+
+    Raises:
+      ModelError: its experts have another gate.
+    """
+    experts = experts_of(config)
+    if experts.clamped is None:
+        raise ModelError("a gpt_oss config.json needs experts.clamped, which is None")
+    fields = write_bias(config) | {"layer_types": layer_types(config)}
+    if config.attention.windows is not None:  # transformers wants a window even where no layer has one
+        fields |= write_window(config)
+    if config.rope.scaling is None:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope.theta}
+    return fields | {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "swiglu_alpha": experts.clamped.alpha,
+        "swiglu_limit": experts.clamped.limit,
+    }

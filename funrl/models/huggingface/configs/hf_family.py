@@ -1,0 +1,66 @@
+"""Record of a family of models in transformers: what its config.json and its files have of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funrl.models.decoder.config import Config
+from funrl.models.huggingface.family_fields import upper_layers
+
+LAYERS = "model.layers."  # how the names of a layer's tensors begin
+_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+
+
+def _nothing(_: object) -> dict[str, Any]:
+    return {}
+
+
+class HFFamily(NamedTuple):
+    """A family of models in transformers.
+
+    Attributes:
+      architecture: the class of its causal language models.
+      classifier: the class of its sequence classifiers; None: it has none.
+      token_classifier: the same of its token classifiers.
+      defaults: values that transformers takes for fields that config.json lacks.
+      supported: further values that a field may have; any other is refused.
+      read: fields of config.json -> fields of `Config` that only some families have.
+      write: the config -> fields of config.json for them.
+      kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
+      rope_types: ways of stretching rotary frequencies.
+      mixers: further kinds that layers may have, which `read` makes mixers of.
+      partial_rotary: the rotated part of a head is any.
+      further_layers: how the names of tensors begin that predict tokens behind the next one, and are left out;
+        `LAYERS`: those of layers behind the last.
+      names: last parts of the names of weights here -> their names in a layer's file, where other families' differ.
+      fused: tensor of a layer's file -> the tensors that it holds one behind the other.
+      woven: tensor of a layer's file -> the tensors whose numbers along its last dim it holds in turn; matrices are
+        transposed there.
+      in_rows: last parts of the names of vectors that are matrices of one row in a layer's file.
+    """
+
+    architecture: str
+    classifier: str | None
+    token_classifier: str | None
+    defaults: Mapping[str, Any]
+    supported: Mapping[str, Sequence[Any]] = {}
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    write: Callable[[Config], dict[str, Any]] = _nothing
+    kinds: Callable[[Mapping[str, Any], int], list[str]] = upper_layers
+    rope_types: Sequence[str] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    mixers: Sequence[str] = ()
+    partial_rotary: bool = False
+    further_layers: str = ""
+    fused: Mapping[str, Sequence[str]] = {}
+    names: Mapping[str, str] = {}
+    in_rows: Collection[str] = ()
+    woven: Mapping[str, Sequence[str]] = {}
+
+
+def family_of(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
+    """A family whose classes begin with `name`."""
+    causal, sequence, token = (
+        f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
+    )
+    return HFFamily(causal, sequence, token, defaults={**_COMMON, **defaults}, **more)

@@ -1,0 +1,33 @@
+"""The config.json of OLMo 3: OLMo 2 with windows in three of four layers, whose rotary positions are not stretched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_bias, write_window
+
+OLMO3_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_theta": 5e5,
+    "rope_local_base_freq": 5e5,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+    "eos_token_id": 50279,
+    "pad_token_id": 1,
+}
+
+
+def olmo3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of layers where config.json has no layer_types."""
+    return [SLIDING if (i + 1) % 4 else FULL for i in range(layers)]
+
+
+def write_olmo3(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has."""
+    sliding = {"rope_type": "default", "rope_theta": config.rope.local_theta or config.rope.theta}
+    full = {"rope_type": "default", "rope_theta": config.rope.theta}
+    fields = {"layer_types": layer_types(config), "rope_parameters": {FULL: full, SLIDING: sliding}}
+    return write_bias(config) | write_window(config) | fields

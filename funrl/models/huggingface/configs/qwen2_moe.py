@@ -1,0 +1,74 @@
+"""The config.json of Qwen2-MoE: experts beside a shared one, which each token weighs, and a bias on q, k, v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.huggingface.family_fields import (
+    FULL,
+    SLIDING,
+    experts_of,
+    layer_types,
+    read_experts,
+    write_window,
+)
+
+QWEN2_MOE_DEFAULTS = {
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "qkv_bias": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+}
+SHARED_EXPERT_NAMES = {
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+}
+
+
+def qwen2_moe_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
+    """Kinds of layers where config.json has no layer_types."""
+    windows = got["use_sliding_window"] and got.get("sliding_window")
+    below = got["max_window_layers"]
+    return [SLIDING if windows and i < below and i % 2 == 0 else FULL for i in range(layers)]
+
+
+def read_qwen2_moe(got: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults."""
+    experts = read_experts(got, "moe_intermediate_size", bool(got["norm_topk_prob"]))
+    shared = got["shared_expert_intermediate_size"]
+    return {
+        "attention_bias": bool(got["qkv_bias"]),
+        "experts": replace(experts, shared=shared, shared_weighted=True),
+    }
+
+
+def write_qwen2_moe(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has."""
+    experts = experts_of(config)
+    windows = {"use_sliding_window": config.attention.windows is not None, "layer_types": layer_types(config)}
+    return (
+        (write_window(config) if config.attention.windows is not None else {})
+        | windows
+        | {
+            "qkv_bias": config.attention.bias,
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.mlp,
+            "shared_expert_intermediate_size": experts.shared,
+            "norm_topk_prob": experts.normalized,
+            "mlp_only_layers": list(experts.dense),
+            "decoder_sparse_step": 1,
+        }
+    )
