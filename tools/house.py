@@ -53,10 +53,11 @@ ORDER = (
 # The same inside a package that has packages: OWN stands for its own files.
 OWN = ""
 INSIDE = {
+    "mesh": (OWN, "pools"),
     "models": (OWN, "decoder", "huggingface"),
-    "rollout": (OWN, "native", "vllm"),
+    "rollout": (OWN, "native", "vllm", "remote"),
     "environments": ("forms", OWN, "builtin"),
-    "trainer": ("settings", "steps", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN),
+    "trainer": ("settings", "steps", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN, "placement"),
     "cost": ("tracing", OWN, "search", "reports"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
