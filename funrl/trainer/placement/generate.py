@@ -121,7 +121,6 @@ class GeneratingRank:
         with heartbeat.phase("send_rows"):
             send_rows(fields, kinds, way)
         self.held.clear()
-        self.newest = None
 
     def samples(self, request: SamplesRequest) -> list[ShownSample]:
         """The first samples of the newest rows."""
