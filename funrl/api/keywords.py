@@ -91,6 +91,7 @@ class TrainKeywords(SharedKeywords, total=False):
     text_tokens: WholeValue | None
     json: TruthValue
     hardware: TextValue | None
+    place: TextValue | None
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None
