@@ -110,6 +110,11 @@ class DeviceSettings:
         """The pools of ranks, parsed once; None: every rank trains and generates. Raises: MeshError."""
         return None if self.place is None else read_placement(self.place, read_mesh(self.mesh).chosen)
 
+    @property
+    def written(self) -> str:
+        """The mesh to train on, or the pools, for people."""
+        return f"mesh {self.mesh}" if self.placement is None else f"place {self.placement}"
+
     @functools.cached_property
     def train(self) -> MeshFlag:
         """The mesh to train on, parsed once. Raises: MeshError."""
