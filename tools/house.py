@@ -56,11 +56,23 @@ ORDER = (
 # The same inside a package that has packages: OWN stands for its own files.
 OWN = ""
 INSIDE = {
+    "mesh": (OWN, "pools"),
     "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
-    "rollout": (OWN, "native", "vllm"),
+    "rollout": (OWN, "native", "vllm", "remote"),
     "environments": ("forms", OWN, "builtin"),
     "xla": ("operators", OWN),
-    "trainer": ("settings", "steps", "lowered", "storage", "sources", "partial_rollouts", "jobs", "checkpoints", OWN),
+    "trainer": (
+        "settings",
+        "steps",
+        "lowered",
+        "storage",
+        "sources",
+        "partial_rollouts",
+        "jobs",
+        "checkpoints",
+        OWN,
+        "placement",
+    ),
     "cost": ("tracing", OWN, "search", "schedules", "reports"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),

@@ -94,6 +94,7 @@ class TrainKeywords(SharedKeywords, total=False):
     lengths: TextValue | None
     json: TruthValue
     hardware: TextValue | None
+    place: TextValue | None
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None

@@ -64,7 +64,8 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
 from funrl.trainer.jobs.row_source import make_source, open_rewards
-from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.loop import MakeSource, Outcome
+from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
@@ -350,7 +351,7 @@ def _run(
     job: Job, chosen: Settings, name: str, config: dict[str, Any], on_step: OnStep | None, source: MakeSource | None
 ) -> Run:
     """Train in the run's directory, and read its results. Raises: RunError."""
-    check_devices(job.sizes, job.device)
+    check_devices(job.launched, job.device)
     run_dir = None
     experiment = Path(name).stem.replace(":", "-")
     try:
@@ -365,7 +366,7 @@ def _run(
             try:
                 with warm_started(job) as started:
                     program = functools.partial(_rank, started, run_dir, on_step, source)
-                    outcome = launch(program, job.sizes, job.device, before=rewards, waiting=waiting)
+                    outcome = launch(program, job.launched, job.device, before=rewards, waiting=waiting)
             except BaseException:
                 leave_nothing(owned)
                 raise
@@ -410,7 +411,7 @@ def _rank(
     job: Job, run_dir: str, on_step: OnStep | None, source: MakeSource | None, mesh: Mesh, pool: Pool | None
 ) -> Outcome:
     with RunObserver(job, run_dir, mesh.rank, on_step) as observer:
-        return train_loop(job, mesh, observer, source or make_source, pool)
+        return run_rank(job, mesh, observer, source or make_source, pool)
 
 
 def composed(recipe: str, settings: Settings, own: Mapping[str, Any]) -> Algorithm:

@@ -28,6 +28,8 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.placement import read_placement
+from funrl.mesh.text import parse, text
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -173,10 +175,17 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     missing = sorted(set(arguments) - set(settings_flags()) - set(recorded))
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
-    changed = HERE | ({} if mesh is None else SHARDING | {"mesh": mesh})
+    placed = recorded.get("place")
+    together = {} if placed is None else {"place": None, "mesh": _trained_on(placed, recorded.get("mesh", ""))}
+    changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
     return Command(name, settings_of(**fields), source, tuple((flag, values[flag]) for flag in arguments), "")
+
+
+def _trained_on(place: str, mesh: str) -> str:
+    """The mesh that a recorded run was trained on, whose other ranks generated."""
+    return text(read_placement(place, parse(mesh)).train.sizes)
 
 
 def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:

@@ -138,7 +138,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
             with warm_started(job) as started:
                 program = functools.partial(_rank, command, run_dir, inputs, started.start)
                 rewards = functools.partial(_rewards, command)
-                outcome = launch(program, job.sizes, job.device, PLAIN, before=rewards, waiting=waiting)
+                outcome = launch(program, job.launched, job.device, PLAIN, before=rewards, waiting=waiting)
         if outcome.error:  # the same on every rank
             status = 1
             problem = f"error: {outcome.error}" if first else ""
@@ -202,11 +202,11 @@ def _rank(
     command: Command, run_dir: str | None, inputs: Mapping[str, str], start: str | None, mesh: Mesh, pool: Pool | None
 ) -> Outcome:
     from funrl.track.observe import RunObserver
-    from funrl.trainer.loop import train_loop
+    from funrl.trainer.placement.ranks import run_rank
 
     job = dataclasses.replace(_with_inputs(_job(command), inputs), start=start)
     with RunObserver(job, run_dir, mesh.rank) as observer:
-        return train_loop(job, mesh, observer, pool=pool)
+        return run_rank(job, mesh, observer, pool=pool)
 
 
 @contextlib.contextmanager

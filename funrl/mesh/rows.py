@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl.across import Across, row_sums
 from funrl.kinds import FIELD_KINDS, FieldKind, Value, line_places
 from funrl.mesh.collectives import psum, ragged_all_to_all
-from funrl.mesh.mesh import Axes, Mesh, coordinates
+from funrl.mesh.mesh import Axes, Mesh, MeshError, coordinates
 from funrl.processes.device_memory import copy_to_device
 
 TOKEN = FIELD_KINDS["token"]
@@ -25,8 +25,10 @@ DIGIT = 16  # bits that one count of `kth_largest` decides
 
 
 def own_rows(owner: np.ndarray, mesh: Mesh, axes: Axes) -> Tensor:
-    """The numbers of this rank's rows, ascending, int64."""
-    return torch.from_numpy(np.flatnonzero(owner == mesh.index(axes)))
+    """The numbers of this rank's rows, ascending, int64; none where it is not in the mesh."""
+    return torch.from_numpy(
+        np.flatnonzero(owner == mesh.index(axes) if mesh.here else np.zeros(len(owner), dtype=bool))
+    )
 
 
 def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, axes: Axes) -> dict[str, Tensor]:
@@ -37,6 +39,8 @@ def gather_table(columns: Mapping[str, Tensor], owner: np.ndarray, mesh: Mesh, a
 
     Returns: [B] or [B, K], on the device of each column.
     """
+    if not mesh.here:
+        raise MeshError(f"rows of the mesh {mesh} over {mesh.ranks}: process {mesh.process} has no table of them")
     own = own_rows(owner, mesh, axes)
     words = [_words(x).reshape(len(own), x.shape[1:].numel()) for x in columns.values()]
     mine = torch.cat(words, 1).to(mesh.device) if words else torch.zeros(len(own), 0, dtype=torch.int64)
@@ -339,30 +343,63 @@ def _exchange_lines(
     receive = [int(counts[rows].sum()) for rows in route.receives]
     sent_rows = np.concatenate(route.sends)
     received_rows = np.concatenate(route.receives)
-    lines = {name: kinds[name].lines(x) for name, x in fields.items()}
-    sent_places = np.searchsorted(route.before, sent_rows)
+    packed = pack_rows(fields, kinds, np.searchsorted(route.before, sent_rows), counts[sent_rows])
+    size = packed.shape[1]
+    arrived = ragged_all_to_all(packed, send, receive, mesh=route.mesh, axes=route.axes)
+    del packed
+    out = blank_rows(fields, kinds, counts[route.after], width)
+    unpack_rows(arrived, out, kinds, np.searchsorted(route.after, received_rows), counts[received_rows])
+    me = int(route.mesh.index(route.axes))
+    return Moved(out, (sum(send) - send[me]) * size, (sum(receive) - receive[me]) * size)
+
+
+def pack_rows(
+    fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], places: np.ndarray, counts: np.ndarray
+) -> Tensor:
+    """The lines of some rows, end to end, as bytes [lines, bytes of a line].
+
+    Args:
+      places: of the rows in the fields.
+      counts: lines of each of them.
+    """
     columns = []
     for name, x in fields.items():
-        source = line_places(kinds[name].begins(x)[sent_places], counts[sent_rows]).to(lines[name].device)
-        columns.append(_bytes(lines[name][source].to(_sent_dtype(lines[name], kinds[name].per_token))))
-    arrived = ragged_all_to_all(
-        torch.cat(columns, 1), send, receive, mesh=route.mesh, axes=route.axes
-    )  # one line of bytes each
-    del columns
-    received_places = np.searchsorted(route.after, received_rows)
+        lines = kinds[name].lines(x)
+        source = line_places(kinds[name].begins(x)[places], counts).to(lines.device)
+        columns.append(_bytes(lines[source].to(_sent_dtype(lines, kinds[name].per_token))))
+    return torch.cat(columns, 1)
+
+
+def blank_rows(
+    fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], counts: np.ndarray, width: int
+) -> dict[str, Value]:
+    """Rows of zeros of these numbers of lines, with the dtypes and trailing shapes of the fields; T is `width`."""
+    return {name: kinds[name].blank(kinds[name].lines(x), counts, width) for name, x in fields.items()}
+
+
+def unpack_rows(
+    packed: Tensor,
+    out: Mapping[str, Value],
+    kinds: Mapping[str, FieldKind],
+    places: np.ndarray,
+    counts: np.ndarray,
+) -> None:
+    """Put the lines of `pack_rows` into the rows at some places of `out`."""
     begin = 0
-    out = {}
-    for name, x in lines.items():
+    for name, value in out.items():
         kind = kinds[name]
-        size = _line_bytes(x, kinds[name].per_token)
-        column = arrived[:, begin : begin + size].clone(memory_format=torch.contiguous_format)
+        lines = kind.lines(value)
+        size = _line_bytes(lines, kind.per_token)
+        column = packed[:, begin : begin + size].clone(memory_format=torch.contiguous_format)
         begin += size
-        out[name] = kind.blank(x, counts[route.after], width)
-        target = line_places(kind.begins(out[name])[received_places], counts[received_rows]).to(x.device)
-        values = column.view(-1).view(_sent_dtype(x, kind.per_token)).reshape(-1, *x.shape[1:])
-        kind.lines(out[name])[target] = values.to(x.dtype)
-    me = int(route.mesh.index(route.axes))
-    return Moved(out, (sum(send) - send[me]) * begin, (sum(receive) - receive[me]) * begin)
+        target = line_places(kind.begins(value)[places], counts).to(lines.device)
+        values = column.view(-1).view(_sent_dtype(lines, kind.per_token)).reshape(-1, *lines.shape[1:])
+        lines[target] = values.to(lines.dtype)
+
+
+def packed_bytes(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind]) -> int:
+    """Bytes of a line of `pack_rows`."""
+    return sum(_line_bytes(kinds[name].lines(x), kinds[name].per_token) for name, x in fields.items())
 
 
 def _sent_dtype(lines: Tensor, per_token: bool) -> torch.dtype:

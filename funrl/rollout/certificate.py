@@ -44,6 +44,7 @@ from funrl.models.deployed import Deployed, deployed
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.device_memory import copy_to_device
+from funrl.rollout.elsewhere import Digests, Greedy, OfOtherRanks
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -179,13 +180,15 @@ class SyncDigests(NamedTuple):
         return not any(missing for *_, missing in rows)
 
 
-def sync_digests(source: Deployed, engine: Engine, version: int) -> SyncDigests:
+def sync_digests(source: Deployed, engine: Engine, version: int) -> Digests:
     """Digests of this rank's parts of all weights; a GPU computes them beside other work, and nothing waits for them.
 
     Neither the trainer's nor the engine's weights may change until they are compared.
 
     Args: as in `compare_weights`.
     """
+    if isinstance(engine, OfOtherRanks):
+        return engine.sync_digests(source, version)
     mesh = source.mesh
     placed = dict(trees.named(engine.weights.layouts))
     with beside(mesh.device):
@@ -262,7 +265,7 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
     mesh = placed.mesh
     config = placed.model.config
     prompts, new_tokens = probe_prompts(config.vocab, config.max_positions)
-    tokens_BS, logp_BS = _greedy(engine, prompts, new_tokens)
+    tokens_BS, logp_BS, spread = greedy(engine, prompts, new_tokens)
     here = mesh.rank == 0
     first_BS = psum(tokens_BS if here else torch.zeros_like(tokens_BS), mesh, AXES)
     tokens_BT = torch.cat([torch.tensor(prompts, device=mesh.device), first_BS], 1)
@@ -274,10 +277,15 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
         scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
     assert scores is not None
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
-    differs_BS = tokens_BS != first_BS
+    gap = largest_gap(scores[:, len(prompts[0]) :], logp_BS, tokens_BS != first_BS)
+    return max(spread, pmax(gap, mesh, AXES).item())
+
+
+def largest_gap(a_BS: Tensor, b_BS: Tensor, differs_BS: Tensor) -> Tensor:
+    """Largest difference of log-probabilities in nats, a float64 scalar; after the first token that differs none."""
     after_BS = (differs_BS.cumsum(1) - differs_BS.long()) > 0  # the first difference is still compared
-    gap_BS = (scores[:, len(prompts[0]) :].double() - logp_BS.double()).abs().masked_fill(after_BS, 0)
-    return pmax(gap_BS.nan_to_num(torch.inf).max(), mesh, AXES).item()
+    gap_BS = (a_BS.double() - b_BS.double()).abs().masked_fill(after_BS, 0)
+    return gap_BS.nan_to_num(torch.inf).max()
 
 
 def _packed(tokens_BT: Tensor, mask_BT: Tensor, multiple: int) -> Batch:
@@ -300,8 +308,10 @@ def probe_prompts(vocab: int, positions: int) -> tuple[list[list[int]], int]:
     return ids_PT.tolist(), min(PROBE_NEW_TOKENS, positions - length)
 
 
-def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Greedy completions by this rank's replica, and the raw log-probabilities of their tokens, [P, S] each."""
+def greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    """Greedy completions by this rank's replica, or by the first one of an engine on other ranks."""
+    if isinstance(engine, OfOtherRanks):
+        return engine.greedy(prompts, new_tokens)
     requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
     paused = engine.paused
     engine.resume()
@@ -311,7 +321,7 @@ def _greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -
     tokens_BS, logp_BS = (
         torch.stack(x) for x in zip(*((completion.tokens, completion.raw_logp) for completion in done), strict=True)
     )
-    return tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device)
+    return Greedy(tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device))
 
 
 def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funrl.rollout.certificate import SyncDigests
+from funrl.rollout.certificate import Digests
 
 READ_AFTER = 32  # iterations of the engine, the same on the ranks of a replica, that digests may take
 
@@ -16,11 +16,11 @@ class SyncProof:
 
     def __init__(self) -> None:
         """Begin without a sync to prove."""
-        self._digests: SyncDigests | None = None
+        self._digests: Digests | None = None
         self._iterations = 0
         self._metrics: dict[str, float] = {}
 
-    def begin(self, digests: SyncDigests) -> None:
+    def begin(self, digests: Digests) -> None:
         """Take the digests of a sync, which are being computed."""
         self._digests = digests
         self._iterations = 0

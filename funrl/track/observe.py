@@ -67,7 +67,8 @@ class RunObserver:
         """Open the files and the trackers, and begin to show progress."""
         if self.run is None:
             return self
-        title = f"{self.job.task.name}, mesh {self.job.settings.devices.mesh}, seed {self.job.settings.run.seed}"
+        settings = self.job.settings
+        title = f"{self.job.task.name}, {settings.devices.written}, seed {settings.run.seed}"
         with _writing(self.run):
             self.track = join_trackers(
                 jsonl(self.run.metrics),

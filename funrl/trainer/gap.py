@@ -103,7 +103,8 @@ class GapCheck:
         self.saved = False
         generator = parts.generator
         assert generator is not None
-        self.searches = generator.base is None and not generator.policies  # one engine has all weights of all rows
+        # One engine, which is this rank's, has all weights of all rows.
+        self.searches = generator.base is None and not generator.policies and generator.mesh.here
 
     def scored(self, rows: Rows, metrics: Mapping[str, float], step: int) -> None:
         """Check rows that have been scored. Collective where there is a gap.
@@ -134,7 +135,7 @@ class GapCheck:
         if gap == 0:
             return
         assert self.parts.generator is not None
-        shards = held_shards(self.parts.generator.engine)
+        shards = held_shards(self.parts.generator.engine) if self.searches else {}
         if not self.searches or any(gather_objects(shares_memory(shards, params), self.parts.mesh)):
             self.note(f"{_difference(gap)}; --on_gap=stop names the token, which it scores before the update")
             return
@@ -153,7 +154,7 @@ class GapCheck:
         if self.saved:
             return text
         if not self.searches:
-            return f"{text}; `funrl bisect --gap` searches runs of one policy without adapters"
+            return f"{text}; `funrl bisect --gap` searches runs of one policy without adapters and without --place"
         self.saved = True
         if self.folder is None:
             return f"{text}; with --run_dir `funrl bisect RUN --gap` names the operation that differs"

@@ -66,7 +66,7 @@ from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step import NotFiniteError
-from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, moved, on_cpu
+from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 Enter = Callable[["Trainer", State, str], tuple["Trainer", State]]
@@ -328,7 +328,7 @@ def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
     group = rows.batch.get("group")
     units = rows.units(sums_over_episodes(trainer.job.algorithm.losses.values()))
     to, epoch = scoring_ranks(trainer.job, trainer.parts, rows.lengths, group, step, units)
-    return moved(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
+    return trainer.source.move(rows, to, trainer.parts.mesh)._replace(epoch=epoch)
 
 
 def update_plan(job: Job, parts: Parts, step: int) -> UpdatePlan:

@@ -7,7 +7,7 @@ import pytest
 
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.schedules.engine_times import EngineTimes, engine_times
-from funrl.cost.schedules.generators import Generators
+from funrl.cost.schedules.generators import SimulatedGenerators
 from funrl.cost.schedules.lengths import LengthError, LengthLaw, law_of_mean, parse_lengths
 from funrl.cost.schedules.simulation import AsyncRun, rows_together, simulate_run
 from funrl.cost.schedules.update_times import UpdateTimes
@@ -58,7 +58,7 @@ def test_generators_take_the_time_of_their_iterations(replicas, slots):
     random = np.random.default_rng(0)
     groups = [random.integers(20, 300, 4).astype(float) for _ in range(12)]
     expected = by_iterations(TIMES, replicas, slots, groups)
-    generators = Generators(TIMES, replicas, slots, PROMPT)
+    generators = SimulatedGenerators(TIMES, replicas, slots, PROMPT)
     for group, lengths in enumerate(groups):
         generators.submit(group, lengths)
     now = 0.0
@@ -78,7 +78,7 @@ def test_generators_take_the_time_of_their_iterations(replicas, slots):
 
 
 def test_new_weights_cost_the_time_of_the_caches():
-    generators = Generators(TIMES, replicas=1, slots=8, prompt=PROMPT)
+    generators = SimulatedGenerators(TIMES, replicas=1, slots=8, prompt=PROMPT)
     generators.submit(0, np.full(4, 100.0))
     generators.fill()
     assert generators.debt_G.tolist() == [TIMES.read * PROMPT]

@@ -31,6 +31,7 @@ PAGES = [
     "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
     "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
     "docs/foreign_environments.md",
+    "docs/placement.md",
 ]  # fmt: skip
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
 ELSEWHERE = {

@@ -16,7 +16,7 @@ from funrl.cost.schedules.engine_times import EngineTimes
 NEVER = np.inf
 
 
-class Generators:
+class SimulatedGenerators:
     """Replicas, the rows that each of them runs, and a queue of groups that wait for room.
 
     A group runs on one replica, the one with the fewest rows, so its prompt is read once.

@@ -13,7 +13,7 @@ import numpy as np
 
 from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.cost.schedules.engine_times import EngineTimes
-from funrl.cost.schedules.generators import Generators
+from funrl.cost.schedules.generators import SimulatedGenerators
 from funrl.cost.schedules.lengths import LengthLaw
 
 GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
@@ -164,7 +164,7 @@ class _World:
         self.run = run
         self.until = (steps + int(run.rule.staleness) + 2) * run.rule.places  # the run goes on after them
         self.random = np.random.default_rng(seed)
-        self.generators = Generators(run.engine, run.replicas, run.slots, run.prompt)
+        self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
         self.admission = Admission(run.rule.checked()).version_held(GENERATORS, 0)
         self.lengths: dict[int, np.ndarray] = {}

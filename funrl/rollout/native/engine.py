@@ -20,14 +20,13 @@ from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
-from funrl.rollout.native.loading import LoadedAdapter, shards, spec_of_adapter
+from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
@@ -417,8 +416,6 @@ def native_engine(
     if not model.pages:
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
-    names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
-    placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
     problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"
@@ -441,8 +438,9 @@ def native_engine(
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:
         log.info("decoding is not by passes of static shape: %s", problem)
-    spec = WeightSpec(names, placed, mesh, dtype=dtype)
-    engine = NativeEngine(model, spec, backend, options=options, static=by_static and problem is None)
+    engine = NativeEngine(
+        model, native_weights(model, mesh, dtype), backend, options=options, static=by_static and problem is None
+    )
     if options.record_routes and isinstance(backend, TorchBackend):
         engine.record_routes(backend.routes)
     return engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funrl import trees
@@ -53,6 +54,12 @@ def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> tre
             expected = list(layout.local_shape(mesh.rank))
             raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
     return trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, spec.dtype)), params)
+
+
+def native_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
+    """The form in which a native engine takes the weights of a model; this process need not be in its mesh."""
+    names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}
+    return WeightSpec(names, layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes), mesh, dtype=dtype)
 
 
 def spec_of_adapter(model: Model, mesh: Mesh, weights: WeightSpec, lora: Lora) -> WeightSpec:

@@ -36,7 +36,7 @@ from funrl.trainer.jobs.agents import (
     open_frozen_agents,
     open_policies,
 )
-from funrl.trainer.jobs.generator import BASE_VERSION, Generator, policy_generator
+from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.settings.settings import Settings
@@ -312,14 +312,18 @@ def sync(
     engines = {parts.main_role: generator.engine, **generator.policies}
     with (clock or Clock()).phase("reshard"):
         if base is not None and base.engine.version is None:
-            whole = reshard(base_weights(parts, frozen or {}).tree(), base.to_engine, parts.mesh)
-            base.engine.load(base.engine.weights.named(whole), BASE_VERSION)
+            base.engine.load(_base_for_engine(parts, base, frozen or {}), BASE_VERSION)
         for name, engine in engines.items():
             own = state.roles[name].params
             merge = base is None or name != parts.main_role
             engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
         sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)
+
+
+def _base_for_engine(parts: Parts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that adapters stand on as their engine takes them, made when they are asked for."""
+    yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
 
 
 def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> Deployed:

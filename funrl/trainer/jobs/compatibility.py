@@ -217,7 +217,8 @@ def check_meshes(
     check_experts(settings, models.values())
     role = ROLES.generating(models)
     generating = sizes if role is None else generate_sizes(settings, sizes, models[role], memory)
-    with blaming(f"mesh={settings.devices.mesh}"):
+    place = settings.devices.place
+    with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
     check_forms(models, settings, sizes)
     return generating

@@ -5,21 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from funrl import trees
-from funrl.mesh.launch import ranks_per_node, view
+from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
+from funrl.mesh.pools.channel import Requests
 from funrl.models import Placed
 from funrl.models.lora import trained_part
 from funrl.models.model import Layer
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.rollout.engine import Engine
+from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.joint_engine import JointEngine
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, native_engine
+from funrl.rollout.native.loading import native_weights, spec_of_adapter
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
@@ -68,8 +71,9 @@ class Generator(NamedTuple):
     def sync_bytes(self) -> int:
         """Bytes of the weights that each sync gives to this rank's engine."""
         weights = self.engine.weights
+        rank = max(0, weights.mesh.rank)  # where the engine is on other ranks, of the first of them
         dtypes = trees.leaves(weight_dtypes(weights.layouts, weights.dtype))
-        shapes = (layout.local_shape(weights.mesh.rank) for layout in trees.leaves(weights.layouts))
+        shapes = (layout.local_shape(rank) for layout in trees.leaves(weights.layouts))
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
     @property
@@ -97,7 +101,9 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
       policy: the same with adapters, where the policy has some: a native engine adds them to the base, and for others
         they are merged.
     """
-    mesh = view(placed.mesh, job.generate_sizes)
+    mesh = generating_mesh(job, placed.mesh)
+    if not mesh.here:
+        return _remote_generator(job, mesh, placed, policy)
     settings = job.settings
     decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
@@ -117,18 +123,45 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
         if policy.model.adapters is not None:
             return _adapted_generator(job, engine, placed, policy)
-    return Generator(engine, mesh, _plan_to(engine, placed.stored, job), proof=SyncProof())
+    return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
+
+
+def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
+    """The mesh to generate on: a view of that to train on, or one of other ranks. Every rank of the run calls it."""
+    if job.placement is None:
+        return view(mesh, job.generate_sizes)
+    return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
+
+
+def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:
+    """The generator of other ranks, as a rank that trains sees it."""
+    requests = Requests(placed.mesh)
+    digests = job.settings.engines.verify_sync
+    spec = native_weights(placed.model, mesh, job.dtype)
+    engine = RemoteEngine(spec, requests, base=policy.model.adapters is not None, digests=digests)
+    to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
+    if policy.model.adapters is None:
+        return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
+    factors = spec_of_adapter(placed.model, mesh, spec, policy.model.adapters.lora)
+    to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
+    adapter = RemoteEngine(factors, requests, digests=digests)
+    base = AdaptedBase(cast(NativeEngine, engine), to_engine)
+    return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 
 def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:
     """A generator whose engine adds the policy's adapters to the base."""
     assert policy.model.adapters is not None
     engine = AdapterEngine(base, job.main_role, policy.model.adapters.lora)
-    to_engine = _plan_to(engine, trained_part(policy.model, policy.stored), job)
-    to_base = AdaptedBase(base, _plan_to(base, placed.stored, job))
+    to_engine = _plan_to(engine.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
+    to_base = AdaptedBase(base, _plan_to(base.weights, placed.stored, placed.mesh, job))
     return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
 
 
-def _plan_to(engine: Engine, stored: trees.Tree, job: Job) -> Plan:
-    wanted = engine.weights.layouts
-    return plan(stored, wanted, weight_dtypes(wanted, job.dtype), ranks_per_node())
+def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Plan:
+    """The plan from layouts on a mesh to those of an engine."""
+    wanted = weights.layouts
+    dtypes = weight_dtypes(wanted, job.dtype)
+    if job.placement is None:
+        return plan(stored, wanted, dtypes, ranks_per_node())
+    return plan(stored, wanted, dtypes, ranks_per_node(), src_ranks=mesh.ranks, dst_ranks=weights.mesh.ranks)

@@ -12,6 +12,7 @@ from funrl.algos.core import Algorithm
 from funrl.data.prompts import Example
 from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
+from funrl.mesh.pools.placement import Placement
 from funrl.models import Model
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES
@@ -123,6 +124,16 @@ class BaseJob:
     lora: Lora | None = None
     agents: AgentMap = field(default_factory=AgentMap)
     provenance: Provenance = field(default_factory=Provenance)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Pools of ranks that train and that generate; None: every rank does both."""
+        return self.settings.devices.placement
+
+    @property
+    def launched(self) -> dict[str, int]:
+        """Sizes of the mesh over all ranks of the run."""
+        return self.sizes if self.placement is None else self.placement.launched
 
     @property
     def master(self) -> torch.dtype:

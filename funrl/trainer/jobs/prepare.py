@@ -119,6 +119,11 @@ def rl_job(
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, task, sampling.max_new_tokens)
+    if settings.devices.place is not None and settings.run.save_rollouts and task.environment is not None:
+        raise SettingsError(
+            f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "
+            "ranks that write no files; leave one out"
+        )
     agents = agents_of(settings, task)
     if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
         agents = agents.with_one_policy()
@@ -210,7 +215,12 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     device = settings.devices.device or device_type()
     if device == "cuda" and (problem := gpu_problem()) is not None:
         raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")
-    check_devices(sizes, device)
+    placement = settings.devices.placement
+    if placement is None:
+        check_devices(sizes, device)
+    else:
+        with blaming(f"place={settings.devices.place}"):
+            check_devices(placement.launched, device)
     return sizes, device
 
 

@@ -78,6 +78,10 @@ def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool 
         return contextlib.nullcontext()
     settings = job.settings
     rewards = job.task.rewards
+    if job.placement is not None:
+        if rank not in job.placement.generate.ranks:
+            return contextlib.nullcontext()
+        rank = job.placement.generate.ranks.index(rank)
     asks = Mesh(job.generate_sizes, rank).index("tensor") == 0
     if not asks or not has_workers(settings, rewards):
         return contextlib.nullcontext()
@@ -90,7 +94,7 @@ def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool 
 def remarks_on_workers(job: Job) -> list[str]:
     """A remark where --reward_workers makes many more processes than this machine has cores."""
     workers = job.settings.rewards.reward_workers or 0
-    ranks = max(1, local_ranks(Mesh(job.sizes).world) // job.generate_sizes["tensor"])
+    ranks = max(1, int(replicas_here(job)))
     remark = (
         f"--reward_workers={workers}: {workers * ranks} processes on the {cores()} cores of this machine; functions "
         "that wait for something else take less as `async` functions, which share one process"
@@ -100,8 +104,13 @@ def remarks_on_workers(job: Job) -> list[str]:
 
 def share_of_cores(job: Job) -> int:
     """The cores of this machine for each of its ranks that ask for rewards, within bounds."""
-    ranks = local_ranks(Mesh(job.sizes).world) / job.generate_sizes["tensor"]
-    return max(1, min(MOST_WORKERS, int(cores() / max(ranks, 1))))
+    return max(1, min(MOST_WORKERS, int(cores() / max(replicas_here(job), 1))))
+
+
+def replicas_here(job: Job) -> float:
+    """Replicas of the engine on this machine; where some ranks generate, on a machine with as many of them as fit."""
+    generating = Mesh(job.generate_sizes).world
+    return min(generating, local_ranks(Mesh(job.launched).world)) / job.generate_sizes["tensor"]
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
@@ -113,6 +122,22 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
 
 def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of a job that learns from completions."""
+    generation = remarked_generation(job, parts, frozen, clock, show)
+    if job.settings.sampling.new_tokens_per_step is None:
+        source = prompt_source(generation, clock, show)
+    else:
+        source = partial_source(generation, job.settings.sampling.new_tokens_per_step, clock, show)
+    if job.algorithm.example in SAMPLED_PAIRS:
+        source = pair_source(source, job.reward_names)
+    assert parts.generator is not None
+    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
+    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
+
+
+def remarked_generation(
+    job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Generation:
+    """`generation_of`, after remarks on the prompts and flags of the job."""
     settings = job.settings
     task = job.task
     remarks = (
@@ -130,15 +155,7 @@ def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree]
         tools = bool(getattr(generation.episodes.environment, "tools", ())) and not task.embedded
         for line in template_limits(generation.episodes.chat, tools):
             show.note(line)
-    if settings.sampling.new_tokens_per_step is None:
-        source = prompt_source(generation, clock, show)
-    else:
-        source = partial_source(generation, settings.sampling.new_tokens_per_step, clock, show)
-    if job.algorithm.example in SAMPLED_PAIRS:
-        source = pair_source(source, job.reward_names)
-    assert parts.generator is not None
-    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
-    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
+    return generation
 
 
 def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:

@@ -18,7 +18,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.mesh_checks import (
-    check_generate_mesh,
+    check_pools,
     check_sequence_parallel,
     check_sharding,
     check_split_residual,
@@ -98,7 +98,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         _check_schedule,
         _check_critic_warmup,
         _check_minibatches,
-        check_generate_mesh,
+        check_pools,
         check_sharding,
         check_sequence_parallel,
         check_split_residual,

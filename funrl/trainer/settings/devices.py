@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from funrl.mesh.pools.placement import Placement, read_placement
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
 from funrl.role_kinds import ROLES
 from funrl.trainer.settings.declaration import (
@@ -32,6 +33,15 @@ class DeviceSettings:
         None,
         "mesh of the same devices for generation",
         chosen="all of them dp",
+        kinds=RL,
+        effect="ranks",
+    )
+    place: str | None = flag(
+        None,
+        "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
+        "those of --mesh",
+        example="generate:1",
+        chosen="all do both",
         kinds=RL,
         effect="ranks",
     )
@@ -96,13 +106,27 @@ class DeviceSettings:
     )
 
     @functools.cached_property
+    def placement(self) -> Placement | None:
+        """The pools of ranks, parsed once; None: every rank trains and generates. Raises: MeshError."""
+        return None if self.place is None else read_placement(self.place, read_mesh(self.mesh).chosen)
+
+    @property
+    def written(self) -> str:
+        """The mesh to train on, or the pools, for people."""
+        return f"mesh {self.mesh}" if self.placement is None else f"place {self.placement}"
+
+    @functools.cached_property
     def train(self) -> MeshFlag:
         """The mesh to train on, parsed once. Raises: MeshError."""
-        return read_mesh(self.mesh)
+        placement = self.placement
+        return read_mesh(self.mesh) if placement is None else MeshFlag("place", str(placement), placement.train.sizes)
 
     @functools.cached_property
     def generate(self) -> MeshFlag | None:
         """The mesh to generate on, parsed once; None: the flag is not given. Raises: MeshError."""
+        placement = self.placement
+        if placement is not None:
+            return MeshFlag("place", str(placement), placement.generate.sizes)
         text = self.generate_mesh
         return None if text is None else read_mesh(text, "generate_mesh", automatic=False)
 

@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from funrl.environments.agents import parse_agents
+from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
+
+
+def check_pools(settings: Settings) -> None:
+    """Check the ranks to train on and those to generate on. Raises: SettingsError."""
+    if settings.devices.place is None:
+        check_generate_mesh(settings)
+    else:
+        check_placement(settings, settings.devices.place)
+
+
+def check_placement(settings: Settings, place: str) -> None:
+    """Refuse a placement of ranks that cannot be read, or flags of which it says otherwise. Raises: SettingsError.
+
+    Args:
+      place: the value of --place.
+    """
+    mesh_sizes(settings)
+    flags = settings.devices
+    if flags.generate_mesh is not None:
+        raise SettingsError(
+            f"--generate_mesh={flags.generate_mesh} does nothing: --place={place} gives the mesh to generate on"
+        )
+    if flags.mesh != "dp1" and names_train(place):
+        raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
+    agents = parse_agents(settings.environments.agents)
+    apart = {
+        f"--engine={settings.engines.engine}": settings.engines.engine != "native",
+        f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
+        f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
+        **{f"--{name}": True for name in scorers_of(settings)},
+    }
+    for flag, given in apart.items():
+        if given:
+            raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")
 
 
 def check_generate_mesh(settings: Settings) -> None:

@@ -31,7 +31,7 @@ from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, t
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
-from funrl.trainer.sources.source import SKIPPED, Source, same_order
+from funrl.trainer.sources.source import SKIPPED, Elsewhere, Source, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
@@ -106,6 +106,7 @@ class Generation(NamedTuple):
       pad: id of the padding token.
       choices: experts recorded for each token; 0: none.
       episodes: how prompts become episodes; None: each is completed once.
+      elsewhere: other ranks, which generate and reward; None: this one does.
     """
 
     engine: RewardedEngine
@@ -121,6 +122,7 @@ class Generation(NamedTuple):
     pad: int = 0
     choices: int = 0
     episodes: EpisodeSetup | None = None
+    elsewhere: Elsewhere | None = None
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -248,6 +250,9 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
 
 def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
     """Complete the held-out prompts, show some completions, and return their metrics."""
+    if generation.elsewhere is not None:
+        with clock.phase("eval"):
+            return generation.elsewhere.evaluate(step, show)
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
     if generation.episodes is not None:
         episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
@@ -294,6 +299,8 @@ def rewarded_rows(
       phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
+        if generation.elsewhere is not None:
+            return generation.elsewhere.rewarded_rows(examples, sampling, seed)
         if generation.episodes is not None:
             return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         done = rollout(generation.engine, examples, sampling, seed=seed)
@@ -432,5 +439,7 @@ def first_samples(
     generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
 ) -> list[ShownSample]:
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
+    if generation.elsewhere is not None:
+        return generation.elsewhere.samples(len(examples))
     decode = generation.engine.decode
     return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)

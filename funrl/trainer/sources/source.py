@@ -1,16 +1,22 @@
-"""The contract of a source of rows."""
+"""The contracts of a source of rows, and of ranks that generate rows for others."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from funrl import trees
+from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.trainer.sources.observing import Show
+from funrl.mesh.mesh import Mesh
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, moved
 from funrl.trainer.storage.row_shards import HeldRows
 
 SKIPPED = (
@@ -38,6 +44,7 @@ class Source(NamedTuple):
       spread: whether each rank holds a different part of the state.
       close: ends what goes on between steps.
       episodes: this replica's episodes of the newest step, where they are kept.
+      move: (rows of `next_rows`, ranks [B], mesh) -> the rows on these ranks of the mesh; as `moved`.
     """
 
     init: Callable[[], trees.Tree]
@@ -50,6 +57,23 @@ class Source(NamedTuple):
     spread: bool = False
     close: Callable[[], None] = lambda: None
     episodes: Sequence[LoggedEpisode] = ()
+    move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
+
+
+class Elsewhere(Protocol):
+    """Ranks that generate and reward, as a rank sees them that does not. All methods are collective."""
+
+    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
+        """Completions or episodes of prompts, without what only the ranks that made them have, and their rows."""
+        ...
+
+    def samples(self, count: int) -> list[ShownSample]:
+        """The first sample of each of the first prompts of the newest rows."""
+        ...
+
+    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+        """Metrics on the held-out prompts; `show` receives some completions."""
+        ...
 
 
 @contextlib.contextmanager

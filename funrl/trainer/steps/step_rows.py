@@ -111,8 +111,8 @@ class Rows(NamedTuple):
 
     @property
     def index(self) -> int:
-        """This rank's index over the row axes."""
-        return int(self.mesh.index(self.mesh.row_axes))
+        """This rank's index over the row axes; -1 where it is not in the mesh."""
+        return int(self.mesh.index(self.mesh.row_axes)) if self.mesh.here else -1
 
     @property
     def own(self) -> np.ndarray:

@@ -1,0 +1,137 @@
+"""Proof that an engine on other ranks holds the trainer's weights: each side adds up digests of its own parts.
+
+The digests are those of `certificate`. What crosses is three numbers for each weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.collectives import gather_objects, pmax, psum
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.rules import Layout
+from funrl.models.deployed import Deployed
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.rollout.certificate import SyncError, copies, digest, first_copy, greedy, largest_gap
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import Engine, WeightSpec
+
+
+class EngineDigests(NamedTuple):
+    """Sums over the engine's ranks.
+
+    Attributes:
+      version: of the engine's weights.
+      digests: of each weight: of its first copies, and of all copies; weights that cannot be read are left out.
+      faults: a missing or unknown name, or a wrong shape or dtype, on some rank.
+    """
+
+    version: int | None
+    digests: Mapping[str, tuple[int, int]]
+    faults: tuple[str, ...]
+
+
+class RemoteDigests(NamedTuple):
+    """Digests of this rank's parts of the trainer's weights, before they are compared; as `SyncDigests`.
+
+    Attributes:
+      version: of the sync.
+      mesh: of the trainer.
+      trained: layout of each weight in the trainer, by name.
+      weights: the engine's.
+      own_N2: of each weight of `weights`, the digests of the trainer's first copies and of all its copies.
+      engine: waits for the digests of the engine's ranks. Collective.
+    """
+
+    version: int
+    mesh: Mesh
+    trained: Mapping[str, Layout]
+    weights: WeightSpec
+    own_N2: Tensor
+    engine: Callable[[], EngineDigests]
+
+    def compare(self) -> bool:
+        """Wait for the digests of both sides and compare them. Collective.
+
+        Returns: whether all weights could be read.
+
+        Raises:
+          SyncError: a weight differs or is missing; raised on every rank.
+        """
+        placed = dict(trees.named(self.weights.layouts))
+        ours = dict(zip(placed, psum(self.own_N2, self.mesh, AXES).tolist(), strict=True))
+        version, digests, faults = self.engine()
+        before = f"after the sync of version {self.version} the generators do not hold the trainer's weights: "
+        if version != self.version:
+            faults = (f"the version is {version}", *faults)
+        if faults:
+            more = f", and {len(faults) - 1} further faults" if faults[1:] else ""
+            raise SyncError(f"{before}{faults[0]}{more}")
+        wrong = [
+            name
+            for name, (once, every) in digests.items()
+            if once != ours[name][0]
+            or (every - copies(placed[name]) * once) % (1 << 64)
+            or (ours[name][1] - copies(self.trained[name]) * once) % (1 << 64)
+        ]
+        if wrong:
+            raise SyncError(f"{before}{wrong[0]} differs; {len(wrong)} of {len(digests)} weights differ")
+        return len(digests) == len(placed)
+
+
+def trained_digests(source: Deployed, weights: WeightSpec) -> Tensor:
+    """[N, 2] digests of this rank's parts of the trainer's weights, in the engine's dtypes."""
+    rows = []
+    for name, _ in trees.named(weights.layouts):
+        dtype = weight_dtype(name, weights.dtype)
+        own = digest(source.weight(name), source.stored[name], source.mesh.rank, dtype).to(source.mesh.device)
+        rows.append(torch.stack([own * first_copy(source.stored[name], source.mesh), own]))
+    return torch.stack(rows)
+
+
+def engine_digests(engine: Engine) -> EngineDigests:
+    """Sums of the digests of the engine's weights, on each of its ranks. Collective over its mesh."""
+    spec = engine.weights
+    mesh = spec.mesh
+    placed = dict(trees.named(spec.layouts))
+    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
+    own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
+    faults = []
+    for there, held in engine.held_weights():
+        name = awaited.pop(there, None)
+        if name is None:
+            faults.append(f"{there} is unknown or given twice")
+            continue
+        if held is None:
+            own[name][2] = 1
+            continue
+        shape = placed[name].local_shape(mesh.rank)
+        dtype = weight_dtype(name, spec.dtype)
+        if held.numel() != math.prod(shape) or held.dtype != dtype:
+            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
+            continue
+        number = digest(held.reshape(shape), placed[name], mesh.rank, dtype).to(mesh.device)
+        own[name] = torch.stack([number * first_copy(placed[name], mesh), number, number.new_zeros(())])
+    faults += [f"{name} is missing" for name in awaited.values()]
+    sums = psum(torch.stack(list(own.values())), mesh, AXES).tolist()
+    digests = {name: (once, every) for name, (once, every, unread) in zip(placed, sums, strict=True) if not unread}
+    everywhere = gather_objects(faults, mesh)
+    texts = [f"{fault} on rank {rank}" for rank, its in zip(mesh.ranks, everywhere, strict=True) for fault in its]
+    return EngineDigests(engine.version, digests, tuple(texts))
+
+
+def compared_greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh."""
+    mesh = engine.weights.mesh
+    tokens_BS, logp_BS, _ = greedy(engine, prompts, new_tokens)
+    first = mesh.rank == 0
+    first_BS = psum(tokens_BS if first else torch.zeros_like(tokens_BS), mesh, AXES)
+    first_logp_BS = psum(logp_BS if first else torch.zeros_like(logp_BS), mesh, AXES)
+    gap = pmax(largest_gap(logp_BS, first_logp_BS, tokens_BS != first_BS), mesh, AXES)
+    return Greedy(first_BS.cpu(), first_logp_BS.cpu(), gap.item())

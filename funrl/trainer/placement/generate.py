@@ -1,0 +1,177 @@
+"""The ranks that generate: they serve those that train, one request after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from funrl.batch import as_dict, kind_of
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Answers, End
+from funrl.mesh.pools.handover import Handover, send_rows
+from funrl.mesh.reshard import reshard
+from funrl.processes import heartbeat
+from funrl.processes.workers import stops_when_asked
+from funrl.rewards.call import RewardError
+from funrl.rewards.pool import Pool
+from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
+from funrl.rollout.remote.engine import GreedyRequest, LoadRequest
+from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.generator import Generator
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import generation_of
+from funrl.trainer.placement.messages import (
+    EvaluateRequest,
+    HeldoutEvaluation,
+    PoolAnswer,
+    SamplesRequest,
+    SendRequest,
+    WriteRequest,
+    WrittenRows,
+    split_origins,
+    written_rows,
+)
+from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.prompts import Generation, evaluate_heldout, first_samples, rewarded_rows
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows, join_rows, take
+
+
+class Shown:
+    """Everything that is shown here, until it is sent to the rank that writes it; a `Show`."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.notes: list[str] = []
+        self.kept: list[ShownSample] = []
+        self.table: list[EvalRow] = []
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Keep samples."""
+        self.kept += samples
+
+    def evaluated(self, rows: Sequence[EvalRow]) -> None:
+        """Keep rows of an evaluation's table."""
+        self.table += rows
+
+    def note(self, text: str) -> None:
+        """Keep a remark."""
+        self.notes.append(text)
+
+    def taken(self) -> Shown:
+        """Everything that is kept, which is then nothing."""
+        taken = Shown()
+        taken.__dict__, self.__dict__ = self.__dict__, taken.__dict__
+        return taken
+
+
+class GeneratingRank:
+    """The engine of this rank, and rows that it has written."""
+
+    def __init__(self, generation: Generation, generator: Generator, training: Mesh, show: Shown) -> None:
+        """Begin without rows.
+
+        Args:
+          generation: as of a source.
+          generator: with an engine of this rank.
+          training: the mesh of the ranks that train.
+          show: receives what is shown.
+        """
+        self.generation = generation
+        self.generator = generator
+        self.training = training
+        self.show = show
+        self.clock = Clock()
+        self.newest: Any = None  # arguments of `first_samples` for the newest rows
+        self.held: dict[int, Rows] = {}  # by the number of their request
+
+    def load(self, request: LoadRequest) -> EngineDigests | None:
+        """Take weights."""
+        generator = self.generator
+        engine = generator.engine
+        plan = generator.to_engine
+        if request.base and generator.base is not None:
+            engine = generator.base.engine
+            plan = generator.base.to_engine
+        with heartbeat.phase("reshard"):
+            engine.load(self._arriving(engine.weights, plan), request.version)
+        return engine_digests(engine) if request.digests else None
+
+    def _arriving(self, weights: Any, plan: Any) -> Any:
+        yield from weights.named(reshard(None, plan, weights.mesh))
+
+    def write(self, request: WriteRequest, number: int) -> WrittenRows:
+        """Generate and reward rows, which stay here. Raises: RewardError."""
+        heartbeat.at_step(request.step)
+        prompts = self.generation.schedule.prompts
+        examples = [prompts[place] for place in request.places.tolist()]
+        done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
+        self.newest = examples, done, rows, request.sampling.samples
+        self.held[number] = rows
+        return written_rows(done, rows)
+
+    def send(self, request: SendRequest) -> None:
+        """Hand rows over, and let go of all."""
+        parts = [take(self.held[number], rows) for number, rows in split_origins(request.origins)]
+        rows = join_rows(parts)
+        kinds = {name: k for name in sorted(as_dict(rows.batch)) if not (k := kind_of(rows.batch, name)).everywhere}
+        fields = {name: as_dict(rows.batch)[name] for name in kinds}
+        way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
+        with heartbeat.phase("send_rows"):
+            send_rows(fields, kinds, way)
+        self.held.clear()
+
+    def samples(self, request: SamplesRequest) -> list[ShownSample]:
+        """The first samples of the newest rows."""
+        examples, done, rows, samples = self.newest
+        return first_samples(self.generation, examples[: request.count], done, rows=rows, samples=samples)
+
+    def evaluate(self, request: EvaluateRequest) -> HeldoutEvaluation:
+        """Evaluate on the held-out prompts. Raises: RewardError."""
+        metrics = evaluate_heldout(self.generation, self.clock, self.show, request.step)
+        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
+
+    def answer(self, request: Any, number: int) -> Any:
+        """The value of the answer to a request. Raises: RewardError."""
+        if isinstance(request, WriteRequest):
+            return self.write(request, number)
+        if isinstance(request, SendRequest):
+            return self.send(request)
+        if isinstance(request, SamplesRequest):
+            return self.samples(request)
+        return self.evaluate(request)
+
+
+def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None) -> Any:
+    """Serve the ranks that train, on a rank that generates, until they have ended; returns `End.result`.
+
+    Args:
+      job: what runs.
+      training, generating: the meshes; this rank is in the second.
+      pool: this rank's reward workers.
+    """
+    show = Shown()
+    with heartbeat.phase("load"):
+        parts = build(job, training, show.note)._replace(pool=pool)
+        assert parts.generator is not None
+        generation = generation_of(job, parts, {}, Clock(), show)
+    if generation.episodes is not None:
+        generation = generation._replace(episodes=generation.episodes._replace(log=None))
+    rank = GeneratingRank(generation, parts.generator, training, show)
+    answers = Answers(generating)
+    with stops_when_asked():
+        while not isinstance(request := answers.take("a request of the ranks that train"), End):
+            if isinstance(request, LoadRequest):
+                answers.answer(rank.load(request))
+                continue
+            if isinstance(request, GreedyRequest):
+                answers.answer(compared_greedy(parts.generator.engine, *request))
+                continue
+            value = problem = None
+            try:
+                value = rank.answer(request, answers.taken - 1)
+            except RewardError as error:  # on every rank of the mesh
+                problem = str(error)
+            answers.answer(PoolAnswer(value, tuple(show.taken().notes), problem))
+    return request.result

@@ -1,0 +1,147 @@
+"""Requests of the ranks that train to those that generate, and the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.fields import Field
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.steps.step_rows import Rows
+
+
+class WriteRequest(NamedTuple):
+    """Generate and reward. Its answer is `WrittenRows`; the rows stay until a `SendRequest`.
+
+    Attributes:
+      step: that the rows are for.
+      places: of the prompts in those of the job.
+      sampling, seed: of the completions or replies, and of their noise.
+    """
+
+    step: int
+    places: np.ndarray
+    sampling: Sampling
+    seed: int
+
+
+class SendRequest(NamedTuple):
+    """Hand rows over to the ranks that train, and let go of all others. Its answer is empty.
+
+    Attributes:
+      origins: [B] of the rows, as `origins_of` numbers them.
+      to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
+    """
+
+    origins: np.ndarray
+    to: np.ndarray
+
+
+class SamplesRequest(NamedTuple):
+    """Show the first sample of each of the first `count` prompts of the newest rows. Its answer is a list of them."""
+
+    count: int
+
+
+class EvaluateRequest(NamedTuple):
+    """Evaluate on the held-out prompts, after `step`. Its answer is `HeldoutEvaluation`."""
+
+    step: int
+
+
+class PoolAnswer(NamedTuple):
+    """PoolAnswer to any request but a `LoadRequest`.
+
+    Attributes:
+      value: as the request says; None where there is a problem.
+      notes: remarks since the answer before.
+      problem: message of the `RewardError` that ends the run; None without one.
+    """
+
+    value: Any
+    notes: Sequence[str] = ()
+    problem: str | None = None
+
+
+class HeldoutEvaluation(NamedTuple):
+    """HeldoutEvaluation on the held-out prompts.
+
+    Attributes:
+      metrics: of it.
+      samples: some completions.
+      table: rows of the table of samples.
+    """
+
+    metrics: Mapping[str, float]
+    samples: Sequence[ShownSample]
+    table: Sequence[EvalRow]
+
+
+class WrittenRows(NamedTuple):
+    """Completions and rows of a `WriteRequest`, as far as every rank knows them; tokens stay where they are.
+
+    Attributes:
+      rollout: fields of `Rollout`, without the completions and the mesh.
+      owner: [B] of the rows, by their index over the row axes of the mesh to generate on.
+      fields: of the rows whose kind is `everywhere`.
+      tokens: dtype and trailing shape of each field per token.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    rollout: Mapping[str, Any]
+    owner: np.ndarray
+    fields: Mapping[str, Tensor]
+    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    further: Mapping[str, Field]
+
+
+def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
+    """Completions and their rows as far as every rank knows them.
+
+    Raises:
+      ValueError: a field has neither a number per row nor numbers per token.
+    """
+    facts = done._asdict()
+    for name in ("completions", "mesh"):
+        del facts[name]
+    fields = {}
+    tokens = {}
+    for name, x in as_dict(rows.batch).items():
+        kind = kind_of(rows.batch, name)
+        if kind.everywhere:
+            fields[name] = x.cpu()
+        elif kind.per_token:
+            tokens[name] = (x.dtype, tuple(x.shape[2:]))
+        else:
+            raise ValueError(f"--place: the field {name!r} of kind {kind.name!r} does not go from ranks to ranks")
+    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
+    facts = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in facts.items()}
+    return WrittenRows(facts, rows.owner, fields, tokens, further)
+
+
+def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
+    """The batch of a rank that has none of the rows."""
+    empty = {name: torch.zeros(0, 8, *shape, dtype=dtype) for name, (dtype, shape) in written.tokens.items()}
+    fields = {name: x.to(device) for name, x in {**written.fields, **empty}.items()}
+    return Batch(FIELDS | written.further if written.further else FIELDS, **fields)
+
+
+def origins_of(number: int, rows: int) -> np.ndarray:
+    """Numbers of the rows of one `WriteRequest`, different from those of all others."""
+    return (np.int64(number) << 32) + np.arange(rows)
+
+
+def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Runs of rows of one `WriteRequest` each: its number, and the numbers of the rows among its own."""
+    numbers = origins >> 32
+    begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+    parts = np.split(origins & 0xFFFFFFFF, begins[1:])
+    return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]

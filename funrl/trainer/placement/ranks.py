@@ -1,0 +1,38 @@
+"""The program of a rank: it trains, it generates, or it does both."""
+
+from __future__ import annotations
+
+from funrl.mesh.launch import submesh
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import end_requests
+from funrl.rewards.pool import Pool
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.placement.generate import serve_requests
+from funrl.trainer.placement.source import placed_source
+from funrl.trainer.sources.observing import Observer
+
+
+def run_rank(
+    job: Job, mesh: Mesh, observer: Observer, source: MakeSource = make_source, pool: Pool | None = None
+) -> Outcome:
+    """Run a job on this rank; see `train_loop`.
+
+    Args:
+      job: what to do.
+      mesh: over all ranks, of the sizes `job.launched`.
+      observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
+    """
+    placement = job.placement
+    if placement is None:
+        return train_loop(job, mesh, observer, source, pool)
+    assert isinstance(job, RLJob)
+    training = submesh(mesh, placement.train.sizes, placement.train.ranks)
+    generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
+    if generating.here:
+        error, stopped = serve_requests(job, training, generating, pool)
+        return Outcome({}, {}, error, stopped)
+    outcome = train_loop(job, training, observer, placed_source, pool)
+    end_requests(training, (outcome.error, outcome.stopped))
+    return outcome

@@ -1,0 +1,191 @@
+"""The source of ranks that train on rows that other ranks generate.
+
+It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that the rows are those
+of a run whose ranks do both. A row's tokens go from the rank that wrote it to the rank that trains it, once, when the
+batch is complete; before that the ranks that train know only what every rank knows of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from funrl import trees
+from funrl.algos.reading import reads
+from funrl.batch import as_dict, declare, kind_of, schema_of
+from funrl.data.prompts import Example
+from funrl.fields import FIELDS, Field
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Requests
+from funrl.mesh.pools.handover import Handover, receive_rows
+from funrl.rewards.call import RewardError
+from funrl.rollout.remote.engine import RemoteEngine
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.row_source import remarked_generation
+from funrl.trainer.placement.messages import (
+    EvaluateRequest,
+    SamplesRequest,
+    SendRequest,
+    WriteRequest,
+    WrittenRows,
+    blank_batch,
+    origins_of,
+)
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
+from funrl.trainer.sources.prompts import Generation, prompt_source
+from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows, moved, rows_of
+
+ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
+
+
+class NumberedExample(Example):
+    """A prompt that knows its place among those of the job."""
+
+    place: int
+
+
+class NumberedPrompts(Sequence[Example]):
+    """Prompts that know their places."""
+
+    def __init__(self, prompts: Sequence[Example]) -> None:
+        """Number prompts, each when it is asked for."""
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, place: int) -> Example: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Example]: ...
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        example = NumberedExample(*self.prompts[place])
+        example.place = int(place)
+        return example
+
+
+class Generators:
+    """The ranks that generate, as those that train see them; an `Elsewhere`.
+
+    Attributes:
+      step: that the next rows are for.
+    """
+
+    def __init__(self, requests: Requests, mesh: Mesh, generating: Mesh, show: Show, *, early: bool) -> None:
+        """Name the ranks.
+
+        Args:
+          requests: the way to them.
+          mesh, generating: to train on, and to generate on.
+          show: receives their remarks.
+          early: whether rows come as soon as they are written, and not when the batch is complete.
+        """
+        self.requests = requests
+        self.mesh = mesh
+        self.generating = generating
+        self.show = show
+        self.early = early
+        self.step = 0
+
+    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
+        """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
+
+        Raises:
+          RewardError: as `rollout` raises it.
+        """
+        places = np.array([example.place for example in examples if isinstance(example, NumberedExample)])
+        number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
+        written: WrittenRows = self._answer(number, f"the generators' rows of step {self.step}")
+        device = self.mesh.device
+        facts: dict[str, Any] = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in written.rollout.items()
+        }
+        done = Rollout(completions=(), mesh=self.generating, **facts)
+        batch = declare(blank_batch(written, device), ORIGIN)
+        origin_B = torch.from_numpy(origins_of(number, len(written.owner))).to(device)
+        rows = rows_of(batch._replace(origin=origin_B), written.owner, self.generating)
+        if not self.early:
+            return done, rows
+        ranks = self.mesh.size(self.mesh.row_axes)
+        to = batch.group.cpu().numpy() * ranks // max(1, len(examples))
+        return done, self.move(rows, to, self.mesh)
+
+    def samples(self, count: int) -> list[ShownSample]:
+        """Samples of the newest rows; see `Elsewhere`."""
+        return self._answer(self.requests.post(SamplesRequest(count)), "the generators' samples")
+
+    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+        """Metrics of an evaluation; see `Elsewhere`."""
+        number = self.requests.post(EvaluateRequest(step))
+        metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
+        show.samples(step, samples)
+        show.evaluated(table)
+        return dict(metrics)
+
+    def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+        """`moved`, also for rows of the ranks that generate, which let go of all other rows then. Collective."""
+        if rows.mesh.here:
+            return moved(rows, to, mesh)
+        fields = as_dict(rows.batch)
+        origins = fields.pop("origin").cpu().numpy()
+        number = self.requests.post(SendRequest(origins, to))
+        kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
+        way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
+        own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
+        self._answer(number, "the generators' rows")
+        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
+        batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
+        return rows_of(batch, to, mesh)
+
+    def _answer(self, number: int, waits_for: str) -> Any:
+        """The value of an answer, after its remarks have been shown. Raises: RewardError."""
+        value, notes, problem = self.requests.answer(number, waits_for)
+        for note in notes:
+            self.show.note(note)
+        if problem is not None:
+            raise RewardError(problem)
+        return value
+
+
+def placed_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of the ranks that train, of a job with a placement; a `MakeSource`."""
+    assert isinstance(job, RLJob) and parts.generator is not None
+    generation = remarked_generation(job, parts, frozen, clock, show)
+    engine: Any = parts.generator.whole
+    assert isinstance(engine, RemoteEngine)
+    early = needs_tokens(job, generation)
+    generators = Generators(engine.requests, parts.mesh, parts.generator.mesh, show, early=early)
+    schedule = generation.schedule._replace(prompts=NumberedPrompts(generation.schedule.prompts))
+    source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
+    if job.algorithm.example in SAMPLED_PAIRS:
+        source = pair_source(source, job.reward_names)
+    next_rows = source.next_rows
+
+    def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        generators.step = step
+        return next_rows(state, step)
+
+    return source._replace(next_rows=at_step, move=generators.move)
+
+
+def needs_tokens(job: RLJob, generation: Generation) -> bool:
+    """True if tokens of rows are read before the batch is complete: of pairs, by a filter, beside demonstrations."""
+    if job.algorithm.example in SAMPLED_PAIRS or learns_from_demonstrations(job.algorithm):
+        return True
+    if generation.selection.filter is None:
+        return False
+    fields = FIELDS | job.algorithm.fields
+    read = reads(generation.selection.filter, fields=job.algorithm.fields)
+    return any(not fields[name].kind.everywhere for name in read.required | read.optional)
