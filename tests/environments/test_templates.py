@@ -40,7 +40,7 @@ def check(seen, name, history, seeds):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_turn_differs_from_the_template_without_a_cause(name):
-    seeds = [*range(15), 935]  # the last: a thought is dropped two questions later
+    seeds = [*range(40), 935]  # the last: a thought is dropped two questions later
     check(compare(tokenizer_of(name), FAMILIES[name], seeds, "template"), name, "template", seeds)
 
 
