@@ -304,7 +304,9 @@ def test_a_token_that_is_not_finite_spoils_no_earlier_one():
     assert torch.equal(logits[:20], expected[:20]) and logits[20:].isnan().all()
 
 
-@pytest.mark.parametrize("name,length", [("odd sizes", 5000), ("groups of 7", 2100)])
+@pytest.mark.parametrize(
+    "name,length", [pytest.param("odd sizes", 5000, marks=pytest.mark.slow), ("groups of 7", 2100)]
+)
 def test_long_sequences(name, length):
     """More keys than any buffer of fixed size would hold, and positions behind the first table of rotations."""
     config = config_of(name)
