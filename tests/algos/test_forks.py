@@ -49,15 +49,18 @@ def of_kind(*kinds):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
-def layouts(seed, branches=True):
-    forest = random_forest(seed, branches)
+def layouts(seed):
+    forest = random_forest(seed)
     return forest.rows(forest.leaves()), {name: forest.rows(made(forest)) for name, made in LAYOUTS.items()}
 
 
-def assert_same(numbers, *, seeds=3, branches=True):
+SEEDS = pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 3), marks=pytest.mark.slow)], ids=str)
+
+
+def assert_same(numbers, seeds=range(3)):
     """Numbers by name of a layout are the same for all layouts of a forest."""
-    for seed in range(seeds):
-        whole, others = layouts(seed, branches)
+    for seed in seeds:
+        whole, others = layouts(seed)
         want = numbers(whole)
         for name, layout in others.items():
             got = numbers(layout)
@@ -96,13 +99,15 @@ def of_loss(loss, batch: Batch, layout: Layout):
     return out
 
 
+@SEEDS
 @of_kind("advantage")
-def test_a_fork_changes_no_advantage(row):
-    assert_same(lambda layout: of_advantage(row, layout))
+def test_a_fork_changes_no_advantage(row, seeds):
+    assert_same(lambda layout: of_advantage(row, layout), seeds)
 
 
+@SEEDS
 @of_kind("term", "loss")
-def test_a_fork_changes_no_loss(row):
+def test_a_fork_changes_no_loss(row, seeds):
     def numbers(layout):
         batch = with_own_fields(layout.batch, getattr(row.subject.piece, "fields", {}))
         if "topk" in row.name:
@@ -113,23 +118,25 @@ def test_a_fork_changes_no_loss(row):
         parts = [of_loss(loss, batch, layout) for loss in row.subject.losses()]
         return {f"{i} {name}": x for i, part in enumerate(parts) for name, x in part.items()}
 
-    assert_same(numbers)
+    assert_same(numbers, seeds)
 
 
+@SEEDS
 @of_kind("reduction")
-def test_a_fork_changes_no_reduction(row):
+def test_a_fork_changes_no_reduction(row, seeds):
     def numbers(layout):
         batch = spread(layout.batch)
         reduction = row.make().at(episodes_of(sequence_mean(), batch))
         parts = reduction_parts(reduction, layout.on_tokens(ramp(layout)), batch.mask)
         return {f"part {i} {j}": x for i, part in enumerate(parts) for j, x in enumerate(part)}
 
-    assert_same(numbers)
+    assert_same(numbers, seeds)
 
 
+@SEEDS
 @of_kind("filter")
-def test_a_fork_changes_no_filter(row):
-    assert_same(lambda layout: {"kept": row.make()(layout.by_unit)})
+def test_a_fork_changes_no_filter(row, seeds):
+    assert_same(lambda layout: {"kept": row.make()(layout.by_unit)}, seeds)
 
 
 def of_recipe(algorithm, layout):
@@ -140,9 +147,10 @@ def of_recipe(algorithm, layout):
     return {f"{role} {name}": x for role, part in parts.items() for name, x in part.items()}
 
 
+@SEEDS
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.split()[0] not in OF_PATHS])
-def test_a_fork_changes_no_recipe(name):
-    assert_same(lambda layout: of_recipe(compose(name), layout))
+def test_a_fork_changes_no_recipe(name, seeds):
+    assert_same(lambda layout: of_recipe(compose(name), layout), seeds)
 
 
 def differs(numbers):

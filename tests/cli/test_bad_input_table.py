@@ -142,12 +142,26 @@ def refusal(program, flags, tmp_path, capsys):
 FLAG_CASES = list(flag_cases())
 
 
-@pytest.mark.parametrize(("program", "flags", "names"), FLAG_CASES, ids=[case[1][0][:60] for case in FLAG_CASES])
-def test_flags(program, flags, names, tmp_path, capsys):
+def first_of_each(cases):
+    """Cases but for values that no flag of a type takes, of which the first flag's are here."""
+    seen = set()
+    for case in cases:
+        value = case[1][0].partition("=")[2]
+        if value not in itertools.chain.from_iterable(ODD.values()) or value not in seen:
+            yield case
+        seen.add(value)
+
+
+@pytest.mark.parametrize("case", quick(FLAG_CASES, list(first_of_each(FLAG_CASES))), ids=lambda case: case[1][0][:60])
+def test_flags(case, tmp_path, capsys):
+    program, flags, names = case
     assert names in refusal(program, flags, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("number", range(len(LINES)))
+CUT = [n for n, line in enumerate(LINES) if GOOD_LINE.startswith(line)]  # lines that are cut off
+
+
+@pytest.mark.parametrize("number", quick(range(len(LINES)), {*range(len(LINES))} - {*CUT[1:]}))
 def test_prompts(number, own, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text(f"{GOOD_LINE}\n{LINES[number]}\n")
     flags = [f"--prompts={tmp_path}/bad.jsonl", f"--reward={own}/r.py:reward"]
@@ -220,7 +234,7 @@ COMMANDS = [  # what one types, and the line that answers it; {own} is good, but
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("typed", quick(COMMANDS, COMMANDS[-1:]), ids=lambda pair: pair[0][:40])
+@pytest.mark.parametrize("typed", quick(COMMANDS, COMMANDS[:1]), ids=lambda pair: pair[0][:40])
 def test_ten_through_the_command_itself(typed, own, trained, tmp_path):
     words, said = typed
     more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
@@ -314,7 +328,10 @@ RECORDS = {
 del RECORDS["run {'a': 1}"], RECORDS["frozen {'a': 1}"], RECORDS["first {'a': 1}"]  # what another version may add
 
 
-@pytest.mark.parametrize("name", RECORDS)
+OF_OTHER_KINDS = [name for name in RECORDS if name.endswith(tuple(f" {x!r}" for x in VALUES[1:]))]  # beside None
+
+
+@pytest.mark.parametrize("name", quick(RECORDS, {*RECORDS} - {*OF_OTHER_KINDS}))
 def test_records_of_checkpoints(name, own, trained, tmp_path, capsys):
     checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: rewritten(step, RECORDS[name]))
 

@@ -49,7 +49,7 @@ def last_evaluation(run):
     return {key: value for key, value in row.items() if key.startswith("eval/")}
 
 
-@pytest.mark.parametrize("run", ["embedded", "own"])
+@pytest.mark.parametrize("run", [pytest.param("embedded", marks=pytest.mark.slow), "own"])
 def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
     found = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
     assert found.metrics == last_evaluation(run)

@@ -216,7 +216,7 @@ def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", quick(SUPERVISED, ("sft", "reward_model")))
+@pytest.mark.parametrize("name", quick(SUPERVISED, ("reward_model",)))
 def test_a_mesh_does_not_change_what_is_learned(name, tmp_path, capsys):
     losses = []
     for mesh in ("dp1", "dp2,tp2"):

@@ -47,7 +47,9 @@ def call(reward, *flags):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--run_dir=RUN",), ("--run_dir=RUN", "--resume"), ()], ids=["named", "resumed", "new"]
+    "flags",
+    [("--run_dir=RUN",), pytest.param(("--run_dir=RUN", "--resume"), marks=pytest.mark.slow), ()],
+    ids=["named", "resumed", "new"],
 )
 def test_an_error_before_the_first_step_leaves_no_directory(flags, own, capsys):
     assert call("at_once", *flags) == 1

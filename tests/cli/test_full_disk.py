@@ -45,14 +45,18 @@ def fill(folder, free):
 @pytest.mark.parametrize(
     ("phase", "free", "flags", "steps"),
     [
-        ("metrics", 40_000, ("--save_every=0", "--sample_every=1", "--steps=400"), range(1, 400)),
+        pytest.param(
+            "metrics", 40_000, ("--save_every=0", "--sample_every=1", "--steps=400"), range(1, 400),
+            marks=pytest.mark.slow,
+        ),
         ("checkpoint", 1_500_000, ("--save_every=2", "--steps=3"), (2, 3)),
         ("model", 300_000, ("--save_every=0", "--steps=3"), (3,)),
         pytest.param(
-            "two ranks", 1_500_000, ("--save_every=2", "--steps=3", "--mesh=dp2"), (2, 3), marks=pytest.mark.gloo
+            "two ranks", 1_500_000, ("--save_every=2", "--steps=3", "--mesh=dp2"), (2, 3),
+            marks=[pytest.mark.gloo, pytest.mark.slow],
         ),
     ],
-)
+)  # fmt: skip
 def test_a_full_disk_ends_the_run_and_the_state_is_saved_elsewhere(
     phase, free, flags, steps, small_disk, elsewhere, capfd
 ):

@@ -173,7 +173,7 @@ def test_a_second_interrupt_ends_a_run_within_seconds_and_leaves_a_report(tmp_pa
     check_readable(run_dir)
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_an_interrupt_of_a_notebook_is_raised_after_the_step_is_saved(tmp_path, mesh, capfd):
     launcher, run_dir = os.getpid(), tmp_path / "run"
 

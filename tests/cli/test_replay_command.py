@@ -63,6 +63,7 @@ def again(messages, **fields):
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 
+@pytest.mark.slow
 def test_episodes_are_generated_again_without_their_environment(runs, tmp_path, capsys):
     (tmp_path / "e.py").write_text(ENVIRONMENT)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)

@@ -44,7 +44,7 @@ LORA = ("--lora_rank=2", "--lora_alpha=3", "--lora_targets=q_proj,down_proj")
         ("grpo", ()),
         pytest.param("sft", (), marks=pytest.mark.slow),
         pytest.param("dpo", (), marks=pytest.mark.slow),
-        ("reward_model", LORA),
+        pytest.param("reward_model", LORA, marks=pytest.mark.slow),
     ],
     ids=["grpo", "sft", "dpo", "reward_model with adapters"],
 )

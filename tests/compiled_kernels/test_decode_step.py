@@ -1,6 +1,7 @@
 """A decoder's pass over pages in one C++ call: its numbers against float64, and its bits against itself."""
 
 import functools
+import itertools
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import pytest
 import torch
 from decode_reference import decode_reference
+from selection import quick
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step, kernel_library
@@ -189,10 +191,15 @@ def test_the_reference_is_the_model(name):
     assert gap < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bits_depend_on_nothing_else_in_a_call(name, dtype):
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+CALLS = list(itertools.product(CONFIGS, DTYPES))
+IN_TURN = list(zip(CONFIGS, itertools.cycle(DTYPES), strict=False))  # each model in one dtype
+
+
+@pytest.mark.parametrize("call", quick(CALLS, IN_TURN), ids=str)
+def test_bits_depend_on_nothing_else_in_a_call(call):
     """Prefill, decode, chunks, batches, pages and threads: one and the same number."""
+    name, dtype = call
     config = config_of(name)
     decoders = [packed_decoder(step_sizes(config), weights(config), dtype, threads) for threads in (1, 2, 3)]
     lengths = [35, 70, 4, 19, 33, 17, 18, 50]
@@ -297,7 +304,9 @@ def test_a_token_that_is_not_finite_spoils_no_earlier_one():
     assert torch.equal(logits[:20], expected[:20]) and logits[20:].isnan().all()
 
 
-@pytest.mark.parametrize("name,length", [("odd sizes", 5000), ("groups of 7", 2100)])
+@pytest.mark.parametrize(
+    "name,length", [pytest.param("odd sizes", 5000, marks=pytest.mark.slow), ("groups of 7", 2100)]
+)
 def test_long_sequences(name, length):
     """More keys than any buffer of fixed size would hold, and positions behind the first table of rotations."""
     config = config_of(name)

@@ -126,6 +126,7 @@ def test_numbers_and_gradients_are_those_of_float64(name, dtype):
         assert (a - b).abs().max() <= TOLERANCE[dtype] * b.abs().max()
 
 
+@pytest.mark.slow  # gradients are compared with those of a reference above
 @pytest.mark.parametrize("name", CASES)
 def test_finite_differences(name):
     assert torch.autograd.gradcheck(CASES[name][1], [x.requires_grad_() for x in arguments(name)])

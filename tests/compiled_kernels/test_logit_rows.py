@@ -62,6 +62,7 @@ def test_interpreted_kernels(case, interpreted):
     assert interpreted[case] is None, interpreted[case]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
     """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens."""

@@ -209,6 +209,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc to measure memory")
 def test_memory_is_linear_in_the_row():
     """32,768 tokens: a bool matrix of who sees whom would be 1 GiB; the row's own tensors are 10 MB."""

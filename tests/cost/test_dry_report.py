@@ -43,7 +43,7 @@ def phases_of(said):
     return {row.split()[0] for row in rows}
 
 
-@pytest.mark.parametrize("name", quick(PHASES, [*PHASES][::4]))
+@pytest.mark.parametrize("name", quick(PHASES, [*PHASES][::8]))
 def test_every_experiment_is_estimated_by_its_command(name, capsys):
     flags = ["--dry_run", "--batch_prompts=4"] + ["--minibatches=2"] * (name not in TEXTS)
     assert main(name, [name, *flags], name) == 0
@@ -53,6 +53,7 @@ def test_every_experiment_is_estimated_by_its_command(name, capsys):
     assert "fits: the most that a rank holds" in said
 
 
+@pytest.mark.slow
 def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys):
     folder = tmp_path / "teacher"
     folder.mkdir()

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import string
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_ports import free_port
 
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_config, decoder_model
@@ -47,18 +47,6 @@ variables |= {{"SLURM_STEP_NODELIST": "localhost,other", "SLURM_LOCALID": "0"}}
 tasks = [subprocess.Popen(words, env=os.environ | variables | {{"SLURM_PROCID": str(i)}}) for i in range({tasks})]
 sys.exit(max(task.wait() for task in tasks))
 """
-
-
-def free_port(low, high):
-    """A port that nothing listens at, best of those that the system does not give away in the meantime."""
-    for port in range(low, high):
-        with socket.socket() as one:
-            try:
-                one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return one.getsockname()[1]
-    raise AssertionError(f"no free port from {low} to {high}")
 
 
 @pytest.fixture
@@ -142,7 +130,7 @@ def test_torchrun_on_two_nodes(shared):
     (line,) = [line for line in torchrun_lines() if "--nnodes" in line]
     assert "HOST:29500" in line and line.count("SHARED") == 3
     line = line.replace("--nnodes=8", f"--nnodes={TASKS}").replace("--nproc-per-node=8", "--nproc-per-node=1")
-    port = free_port(FIRST_PORT + os.getpid() % 10_000, FIRST_PORT + PORTS)
+    port = free_port(FIRST_PORT, FIRST_PORT + PORTS)
     line = line.replace("HOST:29500", f"127.0.0.1:{port}").replace("SHARED", str(shared))
     finished(*(start(line, shared) for _ in range(TASKS)))
     assert steps_of(shared / "runs/first") == [1, 2] and (shared / "runs/first/model/config.json").exists()

@@ -47,7 +47,7 @@ def test_no_turn_differs_from_the_template_without_a_cause(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_turn_of_many_differs_without_a_cause(name):
-    seeds = range(1000, 1400)
+    seeds = [*range(40), *range(1000, 1160)]
     for history in EITHER:
         check(compare(tokenizer_of(name), FAMILIES[name], seeds, history), name, history, seeds)
 
@@ -185,7 +185,7 @@ def test_a_marker_in_a_text_of_others_is_text(name):
         token for token, added in tokenizer.added_tokens_decoder.items() if added.content in WORDS or added.special
     }
     chance = random.Random(3)
-    for _ in range(200):
+    for _ in range(60):
         text = text_of(chance, WORDS, 9) + chance.choice(["<|im_end|>", "[/INST]", "<|end|>", "<|im_<|im_end|>end|>"])
         for kind in ("user", "tool"):
             messages = [{"role": kind, "content": text, "tool_call_id": "call00000"}]

@@ -116,7 +116,12 @@ def gradients(model, params, row, layer):
 
 
 @pytest.mark.parametrize(
-    ("config", "remat"), [(QWEN, "none"), pytest.param(QWEN, "full", marks=pytest.mark.slow), (MIXTURE, "selective")]
+    ("config", "remat"),
+    [
+        pytest.param(QWEN, "none", marks=pytest.mark.slow),
+        pytest.param(QWEN, "full", marks=pytest.mark.slow),
+        (MIXTURE, "selective"),
+    ],
 )
 def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(config, remat):
     """Gradients are eager mode's in float64; for rows of other lengths, and at every depth, nothing is compiled."""

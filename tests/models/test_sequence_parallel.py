@@ -193,7 +193,6 @@ SPLITS = {
 QUICK = (
     "sp2,tp2",
     "sp2,tp2, its residual, gemma",
-    "tp2, its residual, gated delta nets",
     "tp4, its residual, norms over shared heads",
 )
 

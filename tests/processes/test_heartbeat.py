@@ -1,10 +1,8 @@
 """Signs of life: whoever waits says for whom, within a heartbeat, and a timeout names the rank that did not arrive."""
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -12,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 
 from funrl.mesh import collectives
 from funrl.mesh.launch import Waiting, WorkerError, launch
@@ -236,13 +235,9 @@ def test_a_single_rank_says_what_it_does(messages, capfd):
 WAIT_S = 6  # in a collective: time to come to it, also on a machine that is busy
 
 
-def free_port():
-    """A port that nothing listens at, below those that the system itself gives away in the meantime."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            return str(port)
-    raise AssertionError("no free port below 32000")
+def store_port():
+    """A port for the store of a run, below those that the system itself gives away in the meantime."""
+    return str(free_port(20_000, 32_000))
 
 
 def in_the_store(rank):
@@ -299,7 +294,7 @@ def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, ho
                 time.sleep(60)
             collectives.psum(torch.ones(1), m, "data")
 
-    port = free_port()
+    port = store_port()
     pids = [started_elsewhere(rank, port, program, tmp_path / str(rank)) for rank in range(2)]
     ended = waited(lambda: os.waitpid(pids[1 - late], os.WNOHANG)[0] != 0)
     for pid in pids[late : late + 1] if ended else pids:
@@ -330,7 +325,7 @@ def test_ranks_of_another_launcher_save_and_end_when_one_is_stopped_or_killed(la
                 heartbeat.failed(error)
                 raise
 
-    port = free_port()
+    port = store_port()
     pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
     ended = waited(lambda: os.waitpid(pids[1 - late], os.WNOHANG)[0] != 0)
     for pid in pids[late : late + 1] if ended else pids:
@@ -362,7 +357,7 @@ def test_without_their_store_ranks_save_and_end_by_themselves(sign, said, tmp_pa
                 os.kill(int(children.read()), sign)
         time.sleep(60)
 
-    port = free_port()
+    port = store_port()
     pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
     assert all(waited(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0] != 0) for pid in pids)
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))

@@ -108,7 +108,7 @@ def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("fails", "steps"), [(False, 1), (False, 8), (True, 1)])
+@pytest.mark.parametrize(("fails", "steps"), [(False, 1), pytest.param(False, 8, marks=pytest.mark.slow), (True, 1)])
 def test_tensor_ranks_follow_the_first(fails, steps, monkeypatch):
     monkeypatch.setitem(resident.ORDERS_EVERY, "cpu", steps)
     requests = requests_of(PROMPTS, HOW, 4)

@@ -24,7 +24,7 @@ from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 100, 7
+DRAWS, QUICK = 60, 7
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "head": 16, "mlp": 96}
 FAMILIES = {

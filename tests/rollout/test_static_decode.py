@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from device_waits import FAULTS, META, WAITS, no_waits
+from selection import quick
 from small_engines import CONFIGS, PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 from test_engine_families import CONFIGS as OTHERS
 from test_engine_families import EXPERTS
@@ -40,7 +41,7 @@ def decoder_on(device, config, dtype):
     return backend, empty_state(torch.zeros(SLOTS, dtype=torch.int64, device=device), 2, PAGES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32], [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family, dtype):
     """On a device whose tensors have no numbers that one could ask for. Every size makes the same calls."""

@@ -27,7 +27,9 @@ def groups_of(prompts, how=HOW):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "count"), [("dp3", 1), ("dp3", 2), ("dp3", 20), ("dp2,tp2", 7)])
+@pytest.mark.parametrize(
+    ("mesh", "count"), [("dp3", 1), ("dp3", 2), ("dp3", 20), pytest.param("dp2,tp2", 7, marks=pytest.mark.slow)]
+)
 def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
     groups = groups_of((PROMPTS * 3)[:count])
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from selection import quick
 from small_runs import begin, one_step
 from test_episode_runs import episode_job
 
@@ -32,7 +33,7 @@ class Calls:
         return Episode([trajectory], {"policy": float(trajectory.leaf.tokens[0] % 2)})
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("turns", quick([1, 2, 3], [3]))
 def test_tokens_and_turns_are_those_of_a_real_run(turns):
     reply, context = 3, 4
     job = episode_job(recipe("grpo"), Calls(turns, reply, context), samples_per_prompt=2, batch_prompts=4)

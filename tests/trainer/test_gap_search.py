@@ -99,7 +99,7 @@ FAULTS = {
     "log-sum-exp": moments_off,
 }  # fmt: skip
 OF_THE_ENGINE = {"attention": window_off, "rotation of q": frequencies_off}
-QUICK = ("k product", "attention", "residual after the mlp", "log-sum-exp", "rotation of q of the engine")
+QUICK = ("k product", "attention", "residual after the mlp", "logits", "log-sum-exp", "rotation of q of the engine")
 ON_MESHES = ("rotation of q", "attention", "gate", "down product", "logits")
 MESHES = [
     ("tp2", "tp2", ("attention", "down product")),

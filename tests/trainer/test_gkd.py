@@ -269,6 +269,7 @@ def test_frozen_weights_are_on_the_device_in_the_stages_that_read_them(teacher):
         assert offload.frozen_stages(run.parts.roles) == {"teacher": stages}
 
 
+@pytest.mark.slow
 def test_from_the_command_line(teacher, prompts, texts, tmp_path, capsys):
     def run(*flags):
         tiny = ("--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=4", "--steps=2", "--lr=0.01")

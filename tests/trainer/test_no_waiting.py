@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from device_waits import FAULTS, META, WAITS, no_waits
+from selection import quick
 from small_runs import SIZES, begin, scored_batch, small_job
 
 from funrl import trees
@@ -57,7 +58,7 @@ def on_device(rows, mask="mask"):
     return rows_of(batch, rows.owner, single(META))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, ["a critic, a reference and a reward model", "pairs"]))
 def test_no_micro_batch_waits_for_the_device(case, models):
     make, settings = CASES[case]
     job = small_job(make, **{name: models.get(value, value) for name, value in settings.items()})

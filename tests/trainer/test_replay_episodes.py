@@ -135,6 +135,18 @@ def test_a_differing_token_is_named(short, tmp_path):
     assert f"{tokens[-1]} in the log" in turns[0] and "turn 1 of policy" in turns[0]
 
 
+def test_weights_of_another_digest_are_named(short, tmp_path):
+    folder, agents, settings = short
+    folder = shutil.copytree(folder, tmp_path / "other")
+    file = folder / "rollouts/step-1/record.json"
+    record = json.loads(file.read_text())
+    leaf = next(iter(record["weights"]["policy"]))
+    record["weights"]["policy"][leaf] = "0"
+    file.write_text(json.dumps(record))
+    differences = replayed(folder, job(Unasked(agents), **settings), 1)[0].differences
+    assert [(part.kind, part.where) for part in differences if part.count] == [("digests", leaf)]
+
+
 def test_episodes_that_are_not_there_or_damaged(tmp_path):
     with pytest.raises(CheckpointError, match="step-1 has no episodes"):
         read_episodes(tmp_path, 1)
