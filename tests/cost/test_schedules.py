@@ -220,3 +220,8 @@ def test_ages_stay_within_the_bound_and_a_window_makes_groups_younger():
     again = simulate_run(even(1, 8, lengths=law, update=Constant(0.3)), steps=20)
     assert again == results[1, 8] != simulate_run(even(1, 8, lengths=law, update=Constant(0.3)), steps=20, seed=1)
     assert math.isfinite(again.age_mean)
+
+
+def test_pieces_divide_a_batch():
+    with pytest.raises(ValueError, match="8 groups of a batch cannot be 3 equal pieces"):
+        simulate_run(even(pieces=3))

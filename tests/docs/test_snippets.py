@@ -32,6 +32,7 @@ PAGES = [
     "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
     "docs/foreign_environments.md",
     "docs/placement.md",
+    "docs/asynchrony.md",
 ]  # fmt: skip
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
 ELSEWHERE = {

@@ -81,7 +81,7 @@ def parse_lengths(text: str) -> LengthLaw:
 
     Example:
       >>> round(parse_lengths("mean:2000,max:16384").median)
-      1467
+      1457
     """
     numbers: dict[str, float] = {}
     for word in text.split(","):

@@ -148,7 +148,12 @@ def simulate_run(run: AsyncRun, steps: int = 30, seed: int = 0) -> Simulated:
 
     Args:
       steps: of the run; those in which the pipeline fills are left out of the means.
+
+    Raises:
+      ValueError: pieces do not divide a batch.
     """
+    if run.rule.places % run.pieces:
+        raise ValueError(f"{run.rule.places} groups of a batch cannot be {run.pieces} equal pieces")
     world = _World(run, steps, seed)
     while world.trainer.version < steps:
         world.submit()

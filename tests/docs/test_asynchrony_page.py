@@ -1,0 +1,72 @@
+"""docs/asynchrony.md: its numbers are those of the simulation, its snippets run (in test_snippets.py)."""
+
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from funrl.algos.recipes import recipe
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost.dry_run import read_model
+from funrl.cost.reports.schedule_report import schedules_of, schedules_text
+from funrl.cost.schedules.engine_times import engine_times
+from funrl.cost.schedules.lengths import LengthLaw
+from funrl.cost.schedules.simulation import AsyncRun, simulate_run
+from funrl.cost.search.node_groups import with_groups
+from funrl.cost.tracing.hardware import HARDWARE
+from funrl.flags.parser import read
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.trainer.settings.settings import settings_flags, settings_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/asynchrony.md"
+
+
+def command():
+    (line,) = re.findall(r"^```bash\n(funrl rollout_is .*)\n```", PAGE.read_text(), re.M)
+    return shlex.split(line)
+
+
+def output():
+    """What the page's command prints of schedules."""
+    line = [word.replace("config.json", "recipes/models/qwen2.5_7b.json") for word in command()[2:]]
+    settings = settings_of(**read(settings_flags().values(), ["funrl", *line]).values)
+    hardware = HARDWARE["h100"]
+    settings, _ = with_groups(settings, recipe("rollout_is"), hardware, RANKS_PER_NODE)
+    return schedules_text(schedules_of(settings, recipe("rollout_is")(), hardware, 512))
+
+
+class Taken:
+    def seconds(self, lengths):
+        return 113.0
+
+
+@functools.cache
+def step(staleness, window):
+    engine = engine_times(read_model(str(ROOT / "recipes/models/qwen2.5_7b.json")), HARDWARE["h100"])
+    rule = AdmissionRule(512, staleness, window)
+    run = AsyncRun(rule, 16, LengthLaw(2100, 0.6, 28672), 200, engine, replicas=16, slots=256, update=Taken())
+    return simulate_run(run, steps=30)
+
+
+WINDOWS = {"W = 1, in order": 1, "W = 0.3 P": 154, "W = P": 512, "as groups are complete": 10**9}
+
+
+@pytest.mark.slow
+def test_the_table_of_order_is_simulated():
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| (W = [^|]*|as groups [^|]*) \| (\d.*) \|$", text.partition("<!-- order -->")[2], re.M)
+    assert [name for name, _ in rows] == list(WINDOWS)
+    for name, cells in rows:
+        found = [tuple(map(int, re.findall(r"\d+", cell))) for cell in cells.split("|")]
+        results = [step(staleness, WINDOWS[name]) for staleness in (1, 2, 4)]
+        assert found == [(pytest.approx(x.step, abs=2), x.age_max) for x in results], name
+    assert f"At S = 0 a step takes {step(0, 1).step:.0f} s" in text
+
+
+@pytest.mark.slow
+def test_the_output_is_that_of_the_command():
+    lines = [f"    {line}".rstrip() for line in output().splitlines()]
+    assert "\n".join(lines) in PAGE.read_text()
