@@ -36,7 +36,7 @@ class BadRequest(ValueError):
         self.code = code
 
 
-class Fields(NamedTuple):
+class KnownFields(NamedTuple):
     """Fields that a body may have.
 
     Attributes:
@@ -99,7 +99,7 @@ class Body:
             raise BadRequest(f"the body is {_short(values)}, it must be a JSON object")
         self.values: dict[str, Any] = values
 
-    def check(self, fields: Fields) -> None:
+    def check(self, fields: KnownFields) -> None:
         """Refuse fields that would change the answer and are not served."""
         for name, value in self.values.items():
             if name in fields.unserved and value:

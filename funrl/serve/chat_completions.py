@@ -21,7 +21,7 @@ from funrl.serve.asks import (
     Ask,
     BadRequest,
     Body,
-    Fields,
+    KnownFields,
     call_message,
     checked_choice,
     checked_ids,
@@ -31,7 +31,7 @@ from funrl.serve.asks import (
 )
 from funrl.serve.session import DecodeIds, Exchange
 
-IGNORED = (
+OPENAI_IGNORED = (
     "model",
     "user",
     "metadata",
@@ -73,14 +73,14 @@ _UNSERVED = {
     "prediction": "leave it out",
     "web_search_options": "give a tool instead",
 }
-CHAT_FIELDS = Fields(
+CHAT_FIELDS = KnownFields(
     (*_READ, "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "modalities"),
-    IGNORED,
+    OPENAI_IGNORED,
     _UNSERVED | {"functions": "use tools", "function_call": "use tool_choice", "audio": "only text is served"},
 )
-TEXT_FIELDS = Fields(
+COMPLETIONS_FIELDS = KnownFields(
     (*_READ, "prompt"),
-    IGNORED,
+    OPENAI_IGNORED,
     _UNSERVED | {"echo": "a reply does not repeat its prompt", "suffix": "leave it out", "best_of": "use n"},
 )
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
@@ -115,7 +115,7 @@ def read_chat(body: Body) -> Ask:
 
 def read_text(body: Body) -> Ask:
     """The request of a body of `/v1/completions`, whose prompt is a text or token ids."""
-    body.check(TEXT_FIELDS)
+    body.check(COMPLETIONS_FIELDS)
     prompt = body.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]

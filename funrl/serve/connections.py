@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0  # for the head of a request, from the connection or from its first byte on
 BODY_S = 60.0  # for a body to arrive
-WRITE_S = 60.0  # for a client to take what it was sent
+UNREAD_S = 60.0  # for a client to take what it was sent
 KEEP_ALIVE_S = 75  # between two requests
 LARGEST_HEAD = 1 << 16  # bytes that are kept of a head that is not complete
 
@@ -41,7 +41,7 @@ class LimitedConnection(H11Protocol):
     def pause_writing(self) -> None:
         """Begin the time of a client that does not read its answer."""
         super().pause_writing()
-        self._leaving = self._leaving or self.loop.call_later(WRITE_S, self._cut)
+        self._leaving = self._leaving or self.loop.call_later(UNREAD_S, self._cut)
 
     def resume_writing(self) -> None:
         """End that time."""

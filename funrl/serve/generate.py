@@ -16,18 +16,18 @@ from funrl.serve.asks import (
     Ask,
     BadRequest,
     Body,
-    Fields,
+    KnownFields,
     checked_ids,
 )
-from funrl.serve.chat_completions import FINISH, IGNORED
+from funrl.serve.chat_completions import FINISH, OPENAI_IGNORED
 from funrl.serve.session import DecodeIds, Exchange
 
-FIELDS = Fields(
+GENERATE_FIELDS = KnownFields(
     read=("token_ids", "sampling_params", "stream"),
-    ignored=IGNORED,
+    ignored=OPENAI_IGNORED,
     unserved={"features": "only text is served", "kv_transfer_params": "leave it out"},
 )
-PARAMETERS = Fields(
+GENERATE_PARAMETERS = KnownFields(
     read=("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", *SAMPLING_FIELDS),
     ignored=("skip_special_tokens", "detokenize", "output_kind", "include_stop_str_in_output", "extra_args"),
     unserved={
@@ -44,11 +44,11 @@ PARAMETERS = Fields(
 
 def read_generate(body: Body) -> Ask:
     """The request of a body of `/inference/v1/generate`."""
-    body.check(FIELDS)
+    body.check(GENERATE_FIELDS)
     if body.flag("stream"):
         raise BadRequest("a stream of token ids is not served; use stream=false", "stream")
     parameters = Body(body.values.get("sampling_params") or {})
-    parameters.check(PARAMETERS)
+    parameters.check(GENERATE_PARAMETERS)
     if parameters.whole("min_tokens", 0, MOST_TOKENS):
         raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
     return Ask(

@@ -13,7 +13,7 @@ from funrl.serve.asks import (
     Ask,
     BadRequest,
     Body,
-    Fields,
+    KnownFields,
     call_message,
     checked_choice,
     function_tool,
@@ -21,7 +21,7 @@ from funrl.serve.asks import (
 )
 from funrl.serve.session import DecodeIds, Exchange
 
-FIELDS = Fields(
+MESSAGES_FIELDS = KnownFields(
     read=(
         "messages",
         "system",
@@ -43,7 +43,7 @@ def read_messages(body: Body) -> Ask:
     """The request of a body of `/v1/messages`."""
     if body.values.get("thinking") == {"type": "disabled"}:
         del body.values["thinking"]
-    body.check(FIELDS)
+    body.check(MESSAGES_FIELDS)
     messages = [] if not body.values.get("system") else [_system(body.values["system"])]
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)

@@ -13,7 +13,7 @@ from funrl.serve.asks import (
     Ask,
     BadRequest,
     Body,
-    Fields,
+    KnownFields,
     call_message,
     checked_choice,
     function_tool,
@@ -22,7 +22,7 @@ from funrl.serve.asks import (
 )
 from funrl.serve.session import DecodeIds, Exchange
 
-FIELDS = Fields(
+RESPONSES_FIELDS = KnownFields(
     read=(
         "input",
         "instructions",
@@ -66,7 +66,7 @@ def read_responses(body: Body) -> Ask:
     form = body.values.get("text")
     if isinstance(form, dict) and (form.get("format") or {}).get("type", "text") != "text":
         raise BadRequest("text.format is not served: replies are free text", "text")
-    body.check(FIELDS)
+    body.check(RESPONSES_FIELDS)
     messages = [{"role": "system", "content": body.text("instructions")}] if body.values.get("instructions") else []
     given = body.values.get("input")
     if isinstance(given, str):

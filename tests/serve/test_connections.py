@@ -23,7 +23,7 @@ MANY = 20  # slow clients at once
 def short(monkeypatch):
     """Limits of time that a test can wait for."""
     connections = pytest.importorskip("funrl.serve.connections")
-    for name in ("HEAD_S", "BODY_S", "WRITE_S", "KEEP_ALIVE_S"):
+    for name in ("HEAD_S", "BODY_S", "UNREAD_S", "KEEP_ALIVE_S"):
         monkeypatch.setattr(connections, name, 0.4)
 
 
