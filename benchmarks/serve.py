@@ -154,7 +154,7 @@ def measure(way: str, clients: int, requests: int, token_s: float = 0.0) -> Time
 
 
 def task_of(url: str, keys: list[str], model: str, *, requests: int, stream: bool) -> dict[str, Any]:
-    """What the clients' process does."""
+    """Task of the clients' process."""
     sizes = {"requests": requests, "tokens": TOKENS.value, "prompt": PROMPT.value}
     return {"url": url, "keys": keys, "model": model, "stream": stream, **sizes}
 

@@ -272,7 +272,7 @@ def shared_definitions(house: House) -> list[str]:
 def defined(file: Path) -> Iterator[str]:
     """Names that a module defines at its top level."""
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -6,13 +6,18 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl.rollout.episodes import Message
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 LONGEST_STOP = 1000  # characters
+LONGEST_HISTORY = 100_000  # messages
+MOST_TOOLS = 1000
+MOST_TOKENS = 1 << 31
+SEEDS = (-(1 << 63), (1 << 63) - 1)
+SAMPLING_FIELDS = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
 
 
 class BadRequest(ValueError):
@@ -29,6 +34,20 @@ class BadRequest(ValueError):
         self.status = status
         self.field = field
         self.code = code
+
+
+class KnownFields(NamedTuple):
+    """Fields that a body may have.
+
+    Attributes:
+      read: they are served.
+      ignored: they change nothing that this server does.
+      unserved: field -> what to do instead; it may have the value null, false, 0, {} or [].
+    """
+
+    read: Collection[str]
+    ignored: Collection[str]
+    unserved: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +99,12 @@ class Body:
             raise BadRequest(f"the body is {_short(values)}, it must be a JSON object")
         self.values: dict[str, Any] = values
 
-    def refuse_others(self, known: Collection[str], unserved: Mapping[str, str]) -> None:
-        """Refuse fields that would change the answer and are not served.
-
-        Args:
-          known: fields that are read, or change nothing here.
-          unserved: field -> what to do instead; it may have the value null, false, 0, {} or [].
-        """
+    def check(self, fields: KnownFields) -> None:
+        """Refuse fields that would change the answer and are not served."""
         for name, value in self.values.items():
-            if name in unserved and value:
-                raise BadRequest(f"{name}={_short(value)} is not served: {unserved[name]}", name)
-            if name not in known and name not in unserved:
+            if name in fields.unserved and value:
+                raise BadRequest(f"{name}={_short(value)} is not served: {fields.unserved[name]}", name)
+            if not any(name in known for known in fields):
                 raise BadRequest(f"{name!r} is not a field of this endpoint", name)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -221,6 +235,31 @@ def function_tool(value: Any, field: str) -> dict[str, Any]:
     description = value.get("description") or ""
     function = {"name": value["name"], "description": str(description), "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def checked_ids(value: Any, field: str) -> list[int]:
+    """Token ids, at least one."""
+    if not isinstance(value, list) or not value:
+        raise BadRequest(f"{field} must be a text or a list of token ids, for one prompt", field)
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 31 for token in value):
+        raise BadRequest(f"{field} has something else than token ids", field)
+    return value
+
+
+def named_choice(value: Any, function: Any) -> str:
+    """Choice of a function: "auto", "none", "required", or a name.
+
+    Args:
+      value: as the client gives it.
+      function: the part of it that has a name.
+    """
+    if value is None:
+        return "auto"
+    if isinstance(value, str) and value in ("auto", "none", "required"):
+        return value
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return function["name"]
+    raise BadRequest("tool_choice must be 'auto', 'none', 'required', or name a function", "tool_choice")
 
 
 def checked_choice(choice: str, tools: Sequence[Mapping[str, Any]]) -> str:

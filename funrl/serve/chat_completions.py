@@ -12,20 +12,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from funrl.serve.asks import (
+    LONGEST_HISTORY,
     MOST_CHOICES,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    SAMPLING_FIELDS,
+    SEEDS,
     Ask,
     BadRequest,
     Body,
+    KnownFields,
     call_message,
     checked_choice,
+    checked_ids,
     function_tool,
+    named_choice,
     plain_content,
 )
 from funrl.serve.session import DecodeIds, Exchange
 
-SAMPLING_FIELDS = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
-# They change nothing that this server does.
-IGNORED_FIELDS = (
+OPENAI_IGNORED = (
     "model",
     "user",
     "metadata",
@@ -50,6 +56,8 @@ _READ = (
     "stream_options",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "max_tokens",
+    "logprobs",
     *SAMPLING_FIELDS,
 )
 _UNSERVED = {
@@ -65,31 +73,16 @@ _UNSERVED = {
     "prediction": "leave it out",
     "web_search_options": "give a tool instead",
 }
-CHAT = (
-    *_READ,
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "max_tokens",
-    "max_completion_tokens",
-    "logprobs",
+CHAT_FIELDS = KnownFields(
+    (*_READ, "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "modalities"),
+    OPENAI_IGNORED,
+    _UNSERVED | {"functions": "use tools", "function_call": "use tool_choice", "audio": "only text is served"},
 )
-CHAT_UNSERVED = _UNSERVED | {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "only text is served",
-}
-TEXT = (*_READ, "prompt", "max_tokens", "logprobs")
-TEXT_UNSERVED = _UNSERVED | {
-    "echo": "a reply does not repeat its prompt",
-    "suffix": "leave it out",
-    "best_of": "use n",
-}
-LONGEST_HISTORY = 100_000  # messages
-MOST_TOOLS = 1000
-MOST_TOKENS = 1 << 31
-SEEDS = (-(1 << 63), (1 << 63) - 1)
+COMPLETIONS_FIELDS = KnownFields(
+    (*_READ, "prompt"),
+    OPENAI_IGNORED,
+    _UNSERVED | {"echo": "a reply does not repeat its prompt", "suffix": "leave it out", "best_of": "use n"},
+)
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 
 
@@ -99,19 +92,21 @@ def read_chat(body: Body) -> Ask:
     if modalities not in ([], ["text"]):
         raise BadRequest(f"modalities={modalities} is not served; only text is", "modalities")
     _allow_text_format(body)
-    body.refuse_others((*CHAT, *IGNORED_FIELDS, "modalities"), CHAT_UNSERVED)
+    body.check(CHAT_FIELDS)
     messages = [_message(message) for message in body.array("messages", LONGEST_HISTORY)]
     if not messages:
         raise BadRequest("messages are needed, at least one", "messages")
     if messages[-1]["role"] == "assistant":
         raise BadRequest("the last message is the assistant's; a reply answers someone else's", "messages")
     tools = [_tool(tool) for tool in body.array("tools", MOST_TOOLS)]
+    choice = body.values.get("tool_choice")
+    function = choice.get("function") if isinstance(choice, dict) else None
     most = body.whole("max_completion_tokens", 1, MOST_TOKENS) or body.whole("max_tokens", 1, MOST_TOKENS)
     return dataclasses.replace(
         _shared(body),
         messages=messages,
         tools=tools,
-        tool_choice=checked_choice(_choice(body.values.get("tool_choice")), tools),
+        tool_choice=checked_choice(named_choice(choice, function), tools),
         parallel=body.flag("parallel_tool_calls", True),
         max_tokens=most,
         logprobs=body.flag("logprobs"),
@@ -120,7 +115,7 @@ def read_chat(body: Body) -> Ask:
 
 def read_text(body: Body) -> Ask:
     """The request of a body of `/v1/completions`, whose prompt is a text or token ids."""
-    body.refuse_others((*TEXT, *IGNORED_FIELDS), TEXT_UNSERVED)
+    body.check(COMPLETIONS_FIELDS)
     prompt = body.values.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -132,15 +127,6 @@ def read_text(body: Body) -> Ask:
         max_tokens=body.whole("max_tokens", 1, MOST_TOKENS) or 16,
         logprobs=body.whole("logprobs", 0, 1) is not None,
     )
-
-
-def checked_ids(value: Any, field: str) -> list[int]:
-    """Token ids, at least one."""
-    if not isinstance(value, list) or not value:
-        raise BadRequest(f"{field} must be a text or a list of token ids, for one prompt", field)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 31 for token in value):
-        raise BadRequest(f"{field} has something else than token ids", field)
-    return value
 
 
 def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
@@ -302,18 +288,6 @@ def _tool(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'function': {...}}", "tools")
     return function_tool(value.get("function"), "tools")
-
-
-def _choice(value: Any) -> str:
-    """Choice of a function: "auto", "none", "required", or a name."""
-    if value is None:
-        return "auto"
-    if isinstance(value, str) and value in ("auto", "none", "required"):
-        return value
-    function = value.get("function") if isinstance(value, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        return function["name"]
-    raise BadRequest("tool_choice must be 'auto', 'none', 'required', or name a function", "tool_choice")
 
 
 def _calls(exchange: Exchange) -> list[dict[str, Any]]:

@@ -8,44 +8,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from funrl.serve.asks import MOST_CHOICES, Ask, BadRequest, Body
-from funrl.serve.chat_completions import FINISH, IGNORED_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, SEEDS, checked_ids
+from funrl.serve.asks import (
+    MOST_CHOICES,
+    MOST_TOKENS,
+    SAMPLING_FIELDS,
+    SEEDS,
+    Ask,
+    BadRequest,
+    Body,
+    KnownFields,
+    checked_ids,
+)
+from funrl.serve.chat_completions import FINISH, OPENAI_IGNORED
 from funrl.serve.session import DecodeIds, Exchange
 
-_READ = ("token_ids", "sampling_params", "stream")
-_SAMPLED = (
-    "n",
-    "seed",
-    "stop",
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-    "skip_special_tokens",
-    "detokenize",
-    *SAMPLING_FIELDS,
+GENERATE_FIELDS = KnownFields(
+    read=("token_ids", "sampling_params", "stream"),
+    ignored=OPENAI_IGNORED,
+    unserved={"features": "only text is served", "kv_transfer_params": "leave it out"},
 )
-UNSERVED_PARAMETERS = {
-    "prompt_logprobs": "only sampled tokens have log-probabilities",
-    "stop_token_ids": "a reply ends at the stop tokens of the model",
-    "presence_penalty": "use repetition_penalty",
-    "frequency_penalty": "use repetition_penalty",
-    "ignore_eos": "a reply ends at the stop tokens of the model",
-    "logit_bias": "leave it out",
-    "structured_outputs": "replies are free text",
-}
+GENERATE_PARAMETERS = KnownFields(
+    read=("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", *SAMPLING_FIELDS),
+    ignored=("skip_special_tokens", "detokenize", "output_kind", "include_stop_str_in_output", "extra_args"),
+    unserved={
+        "prompt_logprobs": "only sampled tokens have log-probabilities",
+        "stop_token_ids": "a reply ends at the stop tokens of the model",
+        "presence_penalty": "use repetition_penalty",
+        "frequency_penalty": "use repetition_penalty",
+        "ignore_eos": "a reply ends at the stop tokens of the model",
+        "logit_bias": "leave it out",
+        "structured_outputs": "replies are free text",
+    },
+)
 
 
 def read_generate(body: Body) -> Ask:
     """The request of a body of `/inference/v1/generate`."""
-    body.refuse_others(
-        (*_READ, *IGNORED_FIELDS), {"features": "only text is served", "kv_transfer_params": "leave it out"}
-    )
+    body.check(GENERATE_FIELDS)
     if body.flag("stream"):
         raise BadRequest("a stream of token ids is not served; use stream=false", "stream")
     parameters = Body(body.values.get("sampling_params") or {})
-    parameters.refuse_others(
-        (*_SAMPLED, "output_kind", "include_stop_str_in_output", "extra_args"), UNSERVED_PARAMETERS
-    )
+    parameters.check(GENERATE_PARAMETERS)
     if parameters.whole("min_tokens", 0, MOST_TOKENS):
         raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
     return Ask(

@@ -6,31 +6,44 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from funrl.serve.asks import Ask, BadRequest, Body, call_message, checked_choice, function_tool, plain_content
-from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOLS
+from funrl.serve.asks import (
+    LONGEST_HISTORY,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Ask,
+    BadRequest,
+    Body,
+    KnownFields,
+    call_message,
+    checked_choice,
+    function_tool,
+    plain_content,
+)
 from funrl.serve.session import DecodeIds, Exchange
 
-_READ = (
-    "messages",
-    "system",
-    "max_tokens",
-    "stop_sequences",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "tools",
-    "tool_choice",
+MESSAGES_FIELDS = KnownFields(
+    read=(
+        "messages",
+        "system",
+        "max_tokens",
+        "stop_sequences",
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+        "tools",
+        "tool_choice",
+    ),
+    ignored=("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config"),
+    unserved={"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"},
 )
-_IGNORED = ("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config")
-_UNSERVED = {"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"}
 
 
 def read_messages(body: Body) -> Ask:
     """The request of a body of `/v1/messages`."""
     if body.values.get("thinking") == {"type": "disabled"}:
         del body.values["thinking"]
-    body.refuse_others((*_READ, *_IGNORED), _UNSERVED)
+    body.check(MESSAGES_FIELDS)
     messages = [] if not body.values.get("system") else [_system(body.values["system"])]
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)

@@ -6,44 +6,58 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from funrl.serve.asks import Ask, BadRequest, Body, call_message, checked_choice, function_tool, plain_content
-from funrl.serve.chat_completions import LONGEST_HISTORY, MOST_TOKENS, MOST_TOOLS
+from funrl.serve.asks import (
+    LONGEST_HISTORY,
+    MOST_TOKENS,
+    MOST_TOOLS,
+    Ask,
+    BadRequest,
+    Body,
+    KnownFields,
+    call_message,
+    checked_choice,
+    function_tool,
+    named_choice,
+    plain_content,
+)
 from funrl.serve.session import DecodeIds, Exchange
 
-_READ = (
-    "input",
-    "instructions",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "max_output_tokens",
-    "stream",
-    "temperature",
-    "top_p",
+RESPONSES_FIELDS = KnownFields(
+    read=(
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_output_tokens",
+        "stream",
+        "temperature",
+        "top_p",
+    ),
+    ignored=(
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "truncation",
+        "include",
+        "reasoning",
+        "prompt_cache_retention",
+        "stream_options",
+        "text",
+    ),
+    unserved={
+        "previous_response_id": "send the whole history as input",
+        "conversation": "send the whole history as input",
+        "background": "leave it out",
+        "prompt": "send its text as input",
+        "top_logprobs": "leave it out",
+        "max_tool_calls": "leave it out",
+    },
 )
-_IGNORED = (
-    "model",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "truncation",
-    "include",
-    "reasoning",
-    "prompt_cache_retention",
-    "stream_options",
-    "text",
-)
-_UNSERVED = {
-    "previous_response_id": "send the whole history as input",
-    "conversation": "send the whole history as input",
-    "background": "leave it out",
-    "prompt": "send its text as input",
-    "top_logprobs": "leave it out",
-    "max_tool_calls": "leave it out",
-}
 _PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -52,7 +66,7 @@ def read_responses(body: Body) -> Ask:
     form = body.values.get("text")
     if isinstance(form, dict) and (form.get("format") or {}).get("type", "text") != "text":
         raise BadRequest("text.format is not served: replies are free text", "text")
-    body.refuse_others((*_READ, *_IGNORED), _UNSERVED)
+    body.check(RESPONSES_FIELDS)
     messages = [{"role": "system", "content": body.text("instructions")}] if body.values.get("instructions") else []
     given = body.values.get("input")
     if isinstance(given, str):
@@ -63,10 +77,11 @@ def read_responses(body: Body) -> Ask:
     if not messages or messages[-1]["role"] == "assistant":
         raise BadRequest("the input must end with something that is not the assistant's", "input")
     tools = [_tool(tool) for tool in body.array("tools", MOST_TOOLS)]
+    choice = body.values.get("tool_choice")
     return Ask(
         messages=messages,
         tools=tools,
-        tool_choice=checked_choice(_choice(body.values.get("tool_choice")), tools),
+        tool_choice=checked_choice(named_choice(choice, choice), tools),
         parallel=body.flag("parallel_tool_calls", True),
         max_tokens=body.whole("max_output_tokens", 1, MOST_TOKENS),
         sampling=body.sampling(),
@@ -223,13 +238,3 @@ def _tool(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'name': ..., 'parameters': ...}", "tools")
     return function_tool(value, "tools")
-
-
-def _choice(value: Any) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, str) and value in ("auto", "none", "required"):
-        return value
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
-        return value["name"]
-    raise BadRequest("tool_choice must be 'auto', 'none', 'required', or name a function", "tool_choice")

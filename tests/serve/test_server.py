@@ -129,30 +129,34 @@ def test_many_programs_at_once_are_neither_mixed_nor_lost():
 
 @pytest.mark.slow
 def test_very_many_programs_at_once_are_neither_mixed_nor_lost():
-    check_many(150)
+    check_many(200)
 
 
 def check_many(count):
+    """Episodes of one to three turns, all at once; what each does is a function of its number."""
     broken = []
+    shared = []  # the connections of all programs
 
     async def agent(messages, *, base_url, api_key, model, number):
         import openai
 
+        if not shared:
+            shared.append(openai.DefaultAsyncHttpxClient(timeout=None))
         pick = random.Random(number)
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            history = list(messages)
-            for _ in range(pick.randint(1, 3)):
-                asked = {"model": model, "messages": history}
-                if number % 10 == 0:
-                    broken.append(number)
-                    await broken_off(base_url, api_key, asked, pick)
-                text = await said(client, asked, stream=number % 2 == 0)
-                history += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{number}!"}]
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=shared[0])
+        history = list(messages)
+        for _ in range(pick.randint(1, 3)):
+            asked = {"model": model, "messages": history}
+            if number % 10 == 0:
+                broken.append(number)
+                await broken_off(base_url, api_key, asked, pick)
+            text = await said(client, asked, stream=number % 2 == 0)
+            history += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{number}!"}]
         return float(number)
 
     examples = [example for n in range(count) for example in examples_of(f"prompt {n}", number=n)]
     groups = episode_groups(examples, 1, seed=1)
-    limits = LIMITS._replace(waiting=count)
+    limits = LIMITS._replace(waiting=count, environment_s=3600)
     run = run_episodes(engine_of(), SINGLE, endpoint_environment(agent), groups, SETUP, limits)
     assert [number for number, _ in run.episodes] == list(range(count)) and broken
     for number, episode in run.episodes:

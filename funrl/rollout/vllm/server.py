@@ -9,6 +9,9 @@ connection has a thread and a time limit; a single thread calls vLLM, for one re
 
 vLLM's own server is not used: its weight transfer needs NCCL or shared GPU memory, it returns one kind of
 log-probabilities only, and it truncates in another order than `Sampling`.
+
+It shares nothing with `funrl.serve`, whose bodies are texts of at most 64 MB, from clients with keys, read between the
+engine's steps on one event loop. Here, bodies are weights of gigabytes that go to files while vLLM works.
 """
 
 from __future__ import annotations
