@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 SAME = ("whitespace", "arguments", "tool_ids", "end_of_turn")
 LONGEST_COMPARED = 100_000  # characters whose objects are compared
-MOST_ENDS = 4  # replies whose ends are left out in each combination
+MOST_ENDS = 6  # replies whose ends are left out in each combination
 _THOUGHTS = (
     r"(?:<think>.*?</think>|\[THINK\].*?\[/THINK\]"
     r"|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?)"
@@ -81,9 +81,10 @@ def drift_cause(parts: Sequence[NodeText], rendered: str, turn: str) -> str:
 def _without_ends(parts: Sequence[NodeText]) -> Iterator[list[NodeText]]:
     """Parts, and parts without the token that ended some of the replies: the template has another there."""
     replies = [n for n, part in enumerate(parts) if part.sampled and part.end]
-    some = replies[-MOST_ENDS:]
-    chosen = [dropped for count in range(len(some) + 1) for dropped in itertools.combinations(some, count)]
-    for dropped in dict.fromkeys((*chosen, tuple(replies))):
+    late = replies[-MOST_ENDS:]
+    several = [dropped for count in range(2, len(late) + 1) for dropped in itertools.combinations(late, count)]
+    single = [(reply,) for reply in reversed(replies)]
+    for dropped in dict.fromkeys(((), *single, tuple(replies), *several)):
         yield [
             part._replace(text=part.text.removesuffix(part.end)) if n in dropped else part
             for n, part in enumerate(parts)
