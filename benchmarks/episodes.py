@@ -1,10 +1,11 @@
-"""The host's time in a turn of an episode: rendering, reading, and all else beside tokenising; and TRL's tool loop.
+"""The host's CPU time in a turn of an episode: rendering, reading, all else beside tokenising; and TRL's tool loop.
 
     OMP_NUM_THREADS=1 python benchmarks/episodes.py
     OMP_NUM_THREADS=1 python benchmarks/episodes.py --turns=8,128 --result_tokens=256
 
 An engine that computes nothing calls a tool in each turn, so that what is left is Python: the policy, the chat
-template, the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer.
+template, the parser and the tool. A turn is the time between two requests, tokenising is the time within the tokenizer,
+both of all threads of the process, so that other programs change them little.
 Where trl is installed, its loop runs beside, with the same calls, tool, tokenizer and template, and no model either.
 """
 

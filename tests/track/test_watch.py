@@ -74,6 +74,21 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path, monkeypatch):
     assert "Ended at step 6 of 9." in page and 'http-equiv="refresh"' not in page
 
 
+def test_an_episode_is_shown_as_a_conversation(tmp_path):
+    folder = tmp_path / "run"
+    says = [{"role": "user", "text": "2*3"}, {"role": "assistant", "text": "six", "sampled": True}]
+    conversation = {"branches": [{"agent": "policy", "reward": None, "says": says}], "status": "turns"}
+    with owned_run(folder, "ppo", {"steps": 2}) as run:
+        write_steps(run, 1, 2)
+        samples = open_samples(run.samples)
+        samples.write(Sample(2, "2*3", "six", None, conversation=conversation))
+        samples.close()
+    file = io.StringIO()
+    watch_run(folder, Console(file=file, width=100))
+    assert "sample step 2  unscored  2*3 | six" in file.getvalue()
+    assert "ended by its limit of turns" in " ".join(run.report.read_text().split())
+
+
 def test_the_page_is_written_at_most_every_ten_seconds(tmp_path, monkeypatch):
     now = [1000.0]
     pages = []

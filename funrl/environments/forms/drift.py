@@ -17,14 +17,19 @@ The first four mean the same to a reader: what was sampled stays. After the othe
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 SAME = ("whitespace", "arguments", "tool_ids", "end_of_turn")
 LONGEST_COMPARED = 100_000  # characters whose objects are compared
-_THOUGHTS = r"(?:<think>.*?</think>|\[THINK\].*?\[/THINK\]|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:TURN)?)"
+MOST_ENDS = 6  # replies whose ends are left out in each combination
+_THOUGHTS = (
+    r"(?:<think>.*?</think>|\[THINK\].*?\[/THINK\]"
+    r"|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?)"
+)
 _UNCLOSED = re.compile(r"<think>(?!.*</think>).*|<\|channel\|>analysis<\|message\|>(?!.*<\|end\|>).*", re.DOTALL)
 _HEADER = re.compile(r"<\|channel\|>commentaryto=(functions\.[^\s<]+)(?:<\|constrain\|>)?(json)?<\|message\|>")
 _ID = re.compile(r'"(?:id|call_id|tool_call_id)":"[^"]*",?|,(?="(?:id|call_id|tool_call_id)":)|\[CALL_ID\]\w*')
@@ -61,26 +66,29 @@ def drift_cause(parts: Sequence[NodeText], rendered: str, turn: str) -> str:
     for cause, change in _CHANGES:
         if change(sampled) == change(rendered):
             return cause
-    for ends in (parts, _without_ends(parts, last=True), _without_ends(parts, last=False)):
+    for ends in _without_ends(parts):
         texts = "".join(part.text for part in ends)
         if _same(texts) == _same(rendered):
             return "end_of_turn"
         thoughtless = "".join(_without_thoughts(part.text) if part.sampled else part.text for part in ends)
         header = re.escape(_without_space(turn))
-        pattern = re.compile(f"({header}){_THOUGHTS.replace('TURN', header)}", re.DOTALL)
+        pattern = re.compile(f"({header}){_THOUGHTS}", re.DOTALL)
         if pattern.sub(r"\1", _same(thoughtless)) == pattern.sub(r"\1", _same(rendered)):
             return "thinking"
     return "other"
 
 
-def _without_ends(parts: Sequence[NodeText], last: bool) -> list[NodeText]:
-    """Parts without the token that ended the last reply, or all of them: the template has another there."""
-    replies = [n for n, part in enumerate(parts) if part.sampled]
-    dropped = set(replies[-1:] if last else replies)
-    return [
-        part._replace(text=part.text.removesuffix(part.end)) if n in dropped and part.end else part
-        for n, part in enumerate(parts)
-    ]
+def _without_ends(parts: Sequence[NodeText]) -> Iterator[list[NodeText]]:
+    """Parts, and parts without the token that ended some of the replies: the template has another there."""
+    replies = [n for n, part in enumerate(parts) if part.sampled and part.end]
+    late = replies[-MOST_ENDS:]
+    several = [dropped for count in range(2, len(late) + 1) for dropped in itertools.combinations(late, count)]
+    single = [(reply,) for reply in reversed(replies)]
+    for dropped in dict.fromkeys(((), *single, tuple(replies), *several)):
+        yield [
+            part._replace(text=part.text.removesuffix(part.end)) if n in dropped else part
+            for n, part in enumerate(parts)
+        ]
 
 
 def _without_space(text: str) -> str:
@@ -120,7 +128,7 @@ def _same(text: str) -> str:
 
 def _without_thoughts(text: str) -> str:
     """A reply without what the policy thought, closed or not."""
-    text = re.sub(_THOUGHTS.replace("TURN", r"<\|start\|>assistant"), "", text, flags=re.DOTALL)
+    text = re.sub(_THOUGHTS, "", text, flags=re.DOTALL)
     return _UNCLOSED.sub("", text)
 
 
