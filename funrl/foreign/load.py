@@ -10,6 +10,7 @@ from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, 
 from funrl.environments.environment import Environment
 from funrl.foreign.program import load_program
 from funrl.foreign.trl import load_trl
+from funrl.foreign.verifiers import load_verifiers
 from funrl.foreign.verl import load_verl
 from funrl.loading import LoadError
 
@@ -17,6 +18,7 @@ from funrl.loading import LoadError
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "program": load_program,
     "trl": load_trl,
+    "verifiers": load_verifiers,
     "verl": load_verl,
 }
 
@@ -34,11 +36,9 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
         raise LoadError(f"--{FLAG}={text}: nothing follows {framework}:")
     try:
         return bound(FRAMEWORKS[framework], arguments, text, first=1)(name)
-    except ImportError as error:
-        raise LoadError(f"--{FLAG}={text}: {error}") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, LoadError):
-            raise
+    except (ImportError, TypeError, ValueError) as error:
+        if str(error).startswith("--"):  # it names its flag
+            raise LoadError(str(error)) from error
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 

@@ -13,6 +13,7 @@ from funrl.serve.chat_completions import FINISH, IGNORED_FIELDS, MOST_TOKENS, SA
 from funrl.serve.session import DecodeIds, Exchange
 
 _READ = ("token_ids", "sampling_params", "stream")
+MOST_STOP_TOKENS = 1024
 _SAMPLED = (
     "n",
     "seed",
@@ -20,13 +21,14 @@ _SAMPLED = (
     "max_tokens",
     "min_tokens",
     "logprobs",
+    "stop_token_ids",
     "skip_special_tokens",
     "detokenize",
+    "routed_experts_prompt_start",  # no experts are returned
     *SAMPLING_FIELDS,
 )
 UNSERVED_PARAMETERS = {
     "prompt_logprobs": "only sampled tokens have log-probabilities",
-    "stop_token_ids": "a reply ends at the stop tokens of the model",
     "presence_penalty": "use repetition_penalty",
     "frequency_penalty": "use repetition_penalty",
     "ignore_eos": "a reply ends at the stop tokens of the model",
@@ -46,6 +48,7 @@ def read_generate(body: Body) -> Ask:
     parameters.refuse_others(
         (*_SAMPLED, "output_kind", "include_stop_str_in_output", "extra_args"), UNSERVED_PARAMETERS
     )
+    stop_tokens = parameters.array("stop_token_ids", MOST_STOP_TOKENS)
     if parameters.whole("min_tokens", 0, MOST_TOKENS):
         raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
     return Ask(
@@ -53,6 +56,7 @@ def read_generate(body: Body) -> Ask:
         count=parameters.whole("n", 1, MOST_CHOICES) or 1,
         seed=parameters.whole("seed", *SEEDS),
         stop=parameters.stops(),
+        stop_tokens=tuple(checked_ids(stop_tokens, "stop_token_ids")) if stop_tokens else (),
         max_tokens=parameters.whole("max_tokens", 1, MOST_TOKENS),
         sampling=parameters.sampling(),
         logprobs=parameters.whole("logprobs", 0, 1) is not None,
