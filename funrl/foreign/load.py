@@ -8,6 +8,7 @@ from typing import Any
 
 from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
+from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
 from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers
@@ -16,6 +17,7 @@ from funrl.loading import LoadError
 
 # Prefix of --env -> (what follows it, **arguments) -> environment.
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
+    "openenv": load_openenv,
     "program": load_program,
     "trl": load_trl,
     "verifiers": load_verifiers,

@@ -107,6 +107,6 @@ def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("relay", [False, True])
 def test_properties_of_environments(relay):
     examples = [("write a", {"task": 0}), ("write b", {"task": 1})]
-    # The endpoint's server stays. Verifiers' own parser fails at a call whose name is a number, and at a reply cut short.
+    # The endpoint's server stays. Verifiers' own parser fails at a call whose name is a number, and at a cut reply.
     without = ["limited", "leaks"] if relay else ["limited", "leaks", "completed"]
     check_environment(letters(relay=relay), examples=examples, without=without)
