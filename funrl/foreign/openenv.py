@@ -260,7 +260,7 @@ def _observation_text(observation: Mapping[str, Any]) -> str:
 
 
 def _result_of(result: Any) -> Any:
-    """What a tool of MCP returned, without its wrapping."""
+    """The value that a tool of MCP returned, without its wrapping."""
     if isinstance(result, Mapping):
         for name in ("data", "structured_content"):
             if result.get(name) is not None:
