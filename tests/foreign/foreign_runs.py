@@ -36,10 +36,15 @@ def heard(episode):
     return [message["content"] for node in nodes if not node.sampled for message in node.messages]
 
 
-def page_module(name):
-    """A file of docs/foreign_environments.md as a module."""
+def page_source(name):
+    """Text of a file of docs/foreign_environments.md."""
     page = Path(__file__).parents[2] / "docs/foreign_environments.md"
     (source,) = re.findall(rf"^```python file={name}\.py\n(.*?)^```", page.read_text(), re.M | re.S)
+    return source
+
+
+def page_module(name):
+    """A file of the page as a module."""
     module = ModuleType(name)
-    exec(compile(source, f"{name}.py", "exec"), vars(module))
+    exec(compile(page_source(name), f"{name}.py", "exec"), vars(module))
     return module

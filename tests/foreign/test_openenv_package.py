@@ -5,9 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from foreign_runs import LIMITS, call_text, heard, run
+from foreign_runs import LIMITS, call_text, heard, page_module, page_source, run
 from small_chats import SETUP, engine_of, text
 
+import funrl
 from funrl.foreign.load import named_environment
 from funrl.foreign.websocket import connect_websocket
 from funrl.loading import LoadError
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not inst
 
 
 @pytest.fixture(scope="module")
-def servers():
+def servers(tmp_path_factory):
     """Name of an environment -> the URL of its server, started at the first use."""
     processes = {}
     urls = {}
@@ -27,6 +28,9 @@ def servers():
     def url_of(name):
         if name not in urls:
             command = [PYTHON, HERE / "plugins/openenv_server.py", name]
+            if name == "page":
+                command.append(tmp_path_factory.mktemp("page") / "guessing_server.py")
+                command[-1].write_text(page_source("guessing_server"))
             process = processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             port = process.stdout.readline().strip()
             assert port, f"the server {name} ends with status {process.wait()}"
@@ -73,6 +77,21 @@ def test_a_typed_action_is_one_tool(servers):
     )
     cut = run(environment, calls[0], limits=LIMITS._replace(turns=1), seed=27)
     assert (cut.status, cut.rewards) == ("turns", {"policy": 0.0})
+
+
+@pytest.mark.slow
+def test_episodes_train(servers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_model = page_module("small_model")
+    small_model.save_small_model()
+    given = {"model": "MODEL_DIR", "env": f"openenv:{servers('say')}", "env_args": {"episodes": 8, "reply": "message"}}
+    trained = funrl.train("grpo", run_dir="run", episode_turns=3, **given, **small_model.SHORT | {"steps": 2})
+    assert all(metrics["rollout/logprob_gap_max"] == 0 for metrics in trained.metrics)
+
+
+def test_the_server_of_the_page(servers):
+    episode = run(named_environment(f"openenv:{servers('page')}"), call_text("step", number=4), seed=4)
+    assert episode.rewards == {"policy": 1.0}
 
 
 def test_replies_may_be_actions(servers):

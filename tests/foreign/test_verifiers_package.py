@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from foreign_runs import LIMITS, page_module, run
+from foreign_runs import LIMITS, page_module, page_source, run
 from small_chats import SETUP, engine_of, text
 
 import funrl
@@ -83,9 +83,11 @@ def test_what_is_not_there_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["count_letters", "best-of-n+count_letters", "user-sim+count_letters"])
+@pytest.mark.parametrize("name", ["letters", "best-of-n+letters", "user-sim+letters"])
 def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "letters.py").write_text(page_source("letters"))
     small_model.save_small_model()
     role = {"harness": {"id": "plain_chat"}}
     config = (
@@ -95,7 +97,7 @@ def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
         "grpo",
         model="MODEL_DIR",
         env=f"verifiers:{name}",
-        env_args={"config": {**config, "taskset": {"letters": "abcdefghijklmnopqrst"}}},
+        env_args={"config": config},
         run_dir="run",
         save_rollouts=1,
         **small_model.SHORT | {"steps": 3},

@@ -95,7 +95,16 @@ class Talking(Environment):
         return State()
 
 
+def page_app(file):
+    """The server of a page, whose file is given."""
+    with open(file) as source:
+        page = {"__name__": "page"}
+        exec(source.read(), page)
+    return create_fastapi_app(page["Guessing"], page["Guess"], page["Hint"], max_concurrent_envs=64)
+
+
 APPS = {
+    "page": page_app,
     "echo": lambda: create_fastapi_app(Echo, CallToolAction, CallToolObservation, max_concurrent_envs=64),
     "guess": lambda: create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=64),
     "say": lambda: create_fastapi_app(Talking, Say, Hint, max_concurrent_envs=64),
@@ -107,4 +116,4 @@ if __name__ == "__main__":
     listening.bind(("127.0.0.1", 0))
     listening.listen(64)
     print(listening.getsockname()[1], flush=True)
-    uvicorn.Server(uvicorn.Config(APPS[sys.argv[1]](), log_level="error")).run([listening])
+    uvicorn.Server(uvicorn.Config(APPS[sys.argv[1]](*sys.argv[2:]), log_level="error")).run([listening])
