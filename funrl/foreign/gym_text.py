@@ -118,7 +118,7 @@ class _Gymnasium:
 
 
 def _parser_of(space: Any) -> Callable[[str], Any]:
-    """How a text becomes an action of a space."""
+    """The parser of texts into actions of a space."""
     if not hasattr(space, "n"):
         return str
     first = int(getattr(space, "start", 0))
