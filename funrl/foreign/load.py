@@ -8,15 +8,23 @@ from typing import Any
 
 from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
+from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
+from funrl.foreign.skyrl import load_skyrl
 from funrl.foreign.trl import load_trl
+from funrl.foreign.verifiers import load_verifiers
 from funrl.foreign.verl import load_verl
 from funrl.loading import LoadError
 
 # Prefix of --env -> (what follows it, **arguments) -> environment.
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
+    "gymnasium": load_gymnasium,
+    "openenv": load_openenv,
     "program": load_program,
+    "skyrl": load_skyrl,
     "trl": load_trl,
+    "verifiers": load_verifiers,
     "verl": load_verl,
 }
 
@@ -34,11 +42,9 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
         raise LoadError(f"--{FLAG}={text}: nothing follows {framework}:")
     try:
         return bound(FRAMEWORKS[framework], arguments, text, first=1)(name)
-    except ImportError as error:
-        raise LoadError(f"--{FLAG}={text}: {error}") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, LoadError):
-            raise
+    except (ImportError, TypeError, ValueError) as error:
+        if str(error).startswith("--"):  # it names its flag
+            raise LoadError(str(error)) from error
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 

@@ -122,9 +122,8 @@ class _Rewards:
           extra: further arguments, of which each is a list with one entry.
         """
         parts: dict[str, float] = {}
-        places = list(end.nodes())
-        ids = [token for node in places[len(list(begin.nodes())) :] for token in node.tokens]
-        replies = [message for node in places[len(list(begin.nodes())) :] for message in node.messages]
+        ids = end.token_ids()[len(begin.token_ids()) :]
+        replies = end.messages()[len(begin.messages()) :]
         completion = "".join(str(message["content"]) for message in replies) if isinstance(prompt, str) else replies
         columns = {name: [value] for name, value in example.fields.items() if name not in NOT_COLUMNS}
         row = {"prompts": [prompt], "completions": [completion], "completion_ids": [ids], **columns, **extra}

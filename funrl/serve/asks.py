@@ -64,6 +64,7 @@ class Ask:
       count: replies to sample.
       seed: makes equal requests give equal replies; None: they differ.
       stop: texts that end a reply; they are no part of it.
+      stop_tokens: token ids that end a reply, of those that end one in any case.
       max_tokens: bound on the tokens of a reply; None: that of the server.
       sampling: fields of `Sampling` that the client chooses.
       logprobs: whether the client wants log-probabilities.
@@ -82,6 +83,7 @@ class Ask:
     count: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     logprobs: bool = False

@@ -22,17 +22,24 @@ from funrl.serve.asks import (
 from funrl.serve.chat_completions import FINISH, OPENAI_IGNORED
 from funrl.serve.session import DecodeIds, Exchange
 
+MOST_STOP_TOKENS = 1024
 GENERATE_FIELDS = KnownFields(
     read=("token_ids", "sampling_params", "stream"),
     ignored=OPENAI_IGNORED,
     unserved={"features": "only text is served", "kv_transfer_params": "leave it out"},
 )
 GENERATE_PARAMETERS = KnownFields(
-    read=("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", *SAMPLING_FIELDS),
-    ignored=("skip_special_tokens", "detokenize", "output_kind", "include_stop_str_in_output", "extra_args"),
+    read=("n", "seed", "stop", "max_tokens", "min_tokens", "logprobs", "stop_token_ids", *SAMPLING_FIELDS),
+    ignored=(
+        "skip_special_tokens",
+        "detokenize",
+        "output_kind",
+        "include_stop_str_in_output",
+        "extra_args",
+        "routed_experts_prompt_start",  # no experts are returned
+    ),
     unserved={
         "prompt_logprobs": "only sampled tokens have log-probabilities",
-        "stop_token_ids": "a reply ends at the stop tokens of the model",
         "presence_penalty": "use repetition_penalty",
         "frequency_penalty": "use repetition_penalty",
         "ignore_eos": "a reply ends at the stop tokens of the model",
@@ -49,6 +56,7 @@ def read_generate(body: Body) -> Ask:
         raise BadRequest("a stream of token ids is not served; use stream=false", "stream")
     parameters = Body(body.values.get("sampling_params") or {})
     parameters.check(GENERATE_PARAMETERS)
+    stop_tokens = parameters.array("stop_token_ids", MOST_STOP_TOKENS)
     if parameters.whole("min_tokens", 0, MOST_TOKENS):
         raise BadRequest("min_tokens is not served; leave it out", "min_tokens")
     return Ask(
@@ -56,6 +64,7 @@ def read_generate(body: Body) -> Ask:
         count=parameters.whole("n", 1, MOST_CHOICES) or 1,
         seed=parameters.whole("seed", *SEEDS),
         stop=parameters.stops(),
+        stop_tokens=tuple(checked_ids(stop_tokens, "stop_token_ids")) if stop_tokens else (),
         max_tokens=parameters.whole("max_tokens", 1, MOST_TOKENS),
         sampling=parameters.sampling(),
         logprobs=parameters.whole("logprobs", 0, 1) is not None,

@@ -23,6 +23,7 @@ from funrl.environments.chat import continued_text
 from funrl.rollout.episodes import Message, Reply, Status, Trajectory
 from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.asks import Ask, BadRequest
 
 DecodeIds = Callable[[list[int]], str]
@@ -32,6 +33,9 @@ Hear = Callable[[int, list[int]], None]
 
 class Sampler(Protocol):
     """The part of a policy that a session needs; see `funrl.rollout.policy.Policy`."""
+
+    @property
+    def sampling(self) -> Sampling: ...
 
     def start(self, content: Any, tools: Any = (), agent: str = "policy") -> Trajectory: ...
     def extend(self, trajectory: Trajectory, content: Any) -> Trajectory: ...
@@ -168,6 +172,12 @@ class Session:
     async def _answer(self, ask: Ask, hear: Hear | None) -> list[Exchange]:
         try:
             policy = self._policy_for(ask)
+            if others := set(ask.stop_tokens) - set(policy.sampling.stop):
+                raise BadRequest(
+                    f"stop_token_ids has {sorted(others)[0]}, which is no stop token of the model: "
+                    f"{list(policy.sampling.stop)}",
+                    "stop_token_ids",
+                )
             trajectory = self._begin(policy, ask)
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory

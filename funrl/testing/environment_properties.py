@@ -114,7 +114,7 @@ def check_environment(
 
 def run_one(subject: EnvironmentSubject, seed: int, limits: EpisodeLimits) -> Episode:
     """Run an episode of the example of a number, with replies that the seed chooses."""
-    policy = Policy(_Replies(subject, seed), PolicySetup(Sampling(max_new_tokens=4096), subject.chat), seed, limits)
+    policy = Policy(_Replies(subject, seed), _setup(subject), seed, limits)
     example = subject.examples[seed % len(subject.examples)]
     environment = subject.make()
 
@@ -170,7 +170,7 @@ def cancellable(subject: EnvironmentSubject) -> None:
 
     async def run() -> None:
         replies = _Replies(subject, 0, hang_after=CANCELLED_AFTER)
-        policy = Policy(replies, PolicySetup(Sampling(max_new_tokens=4096), subject.chat), 0, EpisodeLimits(turns=6))
+        policy = Policy(replies, _setup(subject), 0, EpisodeLimits(turns=6))
         task = asyncio.ensure_future(environment.run(policy, subject.examples[0], 0))
         await asyncio.wait({task, asyncio.ensure_future(replies.hanging.wait())}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
@@ -256,6 +256,11 @@ class _Replies:
         return Completion(0, tokens, logp, raw_logp=logp, versions=versions, finish=finish)
 
 
+def _setup(subject: EnvironmentSubject) -> PolicySetup:
+    """Setup of a policy whose replies end as the tokenizer's do."""
+    return PolicySetup(Sampling(max_new_tokens=4096, stop=(subject.chat.tokenizer.eos_token_id,)), subject.chat)
+
+
 def _copied(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
     """A prompt, whose messages are dicts."""
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
@@ -283,7 +288,7 @@ def _tasks_left(subject: EnvironmentSubject, seed: int) -> list[str]:
     limits = EpisodeLimits(turns=6)
 
     async def run() -> list[str]:
-        policy = Policy(_Replies(subject, seed), PolicySetup(Sampling(max_new_tokens=4096), subject.chat), seed, limits)
+        policy = Policy(_Replies(subject, seed), _setup(subject), seed, limits)
         example = subject.examples[seed % len(subject.examples)]
         clock = EpisodeClock(subject.limit_s)
         await attempt_episode(lambda: environment.run(policy, example, seed), policy, clock)

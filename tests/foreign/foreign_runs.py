@@ -1,6 +1,9 @@
 """Episodes of environments of other frameworks, by scripted replies or by a small model."""
 
 import json
+import re
+from pathlib import Path
+from types import ModuleType
 
 from small_chats import SETUP, ScriptedEngine, examples_of
 
@@ -31,3 +34,17 @@ def heard(episode):
     """What the environment said to the policy, after the prompt."""
     nodes = list(episode.ends[0].nodes())[1:]
     return [message["content"] for node in nodes if not node.sampled for message in node.messages]
+
+
+def page_source(name):
+    """Text of a file of docs/foreign_environments.md."""
+    page = Path(__file__).parents[2] / "docs/foreign_environments.md"
+    (source,) = re.findall(rf"^```python file={name}\.py\n(.*?)^```", page.read_text(), re.M | re.S)
+    return source
+
+
+def page_module(name):
+    """A file of the page as a module."""
+    module = ModuleType(name)
+    exec(compile(page_source(name), f"{name}.py", "exec"), vars(module))
+    return module

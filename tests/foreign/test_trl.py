@@ -11,6 +11,8 @@ from funrl.foreign.load import named_environment
 from funrl.foreign.trl import trl_environment
 from funrl.loading import LoadError
 from funrl.testing import check_environment
+from funrl.trainer.jobs.provenance import input_digests
+from funrl.trainer.settings.settings import settings_of
 
 LINES = """
 def add(a: int, b: int) -> int:
@@ -231,3 +233,13 @@ def test_properties_of_environments(which):
     )
     replies = [call_text("increment", step=1), call_text("increment", step=-1), call_text("look")]
     check_environment(environment, examples=[("go", {"start": 1})], replies=replies)
+
+
+def test_a_changed_file_behind_a_prefix_has_another_digest(tmp_path):
+    file = tmp_path / "tools.py"
+    settings = settings_of(env=f"trl:{file}:TOOLS")
+    digests = []
+    for source in (LINES, LINES + "\n# changed"):
+        file.write_text(source)
+        digests.append(input_digests(settings, None)["env"])
+    assert digests[0] != digests[1]

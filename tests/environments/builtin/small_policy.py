@@ -17,6 +17,8 @@ class Scripted:
     def extend(self, trajectory, messages):
         return Trajectory(trajectory.agent, Node(trajectory.leaf, [1], sampled=False, messages=messages))
 
+    def answered(self, answer): ...
+
     async def sample(self, trajectory):
         self.heard.append((trajectory.agent, trajectory.leaf.messages[-1]["content"]))
         if not self.texts[trajectory.agent]:
