@@ -90,7 +90,7 @@ class _Run:
         elif is_layer(node):
             self.values[node] = run_graph(_graph_of(node), self.whole(node.args[1]))
         else:
-            self.values[node] = call(node, self.whole(node.args), self.whole(node.kwargs))
+            self.values[node] = call_node(node, self.whole(node.args), self.whole(node.kwargs))
 
     def loop(self, chain: Chain) -> None:
         """Compute all calls of a chain."""
@@ -137,7 +137,7 @@ class _Run:
         return jnp.stack([self.value(node) for node in nodes]), False
 
 
-def call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call_node(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The result of a node's operator for these arguments, in the shapes and dtypes that the graph says."""
     name = operator_name(node)
     result = result_of(node.meta["val"])
