@@ -91,6 +91,7 @@ class TrainKeywords(SharedKeywords, total=False):
     text_tokens: WholeValue | None
     json: TruthValue
     hardware: TextValue | None
+    backend: TextValue
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None
