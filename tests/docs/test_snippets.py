@@ -29,7 +29,8 @@ PAGES = [
     "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
     "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
     "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
-    "docs/xla.md", "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
+    "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
+    "docs/xla.md",
 ]  # fmt: skip
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
