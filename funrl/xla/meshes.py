@@ -24,7 +24,7 @@ from funrl.mesh.rules import Layout
 from funrl.xla.compiled import to_jax
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
-from funrl.xla.operators.collectives import SEPARATOR
+from funrl.xla.operators.collectives import GROUP_SEPARATOR
 from funrl.xla.trace import trace_program
 
 
@@ -36,7 +36,7 @@ def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor]) -> Mesh
       indices: place on each axis.
     """
     sizes = dict(sizes)
-    groups = {axes: SEPARATOR.join(axes) for axes in combinations(sizes)}
+    groups = {axes: GROUP_SEPARATOR.join(axes) for axes in combinations(sizes)}
     return Mesh(sizes, rank=0, groups=groups, indices=dict(indices))
 
 

@@ -29,7 +29,7 @@ from funrl.xla.meshes import MeshProgram, spec_of, traced_mesh
 TOKENS, SEQUENCES = 48, 5
 SIZES = {"vocab": 16, "embed": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 12, "qk_norm": "head"}
 LOSS = grpo(kl_coef=0.05).losses["policy"]
-COLLECTIVES = r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\("
+COLLECTIVES = r" (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?\("
 
 
 def row(seed):

@@ -11,11 +11,11 @@ from jax import lax
 
 from funrl.xla.operators.result import JaxArray, Lowering, OperatorResult, of_arguments
 
-SEPARATOR = ","  # between the axes in the name of a group
+GROUP_SEPARATOR = ","  # between the axes in the name of a group
 
 
 def _axes(group: str) -> tuple[str, ...]:
-    return tuple(group.split(SEPARATOR))
+    return tuple(group.split(GROUP_SEPARATOR))
 
 
 def _all_reduce(result: OperatorResult, x: JaxArray, how: str, group: str) -> JaxArray:
