@@ -77,7 +77,7 @@ class Compiled:
         took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
         self.made.append(took)
         self.note(
-            f"{took.name}: {took.nodes} operators, traced in {took.trace:.1f} s, compiled in {took.compile:.1f} s"
+            f"XLA, {took.name}: {took.nodes} operators, traced in {took.trace:.1f} s, compiled in {took.compile:.1f} s"
         )
         return program, run
 

@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from small_runs import GRPO, PPO, begin, one_step, small_job
 
+from funrl import trees
 from funrl.mesh.mesh import single
+from funrl.trainer.jobs.build import sync
 from funrl.trainer.lowered import backend
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -32,6 +35,21 @@ def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, dtype, tolerance):
     for want, numbers in zip(wanted, found, strict=True):
         assert numbers.keys() == want.keys()
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_the_other_backend():
+    pytest.importorskip("jax")
+    runs = {name: begin(small_job(GRPO, backend=name), single()) for name in ("torch", "xla")}
+    (run, state), (lowered, other) = runs["torch"], runs["xla"]
+    for _ in range(2):
+        state, _ = one_step(run, state)
+        other, _ = one_step(lowered, other)
+    for name, x in trees.named(other.roles):
+        assert type(x) is torch.Tensor and x.is_contiguous(), name
+    _, want = one_step(run, state)
+    _, numbers = one_step(run, sync(run.parts, other, frozen=run.frozen))
+    assert numbers == pytest.approx(want, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class XlaPrograms:
         """The program of a role for one purpose."""
         key = (what, id(role.placed), role.loss, role.temperature, tuple(role.writes.items()))
         if key not in self._programs:
-            self._programs[key] = Compiled(run, f"{what} of {role.prefix}", self._note)
+            subject = ", ".join(role.writes) if what == "scores" else role.prefix
+            self._programs[key] = Compiled(run, f"{what} of {subject}", self._note)
         return self._programs[key]
 
     def _lowered(self, role: Role) -> Role:
