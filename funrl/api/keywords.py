@@ -95,6 +95,7 @@ class TrainKeywords(SharedKeywords, total=False):
     json: TruthValue
     hardware: TextValue | None
     place: TextValue | None
+    backend: TextValue
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None

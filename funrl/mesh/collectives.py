@@ -182,7 +182,8 @@ def from_first_rank(value: Any, mesh: Mesh) -> Any:
 
 def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
     """True if collectives on the tensors are one group of the backend. Gloo would copy them to one buffer and back."""
-    return len(xs) > 1 and dist.get_backend(mesh.group(axes)) != "gloo"
+    # Of a program that is traced for XLA there are no groups.
+    return len(xs) > 1 and dist.is_initialized() and dist.get_backend(mesh.group(axes)) != "gloo"
 
 
 def from_first(value: Any, mesh: Mesh, axes: Axes) -> Any:

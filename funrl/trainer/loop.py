@@ -35,7 +35,7 @@ from funrl.trainer.gap import GapCheck, GapError, gap_check
 from funrl.trainer.initial_weights import initial_weights
 from funrl.trainer.jobs.build import (
     Parts,
-    build,
+    build_run,
     first_state,
     first_weights,
     frozen_weights,
@@ -287,7 +287,7 @@ def begin_run(
     if learns_sharded(job.settings, job.algorithm.losses):
         observer.note(f"--fsdp: gradients are summed over ranks in {str(job.reduce_dtype).removeprefix('torch.')}")
     clock = clock or Clock(mesh.device)
-    parts = build(job, mesh, observer.note)._replace(pool=pool)
+    parts = build_run(job, mesh, observer.note, pool)
     cache = None if parts.compilations is None else loaded_cache(job, mesh, observer.note)
     folder = shared_folder(observer, mesh)
     weights = first_weights(job, parts, first_base(job, parts, observer, folder))

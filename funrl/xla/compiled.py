@@ -44,10 +44,11 @@ class Compiled:
       made: of every program so far, how long it took.
     """
 
-    def __init__(self, fn: Callable[..., trees.Tree], name: str) -> None:
-        """Take a pure function; see `trace` for what it may do."""
+    def __init__(self, fn: Callable[..., trees.Tree], name: str, note: Callable[[str], None] = _log.info) -> None:
+        """Take a pure function; see `trace_program` for what it may do. `note` receives how long programs took."""
         self.fn = fn
         self.name = name
+        self.note = note
         self.made: list[Timed] = []
         self._programs: dict[Any, tuple[Program, Callable]] = {}
 
@@ -75,7 +76,9 @@ class Compiled:
         run = jax.jit(lowered(program)).lower(*arrays).compile()
         took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
         self.made.append(took)
-        _log.info("%s: %d operators, traced in %.1f s, compiled in %.1f s", *took)
+        self.note(
+            f"XLA, {took.name}: {took.nodes} operators, traced in {took.trace:.1f} s, compiled in {took.compile:.1f} s"
+        )
         return program, run
 
 

@@ -69,7 +69,8 @@ def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> f
     mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x.detach()) for x in leaves]
     try:
-        recorded = make_fx(fn)(*fakes)
+        with mode:  # what the function makes of nothing has no numbers either
+            recorded = make_fx(fn)(*fakes)
     except DataDependentOutputException as error:
         raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
     except DynamicOutputShapeException as error:
@@ -86,12 +87,13 @@ def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> f
 
     pure = torch.func.functionalize(again, remove="mutations")
     table: Any = core_aten_decompositions()
-    core = make_fx(pure, decomposition_table=table)(*fakes)
+    with mode:
+        core = make_fx(pure, decomposition_table=table)(*fakes)
     core.graph.eliminate_dead_code()
     core.recompile()
     unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}
     if unknown:
-        raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown)}")
+        raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown, mode)}")
     return core
 
 
@@ -110,12 +112,14 @@ def _without_row(unknown: dict[str, fx.Node]) -> str:
     return f"{node.target} has no row in funrl.xla.operators{more}{hint}"
 
 
-def _line_of_call(fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node]) -> str:
+def _line_of_call(
+    fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node], mode: FakeTensorMode
+) -> str:
     """The line of a function that calls the first of some operators: the function is run once more to find it."""
     node = next(iter(unknown.values()))
     called = node.meta.get("original_aten", node.target)
     try:
-        with _Stop(str(called)):
+        with mode, _Stop(str(called)):
             fn(*leaves)
     except _Found as call:
         return _own_line(call)

@@ -48,6 +48,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
         "--layers=1 --embed=64 --vocab=64 --prompts=2 --samples=2 --prompt_tokens=4 --new_tokens=4 --turns=1",
         rf"^total +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
     ),
+    "xla": (
+        "--layers=1 --embed=32 --tokens=8 --vocab=32 --turns=1",
+        rf"^ +1 +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
+    ),
 }  # fmt: skip
 PARTS = {"random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there

@@ -13,16 +13,18 @@ from funrl import trees
 from funrl.algos.recipes.dpo import dpo
 from funrl.algos.recipes.sft import sft
 from funrl.mesh.mesh import single
+from funrl.models.decoder.routing import Experts
 from funrl.trainer.lowered.programs import XlaPrograms
 
 RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft, "dpo": dpo, "entropy": functools.partial(GRPO, entropy_coef=0.1)}
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6}  # relative to a gradient, in which terms of both signs cancel
-EXPERTS = {"experts": 4, "per_token": 2, "expert_mlp": 16}
+
 MODELS = {
     "tied": {"tied": True},
     "windows": {"layers": 4, "windows": (3, None, 3, None)},
     "capped": {"attention_cap": 5.0, "logit_cap": 3.0},
     "gated": {"output_gate": True, "qk_norm": "head"},
+    "experts": {"experts": Experts(4, 2, 8)},
 }
 
 

@@ -224,8 +224,9 @@ def dispatch_gathered(
     h_TD, weights_TK, ids_TK = (all_gather(x, mesh, over) for x in (h_TD, weights_TK, ids_TK))
     own = params["expert_gate"].shape[0]
     # One rank has all slots but those of padding. To ask a device how many they are, the host would wait for it.
-    static = torch.compiler.is_compiling() or not over or h_TD.device.type != "cpu"
-    slots = slots_of(ids_TK, mesh.index(over) * own if over else 0, own, static=static)
+    place = mesh.index(over) if over else 0  # a tensor in a program that is traced for all ranks
+    static = torch.compiler.is_compiling() or not over or isinstance(place, Tensor) or h_TD.device.type != "cpu"
+    slots = slots_of(ids_TK, place * own, own, static=static)
     y_MD = _feed_forward(experts, params, take_rows(h_TD, slots), slots.ends_E, mesh)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 

@@ -39,6 +39,7 @@ from funrl.trainer.jobs.agents import (
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
+from funrl.trainer.lowered.backend import with_backend
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
@@ -138,6 +139,12 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         compilations=compilations if some else None,
         agents=agents,
     )
+
+
+def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
+    """`build` for a run that trains: with its pool, and with roles whose steps its backend computes."""
+    parts = build(job, mesh, note)._replace(pool=pool)
+    return parts._replace(roles=with_backend(parts.roles, job.settings, note))
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:

@@ -37,6 +37,7 @@ from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
 from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
+from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
@@ -83,6 +84,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_settings(settings, given=given.objects)
     settings = located(settings)
     sizes, device = devices_of(settings)
+    check_backend(settings, sizes, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings, given=given.objects)

@@ -7,7 +7,8 @@ is what the host does between programs: it goes over micro-batches, and looks wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from funrl.trainer.steps.step import fields_of, objective, updated
 from funrl.xla.compiled import Compiled, Timed
 from funrl.xla.layers import as_one_operator
 
+_log = logging.getLogger(__name__)
 TRAINED_PARTS = (
     4  # of a row: the number of trained tokens is filled up to a multiple of a part, so that few programs are made
 )
@@ -30,8 +32,9 @@ TRAINED_PARTS = (
 class XlaPrograms:
     """The programs of all roles; see `StepPrograms`."""
 
-    def __init__(self, remat: str = "none") -> None:
-        """Make programs whose layers save or compute again as `remat` says; see `as_one_operator`."""
+    def __init__(self, remat: str = "none", note: Callable[[str], None] = _log.info) -> None:
+        """Make programs whose layers save or compute again as `remat` says; see `as_one_operator` and `Compiled`."""
+        self._note = note
         self._remat = remat
         self._programs: dict[Any, Compiled] = {}
 
@@ -86,7 +89,8 @@ class XlaPrograms:
         """The program of a role for one purpose."""
         key = (what, id(role.placed), role.loss, role.temperature, tuple(role.writes.items()))
         if key not in self._programs:
-            self._programs[key] = Compiled(run, f"{what} of {role.metric.split('/')[0]}")
+            subject = ", ".join(role.writes) if what == "scores" else role.prefix
+            self._programs[key] = Compiled(run, f"{what} of {subject}", self._note)
         return self._programs[key]
 
     def _lowered(self, role: Role) -> Role:

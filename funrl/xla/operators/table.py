@@ -7,7 +7,7 @@ named without their overload: those of one name mean the same.
 
 from __future__ import annotations
 
-from funrl.xla.operators import foreach, indexing, pointwise, products, reductions, shapes
+from funrl.xla.operators import collectives, foreach, indexing, pointwise, products, reductions, shapes
 from funrl.xla.operators.result import Lowering
 
 LOWERINGS: dict[str, Lowering] = {
@@ -17,6 +17,7 @@ LOWERINGS: dict[str, Lowering] = {
     **indexing.INDEXING,
     **products.MATRIX_PRODUCTS,
     **foreach.LIST_LOWERINGS,
+    **collectives.BETWEEN_DEVICES,
 }
 # Arguments about devices and memory, which mean nothing here; dtypes are those of the results.
 WITHOUT_MEANING = frozenset(
