@@ -19,7 +19,7 @@ GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 TEXT, CLOSE, PING, PONG = 1, 8, 9, 10  # opcodes
 FINAL, MASKED = 0x80, 0x80
 LARGEST_TEXT_BYTES = 100 << 20  # bytes
-LARGEST_HEAD = 1 << 16
+LARGEST_ANSWER_HEAD = 1 << 16
 CONNECT_S = 10.0
 GOODBYE_S = 2.0
 ACCEPT = "sec-websocket-accept"
@@ -136,7 +136,7 @@ async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     ]
     writer.write("\r\n".join([*lines, "", ""]).encode())
     await writer.drain()
-    head = (await reader.readuntil(b"\r\n\r\n"))[:LARGEST_HEAD].decode("latin-1")
+    head = (await reader.readuntil(b"\r\n\r\n"))[:LARGEST_ANSWER_HEAD].decode("latin-1")
     status, *fields = head.split("\r\n")
     expected = base64.b64encode(hashlib.sha1(key + GUID).digest()).decode()
     accepted = [value.strip() for name, _, value in (f.partition(":") for f in fields) if name.lower() == ACCEPT]
