@@ -1,4 +1,4 @@
-"""Random small configurations of families, as transformers' config classes take them: all choices follow from a number."""
+"""Random small configurations of families, as transformers takes them; all choices follow from a number."""
 
 import random
 

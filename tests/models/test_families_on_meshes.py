@@ -84,7 +84,7 @@ def gaps(name, text, lora=False):
             yield (x - y).abs().max().item() if x.numel() else 0.0
 
 
-QUICK = ["gpt_oss on ep2,tp2", "gpt_oss on sp2", "ernie4_5 bias on tp2", "ministral3 window on tp2 split"]
+QUICK = ["gpt_oss on ep2,tp2", "ministral3 window on tp2 split"]
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK))
@@ -95,6 +95,6 @@ def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert WEIGHTS.any() and max(gaps(name, mesh)) < 1e-9
 
 
-@pytest.mark.parametrize("name", quick(FAMILIES, ["gpt_oss"]))
+@pytest.mark.parametrize("name", quick(FAMILIES, ["ernie4_5 bias"]))
 def test_so_are_those_of_adapters(name):
     assert max(gaps(name, "tp2", lora=True)) < 1e-9

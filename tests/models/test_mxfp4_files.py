@@ -99,7 +99,7 @@ def test_a_directory_is_read_and_saved_as_plain_numbers(tmp_path):
     "change,message",
     [
         (lambda x: x[:, :1], r"gate_up_proj_blocks has shape \[4, 64, 2, 16\].*gate_up_proj_scales is U8 of shape"),
-        (lambda x: None, "gate_up_proj_scales is missing"),
+        pytest.param(lambda x: None, "gate_up_proj_scales is missing", marks=pytest.mark.slow),
     ],
 )
 def test_scales_that_do_not_fit_are_named(change, message, tmp_path):
