@@ -1,7 +1,8 @@
 """Hugging Face families that the decoder computes: what the config.json of each means, and what in it is refused.
 
 A family is one entry of `FAMILIES`; docs/models.md says what each has beyond Llama. Its functions, in
-`family_fields.py` or a file of `configs/`, read and write what is peculiar to it. `config.py` reads what families share.
+`family_fields.py` or a file of `configs/`, read and write what is peculiar to it. `config.py` reads what families
+share.
 """
 
 from __future__ import annotations
