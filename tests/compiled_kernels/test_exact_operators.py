@@ -66,6 +66,7 @@ CASES = {
     "rotation of a part": ([(1, 5, 3, 20)], *turned(8)),
     "silu": ([(7, 19), (7, 19)], gated, lambda a, b: F.silu(a) * b),
     "gelu": ([(3, 50), (3, 50)], lambda a, b: gated(a, b, "gelu"), lambda a, b: F.gelu(a, approximate="tanh") * b),
+    "gelu, not approximated": ([(3, 50), (3, 50)], lambda a, b: gated(a, b, "gelu_erf"), lambda a, b: F.gelu(a) * b),
     "product": ([(2, 5, 24), (9, 24), (9,)], linear, F.linear),
     "products of groups": ([(9, 24), (3, 10, 24)], *groups(lambda x, w: grouped_linear(x, w, ENDS))),
     "products of groups in parts": (
@@ -169,7 +170,7 @@ def test_what_traces_sees_operators_of_torchs_core(name):
     lambda o: (o.exact_norm, (draw(5, 8), draw(8), 1e-6, 0.0)),
     lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
     lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
-    lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), True)),
+    lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), 1)),
     lambda o: (o.exact_grouped_linear, (draw(9, 24), draw(3, 10, 24), ENDS, 8, False)),
     lambda o: (o.exact_grouped_linear, (draw(9, 4).bfloat16(), draw(3, 10, 4).bfloat16(), ENDS, 1, True)),
     lambda o: (o.exact_head_products, (draw(5, 3, 7), draw(3, 12, 7), 2, 11, False)),
@@ -179,7 +180,7 @@ def test_what_traces_sees_operators_of_torchs_core(name):
     lambda o: (o.exact_largest, (draw(5, 8), 3)),
     lambda o: (o.exact_square_sums, (draw(5, 8).bfloat16(), 4)),
     lambda o: (o.exact_scale_rows, (draw(5, 8), draw(5).exp(), draw(8), 16, 1e-6, 0.0)),
-    lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), False)),
+    lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), 2)),
 ])  # fmt: skip
 def test_shapes_without_numbers(call):
     operator, inputs = call(torch.ops.funrl)

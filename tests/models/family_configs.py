@@ -114,3 +114,14 @@ SINKS = {
     },
 }  # fmt: skip
 ALL = SWITCHES | DENSE | SINKS | EXPERTS
+# The meshes on which a family's small model is compared with one device, with gradients and in float64.
+_DENSE_MESHES = ("tp2 split", "dp2 fsdp", "sp2")
+_EXPERT_MESHES = ("tp2", "dp2 fsdp", "sp2", "ep2,tp2")
+MESHES = {
+    "llama mlp bias": ("tp2", "tp2 split", "dp2 fsdp"),
+    "phi3 partial rotary": ("tp2", "dp2 fsdp"),
+    "ernie4_5 bias": (*_DENSE_MESHES, "tp2"),
+    **dict.fromkeys(("gemma", "olmo3", "exaone4", "ministral3 window"), _DENSE_MESHES),
+    "gpt_oss": (*_EXPERT_MESHES, "tp2 split", "ep2", "sp4", "ep2 fsdp"),
+    **dict.fromkeys(("qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
+}

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 import transformers
+from family_configs import ALL
 from hf_peers import SMALL, assert_peer, peer_of, random_weights, tokens_of
 from own_parts import own_part
+from selection import quick
 
 from funrl import trees
 from funrl.batch import Batch
@@ -105,9 +107,13 @@ def test_packed_rows_and_scores_equal_the_peer(name, tmp_path):
         assert (top[0, inside] - logp.gather(1, ids[0, inside])).abs().max() < 3e-5
 
 
-@pytest.mark.parametrize("name", ["mistral window", "phi3", "olmo2", "smollm3", "gemma2", "gemma3"])
+CLASSIFIERS = ["mistral window", "phi3", "olmo2", "smollm3", "gemma2", "gemma3"]
+MORE_CLASSIFIERS = ["gemma", "olmo3", "exaone4", "ministral3", "gpt_oss", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("name", quick([*CLASSIFIERS, *MORE_CLASSIFIERS], CLASSIFIERS))
 def test_reward_models_are_sequence_classifiers(name, tmp_path):
-    config = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name], num_labels=1)
+    config = transformers.AutoConfig.for_model(**SMALL | (ALL | CONFIGS)[name], num_labels=1)
     torch.manual_seed(0)
     random_weights(transformers.AutoModelForSequenceClassification.from_config(config)).save_pretrained(
         tmp_path / "theirs"

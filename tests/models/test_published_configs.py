@@ -122,6 +122,39 @@ PUBLISHED = {
         residual_multiplier=0.22, max_position_embeddings=131072, rope_scaling=None, rope_theta=10000000.0,
         tie_word_embeddings=True, vocab_size=49159,
     )),
+    "Qwen/Qwen1.5-MoE-A2.7B": (14_315_784_192, QWEN | sized(
+        2048, 5632, 24, 16, 16, architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", decoder_sparse_step=1,
+        max_position_embeddings=8192, max_window_layers=21, moe_intermediate_size=1408, norm_topk_prob=False,
+        num_experts=60, num_experts_per_tok=4, output_router_logits=False, router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=5632, sliding_window=32768, tie_word_embeddings=False,
+    )),
+    "openai/gpt-oss-20b": (20_914_757_184, USUAL | sized(
+        2880, 2880, 24, 64, 8, architectures=["GptOssForCausalLM"], model_type="gpt_oss", attention_bias=True,
+        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", initial_context_length=4096,
+        layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072, num_local_experts=32,
+        num_experts_per_tok=4, output_router_logits=False, pad_token_id=199999, rms_norm_eps=1e-05, rope_theta=150000,
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        }, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+        vocab_size=201088, quantization_config={
+            "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        },
+    )),
+    "google/gemma-2b": (2_506_172_416, GEMMA | sized(
+        2048, 16384, 18, 8, 1, architectures=["GemmaForCausalLM"], model_type="gemma", eos_token_id=1,
+        hidden_act="gelu", hidden_activation=None, max_position_embeddings=8192, rope_scaling=None, rope_theta=10000.0,
+        vocab_size=256000,
+    )),
+    "allenai/Olmo-3-1025-7B": (7_298_011_136, USUAL | sized(
+        4096, 11008, 32, 32, 32, architectures=["Olmo3ForCausalLM"], model_type="olmo3", attention_bias=False,
+        eos_token_id=100257, hidden_act="silu", pad_token_id=100277, rms_norm_eps=1e-06, rope_theta=500000,
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8, max_position_embeddings=65536,
+        rope_scaling={
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        }, sliding_window=4096, tie_word_embeddings=False, vocab_size=100278,
+    )),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, QWEN3 | sized(
         2048, 5120, 48, 16, 2, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", head_dim=256,
         decoder_sparse_step=1, full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128,

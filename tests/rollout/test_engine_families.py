@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from selection import quick
 from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 
 from funrl.batch import Batch
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.decoder.latent_attention import Latent
-from funrl.models.decoder.routing import Experts
+from funrl.models.decoder.layers import RopeScaling
+from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.backends import PackedBackend, TorchBackend
 from funrl.rollout.sampling_parameters import Sampling
@@ -27,6 +29,28 @@ CONFIGS = {
         **SMALL, family="granite", embed_scale=2.0, residual_scale=0.5, attention_scale=0.2, logit_divisor=3.0
     ),
     "phi3": decoder_config(**SMALL, family="phi3", windows=(6, 6)),
+    "gemma": decoder_config(
+        **SMALL, family="gemma", norm_offset=1.0, activation="gelu", embed_scale=32**0.5, tied=True
+    ),
+    "olmo3": decoder_config(
+        **SMALL,
+        family="olmo3",
+        norms="post",
+        qk_norm=True,
+        qk_norm_over="projection",
+        windows=(6, None),
+        rope_theta=5e5,
+        local_rope_theta=5e5,
+    ),
+    "exaone4": decoder_config(
+        **SMALL, family="exaone4", norms="post", qk_norm=True, windows=(6, None), rotates=(True, False)
+    ),
+    "ernie4_5": decoder_config(
+        **SMALL, family="ernie4_5", rotary_pairs=True, attention_bias=True, output_bias=True, mlp_bias=True
+    ),
+    "ministral3": decoder_config(
+        **SMALL, family="ministral3", rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, original=8), query_growth=0.3
+    ),
     "mistral": decoder_config(**SMALL | {"head": 16}, family="mistral", windows=(6, 6)),
 }
 
@@ -39,10 +63,17 @@ EXPERTS = {
         **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
         experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
     ),
+    "gpt_oss": decoder_config(
+        **SMALL, family="gpt_oss", attention_sinks=True, attention_bias=True, output_bias=True, windows=(6, None),
+        experts=Experts(4, 2, 16, clamped=ClampedGate()),
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+OLDER = ("gemma2", "gemma3", "olmo2", "smollm3", "granite", "phi3", "mistral")
+
+
+@pytest.mark.parametrize("name", quick(CONFIGS, (*OLDER, "ministral3")))
 def test_greedy_completions_are_those_of_transformers(name):
     config = CONFIGS[name]
     engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=32)
@@ -51,7 +82,7 @@ def test_greedy_completions_are_those_of_transformers(name):
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_log_probabilities_are_the_trainers(name):
     config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)

@@ -3,6 +3,7 @@
 Families of their own for the draws of `test_same_bits`; `-k "draw and 17"` runs one draw alone.
 """
 
+import dataclasses
 import functools
 import random
 
@@ -21,7 +22,8 @@ from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder import experts as experts_module
 from funrl.models.decoder import routing
 from funrl.models.decoder.latent_attention import Latent
-from funrl.models.decoder.routing import Experts
+from funrl.models.decoder.layers import RopeScaling
+from funrl.models.decoder.routing import ClampedGate, Experts
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 DRAWS, QUICK = 60, 7
@@ -50,17 +52,37 @@ FAMILIES = {
     "olmo2, one key head": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "kv_heads": 1},
     "odd sizes": {"embed": 90, "head": 10, "experts": Experts(5, 2, 11, shared=13)},
 }  # fmt: skip
+YARN = RopeScaling("yarn", 8.0, 1.0, 4.0, original=32, truncate=False)
+BIASES = {"attention_bias": True, "output_bias": True}
+SWITCHES = {  # which no draw has: each is tried by itself
+    "gpt-oss": BIASES | {
+        "attention_sinks": True, "windows": (9, None), "rope_scaling": YARN,
+        "experts": Experts(8, 3, 24, clamped=ClampedGate(limit=0.9)),
+    },
+    "gpt-oss, one key head": {
+        "attention_sinks": True, "kv_heads": 1, "head": 10, "experts": Experts(8, 1, 24, clamped=ClampedGate()),
+    },
+    "ernie 4.5": BIASES | {"rotary_pairs": True, "mlp_bias": True},
+    "ernie 4.5 moe": {"rotary_pairs": True, "experts": Experts(8, 3, 24, biased=True, shared=24, wide=True)},
+    "ministral 3": {"query_growth": 0.3, "rope_scaling": dataclasses.replace(YARN, original=8)},
+    "phi3, long": {"rotary_part": 8, "rope_scaling": RopeScaling("longrope", 8.0, short=(1.0, 1.3, 2.0, 3.0))},
+    "exaone 4": {"norms": "post", "qk_norm": True, "rotates": (True, False), "windows": (9, None)},
+    "gelu": {"activation": "gelu_erf", "mlp_bias": True},
+}  # fmt: skip
+ALL_FAMILIES = FAMILIES | SWITCHES
 
 
 @functools.cache
 def model_of(family):
-    model = decoder_model(decoder_config(**(SIZES | FAMILIES[family])))
+    model = decoder_model(decoder_config(**(SIZES | ALL_FAMILIES[family])))
     generator = torch.Generator().manual_seed(0)
     params = model.init(generator, torch.float64)
 
     def larger(name, x):
         if name.endswith("router_bias"):
             return torch.rand(x.shape, generator=generator, dtype=x.dtype)
+        if name.endswith("bias") and family in SWITCHES:
+            return torch.randn(x.shape, generator=generator, dtype=x.dtype) / 3
         return x * (20 if name in ("embed", "unembed") or name.endswith("router") else 1)
 
     return model, trees.map_named(larger, params)
@@ -93,6 +115,12 @@ def test_a_draw(number):
     torch.set_num_threads(pick.choice([1, 2]))
     texts = Texts(pick.choice(list(FAMILIES)), pick.choice(DTYPES), number)
     assert texts.generate(speculate=pick.choice([0, 0, 3]), max_rows=pick.choice([1, 3, 512])).differ() == 0
+
+
+@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float32]))
+@pytest.mark.parametrize("family", quick(SWITCHES, ["gpt-oss", "ministral 3"]))
+def test_a_switch(family, dtype):
+    assert Texts(family, dtype, 3).generate(max_rows=3).differ() == 0
 
 
 def by_torch(*modules):
@@ -152,6 +180,7 @@ def count_on(mesh, cases):
 OF_TENSOR_RANKS = [("qwen2 moe", torch.bfloat16), ("olmo2", torch.float32)]
 OF_EXPERT_RANKS = [("qwen3 moe", torch.float32)]
 MORE = [(family, dtype) for family in FAMILIES if family != "odd sizes" for dtype in DTYPES]
+MORE += [("gpt-oss", torch.float32), ("ernie 4.5", torch.bfloat16)]
 
 
 @pytest.mark.gloo
@@ -175,7 +204,7 @@ def scored_by_ulysses(mesh, families):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_ranks_that_share_a_row_keep_the_bits():
-    families = ["deepseek", "qwen3 moe", "olmo2"]
+    families = ["deepseek", "qwen3 moe", "olmo2", "gpt-oss"]
     found = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
     assert found == dict.fromkeys(families, 0)
 

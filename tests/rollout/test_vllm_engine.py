@@ -9,6 +9,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import Inputs, decoder_model, place, with_fields
+from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.certificate import SyncError, certify
@@ -30,6 +31,8 @@ WRONG = [
     ({"family": "qwen2", "qk_norm": False, "attention_bias": True}, torch.float32, "heads=4 of size 32 .* embed=32"),
     ({"windows": (None, 6)}, torch.float32, r"different attention windows, \(None, 6\)"),
     ({}, torch.float64, "vLLM has no float64"),
+    ({"mlp_bias": True}, torch.float32, "the model has mlp_bias=True, with which vLLM has not been tried"),
+    ({"rope_scaling": RopeScaling("dynamic", 2.0)}, torch.float32, "has rope_scaling=.*'dynamic'.* not been tried"),
     ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3 so far"),
 ]
 

@@ -227,7 +227,7 @@ def dispatch_gathered(
     place = mesh.index(over) if over else 0  # a tensor in a program that is traced for all ranks
     static = torch.compiler.is_compiling() or not over or isinstance(place, Tensor) or h_TD.device.type != "cpu"
     slots = slots_of(ids_TK, place * own, own, static=static)
-    y_MD = _feed_forward(experts, params, take_rows(h_TD, slots), slots.ends_E, mesh)
+    y_MD = _feed_forward(experts, mesh, params, take_rows(h_TD, slots), slots.ends_E, slots.slot_M)
     return psum_scatter(combine(y_MD, weights_TK, slots), mesh, over)
 
 
@@ -245,7 +245,8 @@ def dispatch_ragged(
     x_MD = ragged_all_to_all(take_rows(h_TD, slots), send, receive, mesh=mesh, axes=over)
     expert_M = torch.arange(own, device=h_TD.device).repeat(ranks).repeat_interleave(came_RE.flatten())
     order_M = expert_M.argsort(stable=True)  # they came by rank
-    y_MD = _feed_forward(experts, params, permute(x_MD, order_M), came_RE.sum(0).cumsum(0).int(), mesh)
+    ends_E = came_RE.sum(0).cumsum(0).int()
+    y_MD = _feed_forward(experts, mesh, params, permute(x_MD, order_M), ends_E, order_M)
     y_MD = permute(y_MD, order_M.argsort())
     return combine(ragged_all_to_all(y_MD, receive, send, mesh=mesh, axes=over), weights_TK, slots)
 
@@ -277,13 +278,19 @@ def _routes(
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
 
 
-def _feed_forward(experts: Experts, params: trees.Tree, x_MD: Tensor, ends_E: Tensor, mesh: Mesh) -> Tensor:
-    """The experts on rows that are sorted by them: this tensor rank's part of each, or where it is exact, the whole."""
+def _feed_forward(
+    experts: Experts, mesh: Mesh, params: trees.Tree, x_MD: Tensor, ends_E: Tensor, order_M: Tensor
+) -> Tensor:
+    """The experts on rows that are sorted by them: this tensor rank's part of each, or where it is exact, the whole.
+
+    Args:
+      order_M: numbers of the rows before they were sorted.
+    """
     gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
     if (clamped := experts.clamped) is None:
         inner_MF = gated(gate_MF, up_MF)
     else:
-        expert_M = experts_of_rows(ends_E, len(x_MD))
+        expert_M = experts_of_rows(ends_E, order_M)
         gate_MF = (gate_MF + table_rows(params["expert_gate_bias"], expert_M)).clamp(max=clamped.limit)
         up_MF = (up_MF + table_rows(params["expert_up_bias"], expert_M)).clamp(-clamped.limit, clamped.limit)
         inner_MF = (up_MF + 1) * (gate_MF * sigmoid(gate_MF * clamped.alpha))

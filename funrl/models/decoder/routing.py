@@ -232,9 +232,14 @@ def table_rows(table_ED: Tensor, ids: Tensor) -> Tensor:
     return _TableRows.apply(table_ED, ids)
 
 
-def experts_of_rows(ends_E: Tensor, rows: int) -> Tensor:
-    """The expert of each row, [rows], where they are sorted and end at `ends_E`; E after the last end."""
-    return (torch.arange(rows, device=ends_E.device).unsqueeze(-1) >= ends_E).sum(-1)
+def experts_of_rows(ends_E: Tensor, order_M: Tensor) -> Tensor:
+    """The expert of each row, [M], where they are sorted and end at `ends_E`; E after the last end.
+
+    Args:
+      order_M: any numbers of the rows. No size is read: where ranks are simulated it may differ between them.
+    """
+    row_M = torch.ones_like(order_M).cumsum(0) - 1
+    return (row_M.unsqueeze(-1) >= ends_E).sum(-1)
 
 
 def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
@@ -259,7 +264,7 @@ class _TableRows(torch.autograd.Function):
     @staticmethod
     def forward(table, ids):
         padded = torch.cat([table, table.new_zeros(1, table.shape[1])])
-        return padded.index_select(0, ids.flatten()).view(*ids.shape, -1)
+        return padded[ids]
 
     @staticmethod
     def setup_context(ctx, inputs, output):

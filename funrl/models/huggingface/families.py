@@ -1,26 +1,8 @@
 """Hugging Face families that the decoder computes: what the config.json of each means, and what in it is refused.
 
-| family | what it adds to a pre-norm decoder with rotary positions, grouped key-value heads and a gated SiLU mlp |
-|---|---|
-| llama | attention bias (q, k, v and o) where the config has it |
-| qwen2 | bias on q, k, v; a sliding window on the upper layers where the config has it |
-| qwen3 | q and k normalised per head, free head size, the sliding window of qwen2 |
-| mistral | free head size, one sliding window on all layers where the config has it |
-| phi3 | q, k, v are one tensor of its files, gate and up another; one sliding window on all layers |
-| olmo2 | norms behind attention and mlp instead of before them; q and k normalised over all their heads |
-| smollm3 | layers without rotary positions; these may have a sliding window |
-| granite | factors of embeddings, residual branches, attention and logits |
-| gemma2 | GELU, norms on both sides, 1 + w in norms, scaled embeddings, soft caps, a window on every other layer |
-| qwen3_moe | qwen3 with experts in all layers or in some |
-| mixtral | mistral with experts in all layers, the weights of a token's divided by their sum |
-| olmoe | norms before attention and mlp, q and k normalised over all their heads, experts in all layers |
-| deepseek_v2 | latent attention; experts by softmax, of a few groups where the config has them, beside a shared one |
-| deepseek_v3 | latent attention; experts chosen by sigmoid + bias within a few groups, beside a shared one |
-| qwen3_next | qwen3_moe with gated delta nets in most layers, gates in the others, and a weighted shared expert |
-| gemma3_text | gemma2 with q and k normalised per head, and a rotary base of their own in layers with a window |
-
-A family is one entry of `FAMILIES`. Its functions, most of them in `family_fields.py`, read and write what is peculiar
-to it. `config.py` reads what families share.
+A family is one entry of `FAMILIES`; docs/models.md says what each has beyond Llama. Its functions, in
+`family_fields.py` or a file of `configs/`, read and write what is peculiar to it. `config.py` reads what families
+share.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Unpacked:
         bytes_ENGB = self.blocks[experts, outputs, some, 0:BYTES]
         table = torch.tensor(NUMBERS)
         pairs = torch.stack((table[(bytes_ENGB & 15).long()], table[(bytes_ENGB >> 4).long()]), -1)
-        scales_ENG = torch.ldexp(torch.ones(()), self.scales[experts, outputs, some].int() - _BIAS)
-        x_ENK = (pairs.flatten(-2) * scales_ENG.unsqueeze(-1)).flatten(-2)
+        exponents_ENG = self.scales[experts, outputs, some].int() - _BIAS
+        x_ENK = torch.ldexp(pairs.flatten(-2), exponents_ENG.unsqueeze(-1)).flatten(-2)
         begin = first * 2 * BYTES
         return x_ENK[..., inner.start - begin : inner.stop - begin].transpose(1, 2)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import Mesh, MeshError
 from funrl.models.errors import ModelError
+from funrl.models.flat import flat_fields
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model
@@ -38,6 +39,7 @@ from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
+PROVEN_SWITCHES = {"activation": "silu", "mlp_bias": False}  # of these families
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -56,6 +58,13 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
     heads = model.abilities.paged_kernel
     if config.source.family not in PROVEN_FAMILIES or heads is None:
         return f"model_type is {config.source.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
+    fields = flat_fields(config)
+    unproven = [f"{name}={fields[name]}" for name, value in PROVEN_SWITCHES.items() if fields.get(name, value) != value]
+    scaling = fields.get("rope_scaling")
+    if scaling is not None and (scaling.kind in ("longrope", "dynamic") or scaling.fixed_amplitude):
+        unproven.append(f"rope_scaling={scaling}")
+    if unproven:
+        return f"the model has {unproven[0]}, with which vLLM has not been tried"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     if device == "cpu" and heads.head not in CPU_HEADS:
