@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from funrl.algos.recipes.grpo import grpo
 from funrl.cost.reports.dry_report import dry_run
 from funrl.trainer.settings.settings import settings_of
@@ -12,6 +14,7 @@ def tables(**flags):
     return json.loads(dry_run(settings, grpo))
 
 
+@pytest.mark.slow
 def test_each_pool_has_the_phases_and_the_memory_of_what_it_does():
     found = tables(fsdp=True)
     assert found["place"] == "train:dp2@0-1 generate:tp2@2-3"

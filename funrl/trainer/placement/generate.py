@@ -160,7 +160,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         generation = generation._replace(episodes=generation.episodes._replace(log=None))
     rank = GeneratingRank(generation, parts.generator, training, show)
     answers = Answers(generating)
-    with stops_when_asked():
+    with stops_when_asked(), answers.showing_progress():
         while not isinstance(request := answers.take("a request of the ranks that train"), End):
             if isinstance(request, LoadRequest):
                 answers.answer(rank.load(request))

@@ -58,7 +58,7 @@ class EvaluateRequest(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """PoolAnswer to any request but a `LoadRequest`.
+    """Answer to any request but a `LoadRequest`.
 
     Attributes:
       value: as the request says; None where there is a problem.
@@ -72,7 +72,7 @@ class PoolAnswer(NamedTuple):
 
 
 class HeldoutEvaluation(NamedTuple):
-    """HeldoutEvaluation on the held-out prompts.
+    """Evaluation on the held-out prompts.
 
     Attributes:
       metrics: of it.
