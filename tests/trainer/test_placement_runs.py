@@ -1,20 +1,22 @@
 """Runs whose ranks train or generate: the same numbers as where every rank does both."""
 
 import functools
+import os
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from selection import quick
-from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from small_runs import GRPO, MEASURED, PPO, Quiet, digits_reward, small_job
 
 from funrl import trees
 from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.text import MeshError
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -143,3 +145,44 @@ def test_more_or_fewer_ranks_than_were_started_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match="--place=generate:2: the mesh dp3 has 3 devices, 2 ranks were started"):
         small_job(GRPO, place="generate:2")
+
+
+def rank_in(job, folder, mesh):
+    """As `rank_of`, of a run with checkpoints in a folder."""
+    observer = Quiet(folder)
+    outcome = run_rank(job, mesh, observer)
+    observer.params = None
+    return Ended(outcome, observer, None)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_path):
+    whole = run(steps=4, eval_every=2, save_every="2")
+    places: list[dict[str, Any]] = [{"place": "generate:1"}, {"place": "train:dp2 generate:1", "resume": True}]
+    for steps, place in zip((2, 4), places, strict=True):
+        job = small_job(GRPO, steps=steps, eval_every=2, save_every="2", run_dir=str(tmp_path), **place)
+        ended = launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
+    assert list(complete_checkpoints(str(tmp_path))) == [2, 4]
+    for (_, a), (_, b) in zip(ended.observer.steps, whole.observer.steps[2:], strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+    assert ended.observer.shown[-1] == whole.observer.shown[-1]
+
+
+def ends_its_process(prompt, completion, **fields):
+    """A reward of the ranks that generate, one of which ends during the fourth of the steps' batches."""
+    global _rewarded
+    _rewarded += 1
+    if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions
+        os._exit(1)
+    return digits_reward(prompt, completion)
+
+
+_rewarded = 0
+
+
+@pytest.mark.slow
+def test_the_state_is_saved_where_a_rank_that_generates_dies(tmp_path):
+    job = small_job(GRPO, reward=ends_its_process, steps=9, eval_every=9, place="train:dp2 generate:1")
+    with pytest.raises(WorkerError, match="rank 2"):
+        launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
+    assert list(complete_checkpoints(str(tmp_path))) == [3]
