@@ -14,10 +14,14 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
+from funrl.data.mixture import Mixture
+from funrl.data.order import order_digest, places_in_order
+from funrl.data.prompts import Example
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.text import MeshError
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.placement.source import numbered
 from funrl.trainer.settings.declaration import SettingsError
 
 pytestmark = pytest.mark.gloo
@@ -105,6 +109,19 @@ def test_every_kind_of_run_has_the_same_bits_apart(name):
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
     compare(run(place="train:dp2@0-1 generate:tp2@2-3", **settings), run(mesh="dp2", generate_mesh="tp2", **settings))
+
+
+@pytest.mark.parametrize("shares", [None, [700, 300]])
+def test_numbered_prompts_come_in_the_same_order(shares):
+    examples = [Example([i], str(i), {}) for i in range(7)]
+    prompts = Mixture([examples[:4], examples[4:]], shares) if shares else examples
+    again = numbered(prompts)
+    assert order_digest(again, 3, [1] * 7) == order_digest(prompts, 3, [1] * 7)
+    places = places_in_order(prompts, 20, 3, 0)
+    assert places_in_order(again, 20, 3, 0).tolist() == places.tolist()
+    for place in places.tolist():
+        assert again[place] == examples[place] and again[place].place == place
+    assert [example.place for example in again[2:5]] == [2, 3, 4]
 
 
 def fails_at_times(prompt, completion, **fields):

@@ -39,15 +39,23 @@ class SendRequest(NamedTuple):
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
       to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
+      kept: numbers of the `WriteRequest`s whose rows stay.
     """
 
     origins: np.ndarray
     to: np.ndarray
+    kept: frozenset[int] = frozenset()
 
 
 class SamplesRequest(NamedTuple):
-    """Show the first sample of each of the first `count` prompts of the newest rows. Its answer is a list of them."""
+    """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
 
+    Attributes:
+      number: of the `WriteRequest`.
+      count: of the prompts.
+    """
+
+    number: int
     count: int
 
 

@@ -16,6 +16,7 @@ import torch
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.batch import as_dict, declare, kind_of, schema_of
+from funrl.data.mixture import Mixture
 from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
 from funrl.mesh.mesh import Mesh
@@ -71,9 +72,33 @@ class NumberedPrompts(Sequence[Example]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        example = NumberedExample(*self.prompts[place])
-        example.place = int(place)
-        return example
+        return _numbered(self.prompts[place], place)
+
+
+class NumberedMixture(Mixture[Example]):
+    """Prompts of several parts that know their places."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return _numbered(super().__getitem__(index), index)
+
+
+def numbered(prompts: Sequence[Example]) -> Sequence[Example]:
+    """The prompts, in the same order, as `NumberedExample`s."""
+    if isinstance(prompts, Mixture):
+        return NumberedMixture(prompts.parts, prompts.shares)
+    return NumberedPrompts(prompts)
+
+
+def _numbered(prompt: Example, place: int) -> NumberedExample:
+    example = NumberedExample(*prompt)
+    example.place = int(place)
+    return example
 
 
 class Generators:
@@ -98,6 +123,7 @@ class Generators:
         self.show = show
         self.early = early
         self.step = 0
+        self.newest = -1  # number of the request of the newest rows
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
@@ -106,7 +132,7 @@ class Generators:
           RewardError: as `rollout` raises it.
         """
         places = np.array([example.place for example in examples if isinstance(example, NumberedExample)])
-        number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
+        number = self.newest = self.requests.post(WriteRequest(self.step, places, sampling, seed))
         written: WrittenRows = self._answer(number, f"the generators' rows of step {self.step}")
         device = self.mesh.device
         facts: dict[str, Any] = {
@@ -124,7 +150,7 @@ class Generators:
 
     def samples(self, count: int) -> list[ShownSample]:
         """Samples of the newest rows; see `Elsewhere`."""
-        return self._answer(self.requests.post(SamplesRequest(count)), "the generators' samples")
+        return self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics of an evaluation; see `Elsewhere`."""
@@ -140,7 +166,8 @@ class Generators:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
         origins = fields.pop("origin").cpu().numpy()
-        number = self.requests.post(SendRequest(origins, to))
+        kept = frozenset({self.newest} if self.early else ())  # whose samples may be asked for
+        number = self.requests.post(SendRequest(origins, to, kept))
         kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
         own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
@@ -167,7 +194,7 @@ def placed_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cloc
     assert isinstance(engine, RemoteEngine)
     early = needs_tokens(job, generation)
     generators = Generators(engine.requests, parts.mesh, parts.generator.mesh, show, early=early)
-    schedule = generation.schedule._replace(prompts=NumberedPrompts(generation.schedule.prompts))
+    schedule = generation.schedule._replace(prompts=numbered(generation.schedule.prompts))
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
