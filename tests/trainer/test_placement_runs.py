@@ -115,7 +115,7 @@ def test_episodes_have_the_same_bits_apart():
 def test_numbered_prompts_come_in_the_same_order(shares):
     examples = [Example([i], str(i), {}) for i in range(7)]
     prompts = Mixture([examples[:4], examples[4:]], shares) if shares else examples
-    again = numbered(prompts)
+    again: Any = numbered(prompts)
     assert order_digest(again, 3, [1] * 7) == order_digest(prompts, 3, [1] * 7)
     places = places_in_order(prompts, 20, 3, 0)
     assert places_in_order(again, 20, 3, 0).tolist() == places.tolist()
