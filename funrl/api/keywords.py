@@ -86,6 +86,7 @@ class TrainKeywords(SharedKeywords, total=False):
     keep_rollouts: WholeValue | None
     resume: TruthValue
     overwrite: TruthValue
+    staleness: WholeValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None

@@ -174,7 +174,7 @@ def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
-    if settings.sampling.new_tokens_per_step is None:
+    if settings.sampling.new_tokens_per_step is None and not settings.asynchrony.staleness:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")

@@ -119,6 +119,7 @@ def rl_job(
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, task, sampling.max_new_tokens)
+    check_staleness(settings, algorithm, task)
     if settings.devices.place is not None and settings.run.save_rollouts and task.environment is not None:
         raise SettingsError(
             f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "
@@ -145,6 +146,21 @@ def rl_job(
         agent_models=agent_models(settings, agents, model, roles.tokenizer),
         warmstart_steps=warmstart_steps,
     )
+
+
+def check_staleness(settings: Settings, algorithm: Algorithm, task: Task) -> None:
+    """Check that rows of older weights may be trained on, and that prompts are known before. Raises: SettingsError."""
+    staleness = settings.asynchrony.staleness
+    if not staleness:
+        return
+    read = reads(algorithm.advantage, *algorithm.losses.values(), fields=algorithm.fields)
+    if "rollout_logp" not in read.required | read.optional:
+        raise SettingsError(
+            f"--staleness={staleness}: no piece of the algorithm reads rollout_logp, the log-probabilities of the "
+            "weights that sampled older rows; use one that does, such as rollout_is, dppo or m2po"
+        )
+    if task.curriculum is not None:
+        raise SettingsError(f"--staleness={staleness}: a curriculum chooses prompts when the step before has ended")
 
 
 def agents_of(settings: Settings, task: Task) -> AgentMap:

@@ -68,7 +68,7 @@ class Shown:
         return taken
 
 
-class HeldRows(NamedTuple):
+class WrittenHere(NamedTuple):
     """Rows of a `WriteRequest`, until they are handed over.
 
     Attributes:
@@ -100,7 +100,7 @@ class GeneratingRank:
         self.training = training
         self.show = show
         self.clock = Clock()
-        self.held: dict[int, HeldRows] = {}  # by the number of their request
+        self.held: dict[int, WrittenHere] = {}  # by the number of their request
 
     def load(self, request: LoadRequest) -> EngineDigests | None:
         """Take weights."""
@@ -123,7 +123,7 @@ class GeneratingRank:
         prompts = self.generation.schedule.prompts
         examples = [prompts[place] for place in request.places.tolist()]
         done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
-        self.held[number] = HeldRows(examples, done, rows, request.sampling.samples)
+        self.held[number] = WrittenHere(examples, done, rows, request.sampling.samples)
         return written_rows(done, rows)
 
     def send(self, request: SendRequest) -> None:

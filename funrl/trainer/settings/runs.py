@@ -77,6 +77,19 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class AsynchronySettings:
+    """Asynchrony of ranks that train and ranks that generate."""
+
+    staleness: int = flag(
+        0,
+        "versions that a group may be behind when it begins",
+        at_least(0),
+        kinds=RL,
+        requires="place",
+    )
+
+
+@dataclass(frozen=True)
 class EstimateSettings:
     """Dry run."""
 

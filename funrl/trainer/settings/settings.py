@@ -22,7 +22,7 @@ from funrl.trainer.settings.generation import EngineSettings, SamplingSettings
 from funrl.trainer.settings.models import ModelSettings
 from funrl.trainer.settings.outputs import EvaluationSettings, OutputSettings
 from funrl.trainer.settings.rewards import EnvironmentSettings, JudgeSettings, RewardSettings
-from funrl.trainer.settings.runs import EstimateSettings, RunSettings
+from funrl.trainer.settings.runs import AsynchronySettings, EstimateSettings, RunSettings
 from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, RouterSettings, UpdateSettings
 
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, by default
@@ -40,6 +40,7 @@ class Settings:
     judging: JudgeSettings = field(default_factory=JudgeSettings)
     environments: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    asynchrony: AsynchronySettings = field(default_factory=AsynchronySettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
     devices: DeviceSettings = field(default_factory=DeviceSettings)
     waiting: WaitSettings = field(default_factory=WaitSettings)
