@@ -48,6 +48,7 @@ from funrl.cost.weight_costs import agent_bytes, engine_bytes, resharding, role_
 from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
+from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import token_bytes
 from funrl.models import Model, decoder_model
 from funrl.models.errors import ModelError
@@ -188,11 +189,12 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     return max(len(encode(prompt, tokenizer).tokens) for prompt in prompts)
 
 
-def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
+def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
       tokens: of a prompt, or of a text where texts are given.
+      pool: "train" or "generate", if that is all that the rank does.
 
     Raises:
       SettingsError: rows are longer than the model's positions.
@@ -205,7 +207,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
-        parts = build(job, mesh, lambda _: None)
+        parts = _parts(job, mesh, generates=pool != "train")
         agents = agent_bytes(job, parts)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -232,6 +234,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
+        if pool == "generate":
+            phases = {pool: plus(phases[pool], {kind: -nbytes for kind, nbytes in rests.items()})}
     return Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
@@ -245,6 +249,12 @@ def estimate(job: Job, tokens: int, hardware: Hardware) -> Estimate:
         left_out=left_out(job, judge, hardware),
         episodes=episodes,
     )
+
+
+def _parts(job: Job, mesh: Mesh, generates: bool) -> Parts:
+    """Parts of a job, without an engine where the ranks do not generate."""
+    parts = build(job, mesh, lambda _: None)
+    return parts if generates else parts._replace(generator=None)
 
 
 def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[str, float]) -> dict[str, Costs]:
@@ -301,7 +311,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
     mesh = whole.mesh
-    parts = build(job, mesh, lambda _: None)
+    parts = _parts(job, mesh, generates=whole.generator is not None)
     settings = job.settings
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)

@@ -99,10 +99,9 @@ class _Verifiers:
         from verifiers.v1 import ModelContext  # type: ignore[import-not-found]
 
         task = self._tasks[int(example.fields.get("task", 0))]
-        async with serve_policy(policy) as endpoint:
+        async with serve_policy(policy) as (endpoint, session):
             context = ModelContext(model=endpoint.model, client=self._client(endpoint, policy))
             episode = await self._serving.run(lambda: self._environment.run_episode(task, context))
-            session = endpoint.session
             if session.limit is None and not self._environment.complete(episode):
                 raise RuntimeError(f"the episode of verifiers failed: {_problem(episode)}")
             recorded = session.trajectories()

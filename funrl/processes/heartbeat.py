@@ -211,6 +211,11 @@ def beat() -> None:
         _own.beat()
 
 
+def beats() -> int:
+    """Number of things that this rank has begun or ended; 0 without a heartbeat."""
+    return 0 if _own is None else _own.beats
+
+
 def at_step(number: int) -> None:
     """Mark the begin of a step; the first is 1."""
     if _own is not None:

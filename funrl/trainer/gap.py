@@ -156,7 +156,7 @@ class GapCheck:
         if self.saved:
             return text
         if not self.searches:
-            return f"{text}; `funrl bisect --gap` searches runs of one policy without adapters and without --place"
+            return f"{text}; `funrl bisect --gap` searches runs without --place, of one policy without adapters"
         self.saved = True
         if self.folder is None:
             return f"{text}; with --run_dir `funrl bisect RUN --gap` names the operation that differs"

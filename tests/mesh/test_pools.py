@@ -11,6 +11,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch, submesh
 from funrl.mesh.mesh import parse
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
+from funrl.mesh.pools import channel
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to, receive_rows, send_rows
 from funrl.mesh.pools.placement import ranks_text, read_placement
@@ -170,3 +171,32 @@ def ask_twice(mesh):
 def test_requests_and_answers_cross_in_order():
     found = launch(functools.partial(everyone, ask_twice), parse("dp4"), "cpu")
     assert found == [[9 << 20, *range(12)]] * 2 + ["ended"] * 2
+
+
+class Clock:
+    """A clock that only sleeping moves, and a store in which a side shows progress until a time."""
+
+    def __init__(self, until):
+        self.now = 0.0
+        self.until = until
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def check(self, keys):
+        return keys == [channel.PROGRESS]
+
+    def get(self, key):
+        return str(min(self.now, self.until)).encode()
+
+
+def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatch):
+    clock = Clock(until=1000.0)
+    monkeypatch.setattr(channel, "time", clock)
+    monkeypatch.setattr(channel, "_store", lambda: clock)
+    with pytest.raises(MeshError, match="have made no progress for 60 s \\(--timeout\\)"):
+        channel._wait(["answer"], 60.0)
+    assert 1060 <= clock.now < 1070

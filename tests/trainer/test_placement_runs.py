@@ -1,22 +1,31 @@
 """Runs whose ranks train or generate: the same numbers as where every rank does both."""
 
 import functools
-from typing import Any, NamedTuple
+import os
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from selection import quick
-from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from small_runs import GRPO, MEASURED, PPO, Quiet, digits_reward, small_job
 
 from funrl import trees
 from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
-from funrl.mesh.launch import launch
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.data.mixture import Mixture
+from funrl.data.order import order_digest, places_in_order
+from funrl.data.prompts import Example
+from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.text import MeshError
+from funrl.seeds import derived_seed
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.placement.source import requests_ahead, with_places
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection
 
 pytestmark = pytest.mark.gloo
 OWN = ("memory/", "sync/bytes")  # metrics of the ranks
@@ -105,6 +114,48 @@ def test_episodes_have_the_same_bits_apart():
     compare(run(place="train:dp2@0-1 generate:tp2@2-3", **settings), run(mesh="dp2", generate_mesh="tp2", **settings))
 
 
+STALE = {"minibatches": 1, "steps": 5, "place": "train:dp2@0-1 generate:dp1@2"}
+
+
+@pytest.mark.parametrize("staleness", quick([1, 2], []))
+def test_rows_ahead_are_of_older_weights_and_the_same_in_every_run(staleness):
+    one = run(rollout_is, staleness=staleness, **STALE)
+    other = run(rollout_is, staleness=staleness, **(STALE | {"place": "train:dp2@0-1 generate:dp2@2-3"}))
+    compare(one, other)
+    steps = [metrics for _, metrics in one.observer.steps]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+    assert one.observer.shown[0] == run(rollout_is, **STALE).observer.shown[0]
+
+
+def test_the_requests_ahead_are_those_of_later_steps():
+    job: Any = small_job(rollout_is, staleness=2, **STALE)
+    generation = Generation(
+        cast(Any, None), PromptSchedule(list(job.task.prompts), 4, 7), job.sampling, PromptEvaluation([], job.sampling)
+    )
+    ahead = requests_ahead(job, generation, 8, 2)
+    assert [request.step for request in ahead] == [3, 4]
+    for request, begin in zip(ahead, (8, 12), strict=True):
+        assert request.places.tolist() == places_in_order(job.task.prompts, 4, 7, begin).tolist()
+        assert request.seed == derived_seed(7, begin)
+    assert [request.step for request in requests_ahead(job, generation, 8, 4)] == [5]
+    filtered = generation._replace(selection=RowSelection(lambda batch: batch.score > 0))
+    assert [request.step for request in requests_ahead(job, filtered, 8, 2)] == [3]
+
+
+@pytest.mark.parametrize("shares", [None, [700, 300]])
+def test_numbered_prompts_come_in_the_same_order(shares):
+    examples = [Example([i], str(i), {}) for i in range(7)]
+    prompts = Mixture([examples[:4], examples[4:]], shares) if shares else examples
+    again: Any = with_places(prompts)
+    assert order_digest(again, 3, [1] * 7) == order_digest(prompts, 3, [1] * 7)
+    places = places_in_order(prompts, 20, 3, 0)
+    assert places_in_order(again, 20, 3, 0).tolist() == places.tolist()
+    for place in places.tolist():
+        assert again[place] == examples[place] and again[place].place == place
+    assert [example.place for example in again[2:5]] == [2, 3, 4]
+
+
 def fails_at_times(prompt, completion, **fields):
     raise ValueError(f"no score for {prompt}")
 
@@ -127,6 +178,8 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"place": "train:1 generate:1", "mesh": "dp2"}, "--mesh=dp2 does nothing"),
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
+        ({"staleness": 1}, "does not depend on rollout_logp"),
+        ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
         ({"save_rollouts": 1, "task": "calculator", "reward": None}, "the episodes are on ranks that write no files"),
     ],
 )
@@ -143,3 +196,44 @@ def test_more_or_fewer_ranks_than_were_started_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match="--place=generate:2: the mesh dp3 has 3 devices, 2 ranks were started"):
         small_job(GRPO, place="generate:2")
+
+
+def rank_in(job, folder, mesh):
+    """As `rank_of`, of a run with checkpoints in a folder."""
+    observer = Quiet(folder)
+    outcome = run_rank(job, mesh, observer)
+    observer.params = None
+    return Ended(outcome, observer, None)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_path):
+    whole = run(steps=4, eval_every=2, save_every="2")
+    places: list[dict[str, Any]] = [{"place": "generate:1"}, {"place": "train:dp2 generate:1", "resume": True}]
+    for steps, place in zip((2, 4), places, strict=True):
+        job = small_job(GRPO, steps=steps, eval_every=2, save_every="2", run_dir=str(tmp_path), **place)
+        ended = launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
+    assert list(complete_checkpoints(str(tmp_path))) == [2, 4]
+    for (_, a), (_, b) in zip(ended.observer.steps, whole.observer.steps[2:], strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+    assert ended.observer.shown[-1] == whole.observer.shown[-1]
+
+
+def ends_its_process(prompt, completion, **fields):
+    """A reward of the ranks that generate, one of which ends during the fourth of the steps' batches."""
+    global _rewarded
+    _rewarded += 1
+    if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions
+        os._exit(1)
+    return digits_reward(prompt, completion)
+
+
+_rewarded = 0
+
+
+@pytest.mark.slow
+def test_the_state_is_saved_where_a_rank_that_generates_dies(tmp_path):
+    job = small_job(GRPO, reward=ends_its_process, steps=9, eval_every=9, place="train:dp2 generate:1")
+    with pytest.raises(WorkerError, match="rank 2"):
+        launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
+    assert list(complete_checkpoints(str(tmp_path))) == [3]

@@ -12,6 +12,7 @@ from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.reports.dry_json import as_object
+from funrl.cost.reports.pools_report import pools_report
 from funrl.cost.reports.schedule_report import schedules_object, schedules_of, schedules_text, wants_schedules
 from funrl.cost.reports.search_needs import needs_of
 from funrl.cost.reports.search_report import search_json, search_text
@@ -27,6 +28,7 @@ from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -46,9 +48,13 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
 
-    def costs(settings: Settings, hardware: Hardware) -> Estimate:
-        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware)
+    def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool)
 
+    if (placement := settings.devices.placement) is not None:
+        check_settings(settings)
+        hardware = HARDWARE[str(settings.estimate.hardware)]
+        return pools_report(settings, placement, costs, described_pool, hardware)
     if settings.devices.train.wanted is not None:
         return searched(settings, algorithm, costs, line)
     node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
@@ -115,6 +121,12 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], token
         *([on_device(calls)] if calls else []),
     ]
     return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(estimate.left_out)}"])
+
+
+def described_pool(estimate: Estimate, settings: Settings, fits: Verdict, hardware: Hardware) -> str:
+    """Tables and verdict of the ranks of a pool."""
+    tables = [memory(estimate), work(estimate, hardware), traffic(estimate), verdict(fits, hardware)]
+    return "\n\n".join([title(estimate, settings), *tables, f"not counted: {', '.join(estimate.left_out)}"])
 
 
 def title(estimate: Estimate, settings: Settings) -> str:

@@ -7,16 +7,18 @@ rank (`handover`, `reshard`).
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.mesh import Mesh
-from funrl.processes.heartbeat import beat, entered, left
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
 KEPT_REQUESTS = 8  # requests that stay in the store behind the newest, for ranks that have not seen them yet
@@ -24,6 +26,8 @@ SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02
 KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
+PROGRESS = f"{KEY}/progress"
+PROGRESS_S = 5.0  # between two signs of progress
 
 
 class End(NamedTuple):
@@ -65,10 +69,14 @@ class Requests:
         Args:
           number: of `post`.
           waits_for: name of the answer, for whoever looks at a rank that waits.
+
+        Raises:
+          MeshError: the answering side makes no progress for `Mesh.timeout`.
         """
         key = f"{KEY}/answer/{number}"
         entered(waits_for)
-        _wait([key])
+        limit_s = None if self.mesh.timeout is None else self.mesh.timeout.total_seconds()
+        _wait([key], limit_s)
         value = from_first_rank(_read(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         return value
@@ -104,8 +112,28 @@ class Answers:
         self.taken += 1
         return request
 
+    @contextlib.contextmanager
+    def showing_progress(self) -> Iterator[None]:
+        """Let the asking side see in the store, while the context lasts, that this one makes progress."""
+        ended = threading.Event()
+
+        def show() -> None:
+            while not ended.wait(PROGRESS_S):
+                with contextlib.suppress(RuntimeError):  # the store is gone, and this process will be
+                    _store().set(PROGRESS, str(beats()))
+
+        thread = threading.Thread(target=show, name="progress", daemon=True)
+        if self.mesh.rank == 0:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self.mesh.rank == 0:
+                thread.join()
+
     def answer(self, value: Any) -> None:
-        """PoolAnswer the newest request. Only the first rank's value counts."""
+        """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
             _write(f"{KEY}/answer/{self.taken - 1}", value)
         beat()
@@ -126,19 +154,37 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _wait(keys: Sequence[str]) -> list[str]:
+def _wait(keys: Sequence[str], limit_s: float | None = None) -> list[str]:
     """Wait until one of the keys is there; return those that are.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
+
+    Args:
+      keys: of the store.
+      limit_s: seconds that the answering side may make no progress; None: without a limit.
+
+    Raises:
+      MeshError: it has made none for so long.
     """
     store = _store()
     pause_s = SHORTEST_S
+    progress = b""
+    since = looked = time.monotonic()
     while True:
         there = [key for key in keys if store.check([key])]
         if there:
             return there
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_S)
+        now = time.monotonic()
+        if limit_s is None or now - looked < min(PROGRESS_S, limit_s / 4):
+            continue
+        looked = now
+        if store.check([PROGRESS]) and (newest := store.get(PROGRESS)) != progress:
+            progress = newest
+            since = now
+        if now - since > limit_s:
+            raise MeshError(f"the ranks that were asked have made no progress for {limit_s:.0f} s (--timeout)")
 
 
 def _write(key: str, value: Any) -> None:

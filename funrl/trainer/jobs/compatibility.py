@@ -77,10 +77,16 @@ def check_algorithm(
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
     staleness = settings.asynchrony.staleness
-    if staleness and not settings.estimate.dry_run:
+    window = settings.asynchrony.window
+    if staleness and settings.devices.place is None and not settings.estimate.dry_run:
         raise SettingsError(
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
-            "behind; add --dry_run to simulate devices of their own for both, or leave --staleness out"
+            "behind; give both devices of their own with --place, simulate that with --dry_run, or leave --staleness out"
+        )
+    if window > 1 and not settings.estimate.dry_run:
+        raise SettingsError(
+            f"--window={window}: a run trains on groups in the order in which they begin, which is --window=1; others "
+            "are simulated by --dry_run"
         )
     try:
         check_behaviour(algorithm, staleness)
@@ -190,7 +196,7 @@ def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
-    if settings.sampling.new_tokens_per_step is None:
+    if settings.sampling.new_tokens_per_step is None and not settings.asynchrony.staleness:
         absent |= {"version", "stale"}  # all tokens of a step are of the same weights
     if not settings.routers.router_replay:
         absent.add("routes")

@@ -121,6 +121,11 @@ def rl_job(
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, task, sampling.max_new_tokens)
+    if settings.asynchrony.staleness and task.curriculum is not None:
+        raise SettingsError(
+            f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
+            "ended; leave one out"
+        )
     if settings.devices.place is not None and settings.run.save_rollouts and task.environment is not None:
         raise SettingsError(
             f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "

@@ -243,6 +243,7 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
         pad=job.pad,
         choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         episodes=None if task.environment is None else episode_setup(job, task.environment),
+        versions=settings.asynchrony.staleness > 0,
     )
 
 
@@ -263,7 +264,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     agents = with_environment(job.agents, environment)
     models = agents.models
     frozen = tuple(agent for agent in models if agent not in agents.trained)
-    versions = job.settings.sampling.new_tokens_per_step is not None
+    versions = job.settings.sampling.new_tokens_per_step is not None or job.settings.asynchrony.staleness > 0
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices)
     log = [] if job.settings.run.save_rollouts and not versions else None  # across steps they cannot be repeated
     return EpisodeSetup(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl.batch import as_dict, kind_of
+from funrl.data.prompts import Example
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
@@ -32,6 +33,7 @@ from funrl.trainer.placement.messages import (
     written_rows,
 )
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.prompts import Generation, evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.steps.clock import Clock
@@ -66,6 +68,21 @@ class Shown:
         return taken
 
 
+class WrittenHere(NamedTuple):
+    """Rows of a `WriteRequest`, until they are handed over.
+
+    Attributes:
+      examples: the prompts.
+      done, rows: their completions or episodes, and the rows.
+      samples: of each prompt.
+    """
+
+    examples: Sequence[Example]
+    done: Rollout
+    rows: Rows
+    samples: int
+
+
 class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
@@ -83,8 +100,7 @@ class GeneratingRank:
         self.training = training
         self.show = show
         self.clock = Clock()
-        self.newest: Any = None  # arguments of `first_samples` for the newest rows
-        self.held: dict[int, Rows] = {}  # by the number of their request
+        self.held: dict[int, WrittenHere] = {}  # by the number of their request
 
     def load(self, request: LoadRequest) -> EngineDigests | None:
         """Take weights."""
@@ -107,24 +123,23 @@ class GeneratingRank:
         prompts = self.generation.schedule.prompts
         examples = [prompts[place] for place in request.places.tolist()]
         done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
-        self.newest = examples, done, rows, request.sampling.samples
-        self.held[number] = rows
+        self.held[number] = WrittenHere(examples, done, rows, request.sampling.samples)
         return written_rows(done, rows)
 
     def send(self, request: SendRequest) -> None:
         """Hand rows over, and let go of all."""
-        parts = [take(self.held[number], rows) for number, rows in split_origins(request.origins)]
+        parts = [take(self.held[number].rows, rows) for number, rows in split_origins(request.origins)]
         rows = join_rows(parts)
         kinds = {name: k for name in sorted(as_dict(rows.batch)) if not (k := kind_of(rows.batch, name)).everywhere}
         fields = {name: as_dict(rows.batch)[name] for name in kinds}
         way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
         with heartbeat.phase("send_rows"):
             send_rows(fields, kinds, way)
-        self.held.clear()
+        self.held = {number: rows for number, rows in self.held.items() if number in request.kept}
 
     def samples(self, request: SamplesRequest) -> list[ShownSample]:
-        """The first samples of the newest rows."""
-        examples, done, rows, samples = self.newest
+        """The first samples of some rows."""
+        examples, done, rows, samples = self.held[request.number]
         return first_samples(self.generation, examples[: request.count], done, rows=rows, samples=samples)
 
     def evaluate(self, request: EvaluateRequest) -> HeldoutEvaluation:
@@ -160,7 +175,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         generation = generation._replace(episodes=generation.episodes._replace(log=None))
     rank = GeneratingRank(generation, parts.generator, training, show)
     answers = Answers(generating)
-    with stops_when_asked():
+    with stops_when_asked(), answers.showing_progress():
         while not isinstance(request := answers.take("a request of the ranks that train"), End):
             if isinstance(request, LoadRequest):
                 answers.answer(rank.load(request))

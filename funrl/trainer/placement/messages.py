@@ -39,15 +39,23 @@ class SendRequest(NamedTuple):
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
       to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
+      kept: numbers of the `WriteRequest`s whose rows stay.
     """
 
     origins: np.ndarray
     to: np.ndarray
+    kept: frozenset[int] = frozenset()
 
 
 class SamplesRequest(NamedTuple):
-    """Show the first sample of each of the first `count` prompts of the newest rows. Its answer is a list of them."""
+    """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
 
+    Attributes:
+      number: of the `WriteRequest`.
+      count: of the prompts.
+    """
+
+    number: int
     count: int
 
 
@@ -58,7 +66,7 @@ class EvaluateRequest(NamedTuple):
 
 
 class PoolAnswer(NamedTuple):
-    """PoolAnswer to any request but a `LoadRequest`.
+    """Answer to any request but a `LoadRequest`.
 
     Attributes:
       value: as the request says; None where there is a problem.
@@ -72,7 +80,7 @@ class PoolAnswer(NamedTuple):
 
 
 class HeldoutEvaluation(NamedTuple):
-    """HeldoutEvaluation on the held-out prompts.
+    """Evaluation on the held-out prompts.
 
     Attributes:
       metrics: of it.

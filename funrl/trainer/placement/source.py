@@ -12,18 +12,21 @@ from typing import Any, overload
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.batch import as_dict, declare, kind_of, schema_of
+from funrl.data.mixture import Mixture
+from funrl.data.order import take_next
 from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.seeds import derived_seed
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
@@ -71,9 +74,33 @@ class NumberedPrompts(Sequence[Example]):
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
-        example = NumberedExample(*self.prompts[place])
-        example.place = int(place)
-        return example
+        return _numbered(self.prompts[place], place)
+
+
+class NumberedMixture(Mixture[Example]):
+    """Prompts of several parts that know their places."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return _numbered(super().__getitem__(index), index)
+
+
+def with_places(prompts: Sequence[Example]) -> Sequence[Example]:
+    """The prompts, in the same order, as `NumberedExample`s."""
+    if isinstance(prompts, Mixture):
+        return NumberedMixture(prompts.parts, prompts.shares)
+    return NumberedPrompts(prompts)
+
+
+def _numbered(prompt: Example, place: int) -> NumberedExample:
+    example = NumberedExample(*prompt)
+    example.place = int(place)
+    return example
 
 
 class Generators:
@@ -83,21 +110,26 @@ class Generators:
       step: that the next rows are for.
     """
 
-    def __init__(self, requests: Requests, mesh: Mesh, generating: Mesh, show: Show, *, early: bool) -> None:
+    def __init__(self, engine: RemoteEngine, mesh: Mesh, show: Show, *, early: bool, staleness: int = 0) -> None:
         """Name the ranks.
 
         Args:
-          requests: the way to them.
-          mesh, generating: to train on, and to generate on.
+          engine: theirs.
+          mesh: to train on.
           show: receives their remarks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
+          staleness: versions that tokens may be behind.
         """
-        self.requests = requests
+        self.engine = engine
+        self.requests = engine.requests
         self.mesh = mesh
-        self.generating = generating
+        self.generating = engine.weights.mesh
         self.show = show
         self.early = early
+        self.staleness = staleness
         self.step = 0
+        self.newest = -1  # number of the request of the newest rows
+        self.ahead: dict[tuple[int, bytes], int] = {}  # requests of later steps, by their seeds and places
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
@@ -106,11 +138,14 @@ class Generators:
           RewardError: as `rollout` raises it.
         """
         places = np.array([example.place for example in examples if isinstance(example, NumberedExample)])
-        number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
+        number = self.ahead.pop((seed, places.tobytes()), None)
+        if number is None:
+            number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
+        self.newest = number
         written: WrittenRows = self._answer(number, f"the generators' rows of step {self.step}")
         device = self.mesh.device
         facts: dict[str, Any] = {
-            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in written.rollout.items()
+            name: x.to(device) if isinstance(x, Tensor) else x for name, x in written.rollout.items()
         }
         done = Rollout(completions=(), mesh=self.generating, **facts)
         batch = declare(blank_batch(written, device), ORIGIN)
@@ -122,9 +157,15 @@ class Generators:
         to = batch.group.cpu().numpy() * ranks // max(1, len(examples))
         return done, self.move(rows, to, self.mesh)
 
+    def write_ahead(self, request: WriteRequest) -> None:
+        """Let rows of a later step be generated, unless they are on their way. Collective."""
+        key = request.seed, request.places.tobytes()
+        if key not in self.ahead:
+            self.ahead[key] = self.requests.post(request)
+
     def samples(self, count: int) -> list[ShownSample]:
         """Samples of the newest rows; see `Elsewhere`."""
-        return self._answer(self.requests.post(SamplesRequest(count)), "the generators' samples")
+        return self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics of an evaluation; see `Elsewhere`."""
@@ -140,14 +181,30 @@ class Generators:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
         origins = fields.pop("origin").cpu().numpy()
-        number = self.requests.post(SendRequest(origins, to))
+        shown = {self.newest} if self.early else set()  # whose samples may be asked for
+        kept = frozenset({*self.ahead.values(), *shown})
+        number = self.requests.post(SendRequest(origins, to, kept))
         kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
         own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
         self._answer(number, "the generators' rows")
+        if "version" in own:
+            own["stale"] = own["mask"] & self._aged(own["version"], own["mask"])
         further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
         batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
         return rows_of(batch, to, mesh)
+
+    def _aged(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, tokens of other weights than those that were sent last.
+
+        Raises:
+          RuntimeError: a token that was sampled is older than it may be.
+        """
+        age_bT = (self.engine.version or 0) - version_bT
+        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
+        if oldest > self.staleness:
+            raise RuntimeError(f"a token of step {self.step} is {oldest} versions old; --staleness={self.staleness}")
+        return age_bT != 0
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""
@@ -166,18 +223,46 @@ def placed_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cloc
     engine: Any = parts.generator.whole
     assert isinstance(engine, RemoteEngine)
     early = needs_tokens(job, generation)
-    generators = Generators(engine.requests, parts.mesh, parts.generator.mesh, show, early=early)
-    schedule = generation.schedule._replace(prompts=NumberedPrompts(generation.schedule.prompts))
+    generators = Generators(engine, parts.mesh, show, early=early, staleness=job.settings.asynchrony.staleness)
+    schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
+    later: list[WriteRequest] = []
 
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         generators.step = step
-        return next_rows(state, step)
+        rows, state, metrics = next_rows(state, step)
+        later[:] = requests_ahead(job, generation, state["prompts_consumed"], step)
+        return rows, state, metrics
 
-    return source._replace(next_rows=at_step, move=generators.move)
+    def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+        rows = generators.move(rows, to, mesh)
+        for request in later:  # after the rows of this step, which would wait for them
+            generators.write_ahead(request)
+        return rows
+
+    return source._replace(next_rows=at_step, move=move)
+
+
+def requests_ahead(job: RLJob, generation: Generation, consumed: int, step: int) -> list[WriteRequest]:
+    """First requests of the steps after `step` that may be generated with its weights: as many as --staleness says.
+
+    Where a filter may take further prompts for a step, only the next one's prompts are known.
+
+    Args:
+      consumed: prompts taken up to `step`.
+    """
+    staleness = job.settings.asynchrony.staleness
+    known = staleness if generation.selection.filter is None else min(staleness, 1)
+    requests = []
+    for later in range(step + 1, min(step + known, job.settings.run.steps) + 1):
+        prompts, batch, seed, _ = generation.schedule
+        taken = take_next(prompts, batch, seed, position=consumed)
+        requests.append(WriteRequest(later, taken.places, generation.sampling, derived_seed(seed, consumed)))
+        consumed = taken.end
+    return requests
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:

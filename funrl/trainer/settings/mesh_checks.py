@@ -39,6 +39,11 @@ def check_placement(settings: Settings, place: str) -> None:
         f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
         **{f"--{name}": True for name in scorers_of(settings)},
     }
+    if settings.asynchrony.staleness and settings.examples.difficulty is not None:
+        raise SettingsError(
+            f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
+            "of a step choose the prompts of the next, so that none is generated before; leave one out"
+        )
     for flag, given in apart.items():
         if given:
             raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")

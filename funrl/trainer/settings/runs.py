@@ -80,14 +80,13 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class AsynchronySettings:
-    """Asynchrony, as --dry_run simulates it."""
+    """Asynchrony of ranks that train and ranks that generate."""
 
     staleness: int = flag(
         0,
         "versions that a group may be behind when it begins",
         at_least(0),
         kinds=RL,
-        effect="output",
     )
     window: int = flag(
         1,

@@ -106,6 +106,7 @@ class Generation(NamedTuple):
       pad: id of the padding token.
       choices: experts recorded for each token; 0: none.
       episodes: how prompts become episodes; None: each is completed once.
+      versions: whether rows have the versions of the weights that sampled their tokens.
       elsewhere: other ranks, which generate and reward; None: this one does.
     """
 
@@ -122,6 +123,7 @@ class Generation(NamedTuple):
     pad: int = 0
     choices: int = 0
     episodes: EpisodeSetup | None = None
+    versions: bool = False
     elsewhere: Elsewhere | None = None
 
 
@@ -304,7 +306,7 @@ def rewarded_rows(
         if generation.episodes is not None:
             return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         done = rollout(generation.engine, examples, sampling, seed=seed)
-        rows = to_rows(examples, done, sampling, generation.pad, choices=generation.choices)
+        rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
     if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
     return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
