@@ -12,6 +12,7 @@ from funrl.mesh.mesh import single
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.lowered import backend
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_of
 
 RECIPES = {"grpo": GRPO, "ppo": PPO}
 
@@ -57,14 +58,20 @@ def test_a_run_goes_on_in_the_other_backend():
     [
         ({"mesh": "dp2"}, "--backend=xla computes on one device so far: leave --mesh=dp2 out"),
         ({"remat": "selective"}, "--backend=xla has --remat=none and --remat=full"),
-        ({"model_code": "hf"}, "--backend=xla lowers funrl's own layers: leave --model_code=hf out"),
     ],
-    ids=["mesh", "remat", "code"],
+    ids=["mesh", "remat"],
 )
 def test_flags_that_the_backend_lacks_are_refused(flags, says):
     pytest.importorskip("jax")
     with pytest.raises(SettingsError, match=says):
         small_job(GRPO, backend="xla", **flags)
+
+
+def test_layers_of_other_code_are_refused():
+    pytest.importorskip("jax")
+    settings = settings_of(backend="xla", model="somewhere", model_code="hf")
+    with pytest.raises(SettingsError, match="--backend=xla lowers funrl's own layers: leave --model_code=hf out"):
+        backend.check_backend(settings, {"data": 1}, "cpu")
 
 
 def test_jax_is_named_where_it_is_missing(monkeypatch):
