@@ -299,6 +299,8 @@ def train(
         named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
     wanted = with_model_directories(settings_of(**named, **values))
     chosen = _with_mesh(wanted, algorithm, isinstance(model, Model))
+    if source is not None and chosen.devices.place is not None:
+        raise SettingsError(f"source=... with --place={chosen.devices.place}: other ranks write the rows; omit one")
     job = prepare(chosen, lambda: algorithm, given)
     config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:

@@ -9,6 +9,7 @@ import torch
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, digits_reward, small_job
 
+import funrl
 from funrl import trees
 from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
@@ -22,6 +23,7 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.text import MeshError
 from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.placement.source import requests_ahead, with_places
 from funrl.trainer.settings.declaration import SettingsError
@@ -237,3 +239,8 @@ def test_the_state_is_saved_where_a_rank_that_generates_dies(tmp_path):
     with pytest.raises(WorkerError, match="rank 2"):
         launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
     assert list(complete_checkpoints(str(tmp_path))) == [3]
+
+
+def test_a_source_of_ones_own_is_refused():
+    with pytest.raises(SettingsError, match="other ranks write the rows"):
+        funrl.train("grpo", place="generate:1", source=make_source, steps=1, batch_prompts=2, device="cpu")
