@@ -149,10 +149,9 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """True of a tensor and of records of tensors."""
-    if isinstance(value, tuple):
-        return bool(value) and all(isinstance(x, Tensor) for x in value)
-    return isinstance(value, Tensor)
+    """True of a tree of tensors that has some; a record may lack others, as None."""
+    leaves = trees.leaves(value)
+    return bool(leaves) and all(isinstance(x, Tensor) for x in leaves)
 
 
 def _traced(run: Any, specs: Sequence[Spec], needs: Sequence[bool], remat: str) -> LayerProgram:
