@@ -7,6 +7,8 @@ import gc
 import os
 import tempfile
 
+from selection import starts_jax
+
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
 
 if "FUNRL_TEST_CACHE" in os.environ:
@@ -17,6 +19,12 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 gc.disable()  # until all is imported and collected, which stays
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Skip files that start JAX where `-m` excludes them: reading one imports JAX, into a process that forks."""
+    excluded = "not xla" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if excluded and starts_jax(collection_path) else None
 
 
 def pytest_collection_finish(session):

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("jax")
 
+pytestmark = pytest.mark.xla
+
 HERE = Path(__file__).parent
 DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
 MESHES = {  # the collectives that its program must have

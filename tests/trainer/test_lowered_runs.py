@@ -14,6 +14,8 @@ from funrl.trainer.lowered import backend
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
+pytestmark = pytest.mark.xla
+
 RECIPES = {"grpo": GRPO, "ppo": PPO}
 
 

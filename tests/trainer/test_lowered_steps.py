@@ -16,6 +16,8 @@ from funrl.mesh.mesh import single
 from funrl.models.decoder.routing import Experts
 from funrl.trainer.lowered.programs import XlaPrograms
 
+pytestmark = pytest.mark.xla
+
 RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft, "dpo": dpo, "entropy": functools.partial(GRPO, entropy_coef=0.1)}
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6}  # relative to a gradient, in which terms of both signs cancel
 

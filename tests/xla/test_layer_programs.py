@@ -16,6 +16,8 @@ from funrl.xla.interpret import lowered
 from funrl.xla.layers import as_one_operator
 from funrl.xla.trace import trace_program
 
+pytestmark = pytest.mark.xla
+
 SIZES = {"vocab": 16, "embed": 8, "heads": 2, "kv_heads": 1, "head": 4, "mlp": 12}
 
 

@@ -18,6 +18,8 @@ from funrl.xla.interpret import result_of
 from funrl.xla.operators.collectives import BETWEEN_DEVICES
 from funrl.xla.operators.table import LOWERINGS, WITHOUT_MEANING
 
+pytestmark = pytest.mark.xla
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 UNDEFINED = ("aten.empty", "aten.new_empty")  # whose numbers are any
 

@@ -11,6 +11,8 @@ from funrl.xla.compiled import Compiled
 from funrl.xla.errors import XlaError
 from funrl.xla.trace import operators_of, trace_program
 
+pytestmark = pytest.mark.xla
+
 
 def draw(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
