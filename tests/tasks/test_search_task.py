@@ -1,10 +1,14 @@
 """The embedded task of documents: its facts, its demonstrator and its tool."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from funrl.tasks import search as s
 
-pytest.importorskip("bm25s", reason="bm25s is not installed: pip install 'funrl[environments]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("bm25s") is None, reason="bm25s is not installed: pip install 'funrl[environments]'"
+)
 
 
 def test_the_whole_question_finds_the_document_and_a_part_mostly_another():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def search_tool(texts: Sequence[str], results: int, characters: int = 1000) -> C
       LoadError: bm25s is not installed.
     """
     try:
-        import bm25s  # type: ignore[import-not-found]
+        bm25s = _import_bm25s()
     except ImportError as error:
         raise LoadError(f"search needs bm25s ({error}): pip install 'funrl[environments]'") from error
 
@@ -79,6 +80,19 @@ def search_tool(texts: Sequence[str], results: int, characters: int = 1000) -> C
         return "\n".join(str(texts[n])[:characters] for n in best if scores[n] > 0)
 
     return search
+
+
+def _import_bm25s() -> Any:
+    """Import bm25s without JAX, which it would start: threads that make forks unsafe, and most of a GPU's memory."""
+    modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
+    jax = {"jax": modules["jax"]} if "jax" in modules else {}
+    modules["jax"] = None  # an import raises ImportError
+    try:
+        import bm25s  # type: ignore[import-not-found]
+    finally:
+        del modules["jax"]
+        modules.update(jax)
+    return bm25s
 
 
 def read_documents(path: str) -> list[str]:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -10,9 +13,13 @@ from funrl.loading import LoadError
 
 DOCUMENTS = ["the sun is a star", "the moon is a rock", "a cat is an animal", "the moon is far"]
 
+needs_bm25s = pytest.mark.skipif(
+    find_spec("bm25s") is None, reason="bm25s is not installed: pip install 'funrl[environments]'"
+)
 
+
+@needs_bm25s
 def test_documents_are_ranked_and_equal_ones_in_their_order():
-    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install 'funrl[environments]'")
     find = search_tool(DOCUMENTS, results=2)
     assert find("MOON rock?") == "the moon is a rock\nthe moon is far"
     assert find("animal") == "a cat is an animal"
@@ -40,8 +47,8 @@ def test_what_cannot_work_is_refused(monkeypatch):
         search_documents(DOCUMENTS)
 
 
+@needs_bm25s
 def test_the_answer_after_a_search_is_rewarded():
-    pytest.importorskip("bm25s", reason="bm25s is not installed: pip install 'funrl[environments]'")
     environment = search_documents(DOCUMENTS, results=1)
     question = [{"role": "user", "content": "What is a cat?"}]
     answered = [*question, {"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "x"}]
@@ -50,3 +57,14 @@ def test_the_answer_after_a_search_is_rewarded():
     assert score([*answered, {"role": "assistant", "content": "a star"}], answer="an animal") == 0.0
     assert score(answered[:2], answer="an animal") == 0.0
     assert asyncio.run(environment._output("search", {"query": "cat"})).text == "a cat is an animal"
+
+
+@needs_bm25s
+def test_a_search_does_not_start_jax():
+    code = """
+import sys
+from funrl.environments.builtin.search import search_tool
+assert search_tool(["a star", "a rock"], results=1)("rock") == "a rock"
+sys.exit("jax" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
