@@ -13,6 +13,7 @@ from funrl import trees
 from funrl.algos.recipes.dpo import dpo
 from funrl.algos.recipes.sft import sft
 from funrl.mesh.mesh import single
+from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import Experts
 from funrl.trainer.lowered.programs import XlaPrograms
 
@@ -26,6 +27,11 @@ MODELS = {
     "windows": {"layers": 4, "windows": (3, None, 3, None)},
     "capped": {"attention_cap": 5.0, "logit_cap": 3.0},
     "gated": {"output_gate": True, "qk_norm": "head"},
+    "rotations": {
+        "rope_scaling": RopeScaling("yarn", 2.0, 1.0, 32.0, original=4),
+        "query_growth": 0.3,
+        "rotary_pairs": True,
+    },
     "experts": {"experts": Experts(4, 2, 8)},
 }
 
