@@ -70,6 +70,7 @@ class TrainKeywords(SharedKeywords, total=False):
     resize_vocab: TruthValue
     teacher: TextValue | None
     teacher_top_k: WholeValue
+    backend: TextValue
     task: TextValue
     data: TextValue | None
     max_text_tokens: WholeValue | None
@@ -95,7 +96,6 @@ class TrainKeywords(SharedKeywords, total=False):
     json: TruthValue
     hardware: TextValue | None
     place: TextValue | None
-    backend: TextValue
     fsdp: TruthValue
     fsdp_axes: TextValue | None
     fsdp_models: TextValue | None

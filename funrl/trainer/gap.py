@@ -54,8 +54,8 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
     sizes = policy.mesh.sizes
     if policy.mesh.device.type != "cpu":
         return f"the kernels of {policy.mesh.device.type} sum in orders that depend on the batch"
-    if settings.devices.backend != "torch":
-        return f"--backend={settings.devices.backend} sums in orders of its own"
+    if settings.models.backend != "torch":
+        return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
     if settings.engines.engine != "native":

@@ -105,7 +105,7 @@ def test_a_second_copy_of_tied_embeddings_is_a_copy(folder):
 FIELDS = [
     ("rms_norm_eps", "small", "a number above 0"), ("rms_norm_eps", None, "a number above 0"),
     ("rms_norm_eps", float("nan"), "a number above 0"), ("rope_theta", 10**400, "a number above 0"),
-    ("rope_theta", [1], "a number above 0"), ("sliding_window", "many", "at least 1"),
+    ("rope_theta", [1], "a number above 0"), ("sliding_window", "many", "at least 0"),
     ("eos_token_id", "</s>", "a token id or a list"), ("eos_token_id", [1, None], "a token id or a list"),
     ("bos_token_id", 1.5, "a token id"), ("pad_token_id", {}, "a token id"), ("tie_word_embeddings", "yes", "true or"),
     ("layer_types", 3, "a list of texts"), ("layer_types", [["full_attention"]], "a list of texts"),

@@ -5,6 +5,8 @@ import torch
 from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, scored_batch, small_job
 
+from funrl import trees
+from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_problem
@@ -102,3 +104,14 @@ def test_tokens_of_other_weights_are_counted_apart():
 def test_the_reason_why_there_is_no_promise(settings, words):
     trainer, _ = begin(small_job(GRPO, **settings), single())
     assert words in gap_problem(trainer.job, trainer.parts) and trainer.gap_check is None
+
+
+def test_later_updates_of_a_step_count_no_gap_as_their_weights_sampled_nothing():
+    """An algorithm that does not read old_logp has that of its first update."""
+    job = small_job(rollout_is, minibatches=2, lr=0.1)
+    trainer, state = begin(job, single())
+    rows, state, _ = scored_batch(trainer, state)
+    before = [x.clone() for x in trees.leaves(state.roles["policy"].params)]
+    state, metrics = learn_batch(trainer, state, rows)
+    assert metrics[GAP_METRIC] == metrics["rollout/logprob_gap_mean"] == 0
+    assert any(not torch.equal(x, y) for x, y in zip(before, trees.leaves(state.roles["policy"].params), strict=True))

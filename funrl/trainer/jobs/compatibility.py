@@ -81,7 +81,7 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     if staleness and settings.devices.place is None and not settings.estimate.dry_run:
         raise SettingsError(
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
-            "behind; give both devices of their own with --place, simulate that with --dry_run, or leave --staleness out"
+            "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
     if window > 1 and not settings.estimate.dry_run:
         raise SettingsError(

@@ -21,7 +21,7 @@ def check_backend(settings: Settings, sizes: Mapping[str, int], device: str) -> 
     Raises:
       SettingsError: jax is not installed, or a flag is one that the backend does not have.
     """
-    if settings.devices.backend == "torch":
+    if settings.models.backend == "torch":
         return
     if importlib.util.find_spec("jax") is None:
         raise SettingsError("--backend=xla needs jax, which is not installed: pip install 'funrl[xla]'")
@@ -39,7 +39,7 @@ def check_backend(settings: Settings, sizes: Mapping[str, int], device: str) -> 
 
 def with_backend(roles: Mapping[str, Role], settings: Settings, note: Callable[[str], None]) -> dict[str, Role]:
     """The roles of a run, with programs where its backend is not torch; `note` receives how long each took to make."""
-    if settings.devices.backend == "torch":
+    if settings.models.backend == "torch":
         return dict(roles)
     from funrl.trainer.lowered.programs import XlaPrograms  # it imports jax
 

@@ -52,12 +52,6 @@ class DeviceSettings:
         chosen="cuda where there is one",
         effect="ranks",
     )
-    backend: str = flag(
-        "torch",
-        "what computes gradients, updates and scores: torch, or xla, which is JAX; the engine is torch's",
-        one_of("torch", "xla"),
-        example="xla",
-    )
     fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
     fsdp_axes: str | None = flag(
         None,

@@ -54,3 +54,9 @@ class ModelSettings:
         "compile one decoder layer; auto: if it pays off, on CUDA",
         one_of("on", "off", "auto"),
     )
+    backend: str = flag(
+        "torch",
+        "what computes gradients, updates and scores: torch, or xla, which is JAX; the engine is torch's",
+        one_of("torch", "xla"),
+        example="xla",
+    )

@@ -19,7 +19,7 @@ from funrl.trainer.steps.micro import packed, plan_epoch, row_cost, sizes_of, to
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, Suspects
-from funrl.trainer.steps.step import LossTotals, NotFiniteError, train_step
+from funrl.trainer.steps.step import ENGINE_GAPS, LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import (
     SINGLE_ROWS,
     Epoch,
@@ -77,6 +77,7 @@ def learn(
     if plan.cost is None:
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
+    first = True  # later updates compute with other weights than those that sampled the rows
     whole = sums_over_episodes([role.loss for role in learning.values() if role.loss is not None])
     units = rows.units(whole)
     for number in range(plan.epochs):
@@ -90,7 +91,9 @@ def learn(
                 update = _Update(f"step {plan.step}, {name}", name, role, pieces)
                 states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
                 for key, value in metrics.items():
-                    values.setdefault(key, []).append(value)
+                    if first or key not in ENGINE_GAPS:
+                        values.setdefault(key, []).append(value)
+            first = False
     return states, means(values)
 
 

@@ -274,6 +274,9 @@ def fields_of(loss: Loss) -> frozenset[str]:
     return read.required | read.optional
 
 
+ENGINE_GAPS = frozenset({"rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/stale_gap_max"})
+
+
 def engine_gap(batch: Batch) -> dict[str, Metric]:
     """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
 
