@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
         specs = tuple(Spec(tuple(x.shape), x.dtype) for x in operands)
         constant = tuple((name, value) for name, value in context._asdict().items() if name not in fields)
         structure = str(trees.map(lambda _: 0, tree))
-        key = (layer, config, id(mesh), constant, structure, specs, needs, remat)
+        key = (layer, config, _facts_of(mesh, indices), constant, structure, specs, needs, remat)
         if key not in _NAMES:
             with _disable_current_modes():
                 program = _traced(run, specs, needs, remat)
@@ -146,6 +146,12 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
         return trees.fill(PROGRAMS[name].results, _LayerCall.apply(name, *operands))
 
     return call
+
+
+def _facts_of(mesh: Mesh, indices: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What a program depends on of a mesh, whose `indices` are operands."""
+    fixed = {axis: index for axis, index in (mesh.indices or {}).items() if axis not in indices}
+    return (*(tuple(sorted(facts.items())) for facts in (mesh.sizes, mesh.groups, fixed)), tuple(sorted(indices)))
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, digits_reward, small_job
+from test_episode_runs import episode_job
 
 import funrl
 from funrl import trees
@@ -20,7 +21,9 @@ from funrl.data.mixture import Mixture
 from funrl.data.order import order_digest, places_in_order
 from funrl.data.prompts import Example
 from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
+from funrl.rollout.episodes import Episode
 from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.row_source import make_source
@@ -128,6 +131,34 @@ def test_rows_ahead_are_of_older_weights_and_the_same_in_every_run(staleness):
     assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
     assert one.observer.shown[0] == run(rollout_is, **STALE).observer.shown[0]
+
+
+@pytest.mark.slow
+def test_many_steps_ahead_and_evaluations_between_them_end():
+    last = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 9})).observer.steps[-1]
+    assert last[0] == 9
+
+
+class Failing:
+    """An environment of which every third prompt's episodes work."""
+
+    async def run(self, policy, example, seed):
+        if sum(example.tokens) % 3:
+            raise RuntimeError("no such place")
+        _, trajectory = await policy.sample(policy.start(example.tokens), max_tokens=2)
+        return Episode([trajectory], {"policy": float(trajectory.leaf.tokens[0] % 2)})
+
+
+@pytest.mark.slow
+def test_a_step_whose_episodes_have_all_failed_is_skipped():
+    settings = {"episode_retries": 0, "batch_prompts": 2, "steps": 4}
+    apart = episode_job(GRPO, Failing(), place="generate:1", **settings)
+    ended = launch(functools.partial(rank_of, apart), apart.launched, "cpu")
+    together = rank_of(episode_job(GRPO, Failing(), **settings), single())
+    assert ended.outcome.error is None and ended.observer.table == together.observer.table
+    for a, b in zip(trees.leaves(ended.weights), trees.leaves(together.weights), strict=True):
+        assert torch.equal(a, b)
+    assert {metrics["episodes/skipped"] for _, metrics in ended.observer.steps} == {0, 1}
 
 
 def test_the_requests_ahead_are_those_of_later_steps():

@@ -29,6 +29,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.processes.environment import ranks_of_node
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -53,6 +54,11 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
 
     if (placement := settings.devices.placement) is not None:
         check_settings(settings)
+        if wants_schedules(settings):
+            raise SettingsError(
+                f"--dry_run with --place={placement} estimates each pool by itself, and --staleness, --window and "
+                "--lengths do nothing then; simulate them with --mesh=MESH of all devices instead of --place"
+            )
         hardware = HARDWARE[str(settings.estimate.hardware)]
         return pools_report(settings, placement, costs, described_pool, hardware)
     if settings.devices.train.wanted is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from pathlib import Path
@@ -86,9 +85,12 @@ def parse_lengths(text: str) -> LengthLaw:
     numbers: dict[str, float] = {}
     for word in text.split(","):
         name, _, number = word.partition(":")
-        with contextlib.suppress(ValueError):
+        try:
             numbers[name] = float(number)
-    if not {"mean", "max"} <= set(numbers) <= {"mean", "max", "spread"}:
+        except ValueError:
+            numbers[name] = math.nan
+    known = {"mean", "max"} <= set(numbers) <= {"mean", "max", "spread"}
+    if not known or not all(map(math.isfinite, numbers.values())) or numbers.get("spread", 0.0) < 0:
         raise LengthError(f"{text!r} is not a law of lengths; write mean:2000,max:16384, perhaps with ,spread:0.8")
     return law_of_mean(numbers["mean"], int(numbers["max"]), numbers.get("spread", SPREAD))
 
@@ -99,6 +101,8 @@ def law_of_run(directory: Path) -> LengthLaw:
     Raises:
       LengthError: it logged no completions, or all have one length.
     """
+    if not (directory / "metrics.jsonl").is_file():
+        raise LengthError(f"{directory} has no metrics.jsonl: give the --run_dir of a run, or mean:2000,max:16384")
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if {"response_length/mean", "response_length/max"} <= set(row)]
     if not rows:

@@ -7,6 +7,7 @@ rank (`handover`, `reshard`).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pickle
 import threading
@@ -21,9 +22,10 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.processes.heartbeat import beat, beats, entered, left
 
 VALUE_BYTES = 4 << 20  # bytes of a value of the store, which takes 8 MB at once
-KEPT_REQUESTS = 8  # requests that stay in the store behind the newest, for ranks that have not seen them yet
+KEPT_REQUESTS = 8  # whose answers were read, that stay in the store for ranks that have not seen them yet
 SHORTEST_S = 0.0005  # between two looks at the store
 LONGEST_S = 0.02
+STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
 KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
 PROGRESS = f"{KEY}/progress"
@@ -51,6 +53,7 @@ class Requests:
         """
         self.mesh = mesh
         self.posted = 0
+        self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
     def post(self, request: Any) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
@@ -58,8 +61,6 @@ class Requests:
         self.posted += 1
         if self.mesh.rank == 0:
             _write(f"{KEY}/request/{number}", request)
-            _remove(f"{KEY}/request/{number - KEPT_REQUESTS}")
-            _remove(f"{KEY}/answer/{number - KEPT_REQUESTS}")
         beat()
         return number
 
@@ -76,10 +77,20 @@ class Requests:
         key = f"{KEY}/answer/{number}"
         entered(waits_for)
         limit_s = None if self.mesh.timeout is None else self.mesh.timeout.total_seconds()
-        _wait([key], limit_s)
+        _wait([key], self.mesh.world, waits_for, limit_s)
         value = from_first_rank(_read(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
+        self.forget(number)
         return value
+
+    def forget(self, number: int) -> None:
+        """Remove a request, whose answer was read or that nobody reads, from the store after the next few."""
+        self.read.append(number)
+        while len(self.read) > KEPT_REQUESTS:
+            oldest = self.read.popleft()
+            if self.mesh.rank == 0:
+                _remove(f"{KEY}/request/{oldest}")
+                _remove(f"{KEY}/answer/{oldest}")
 
     def ask(self, request: Any, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
@@ -106,7 +117,7 @@ class Answers:
         """
         key = f"{KEY}/request/{self.taken}"
         entered(waits_for)
-        there = _wait([key, END_KEY])
+        there = _wait([key, END_KEY], self.mesh.world, waits_for)
         request = from_first_rank(_read(there[0]) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.taken += 1
@@ -154,13 +165,15 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _wait(keys: Sequence[str], limit_s: float | None = None) -> list[str]:
+def _wait(keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None) -> list[str]:
     """Wait until one of the keys is there; return those that are.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
 
     Args:
       keys: of the store.
+      ranks: that wait with this one.
+      waits_for: name of what comes, for the error.
       limit_s: seconds that the answering side may make no progress; None: without a limit.
 
     Raises:
@@ -175,7 +188,7 @@ def _wait(keys: Sequence[str], limit_s: float | None = None) -> list[str]:
         if there:
             return there
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_S)
+        pause_s = min(2 * pause_s, max(LONGEST_S, ranks * STORE_S))
         now = time.monotonic()
         if limit_s is None or now - looked < min(PROGRESS_S, limit_s / 4):
             continue
@@ -184,7 +197,10 @@ def _wait(keys: Sequence[str], limit_s: float | None = None) -> list[str]:
             progress = newest
             since = now
         if now - since > limit_s:
-            raise MeshError(f"the ranks that were asked have made no progress for {limit_s:.0f} s (--timeout)")
+            raise MeshError(
+                f"waited for {waits_for}: the ranks that were asked have made no progress for {limit_s:.0f} s; a "
+                "longer --timeout, in minutes, waits longer"
+            )
 
 
 def _write(key: str, value: Any) -> None:

@@ -53,19 +53,22 @@ class RowMessage(NamedTuple):
 def messages_to(way: Handover) -> Iterator[RowMessage]:
     """Messages that this rank of the source sends."""
     own = np.flatnonzero(way.owner == int(way.source.index(way.source.row_axes)))
+    has = row_indices(way.source)
     wants = row_indices(way.target)
     for index in np.unique(way.to[own]).tolist():
         rows = own[way.to[own] == index]
         for place in np.flatnonzero(wants == index).tolist():
-            if _sender(way, int(way.owner[rows[0]]), place) == way.source.process:
+            if _sender(way, np.flatnonzero(has == way.owner[rows[0]]), place) == way.source.process:
                 yield RowMessage(way.target.ranks[place], rows)
 
 
 def messages_from(way: Handover) -> Iterator[RowMessage]:
     """Messages that this rank of the target receives."""
     coming = np.flatnonzero(way.to == int(way.target.index(way.target.row_axes)))
+    has = row_indices(way.source)
     for index in np.unique(way.owner[coming]).tolist():
-        yield RowMessage(_sender(way, index, way.target.rank), coming[way.owner[coming] == index])
+        sender = _sender(way, np.flatnonzero(has == index), way.target.rank)
+        yield RowMessage(sender, coming[way.owner[coming] == index])
 
 
 def send_rows(fields: Mapping[str, Tensor], kinds: Mapping[str, FieldKind], way: Handover) -> int:
@@ -110,12 +113,12 @@ def receive_rows(
     return out, sum(x.numel() for x in arrived)
 
 
-def _sender(way: Handover, index: int, place: int) -> int:
-    """The rank of the run that sends rows of an index of the source to the rank at a place of the target.
+def _sender(way: Handover, holders: np.ndarray, place: int) -> int:
+    """The rank of the run that sends rows to the rank at a place of the target.
 
-    Ranks of the source that hold the same rows take turns.
+    Args:
+      holders: places of the ranks of the source that hold these rows, which take turns.
     """
-    holders = np.flatnonzero(row_indices(way.source) == index)
     return way.source.ranks[int(holders[place % len(holders)])]
 
 

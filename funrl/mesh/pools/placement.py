@@ -9,6 +9,7 @@ A pool is written NAME:MESH@RANKS. MESH is that of a mesh flag, or a number of r
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -112,10 +113,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _pools(flag: str, entries: Mapping[str, tuple[dict[str, int], tuple[int, ...] | None]]) -> dict[str, RankPool]:
     """The pools with their ranks, after a check that these are all ranks once."""
     named = [rank for _, ranks in entries.values() if ranks is not None for rank in ranks]
-    if twice := sorted({rank for rank in named if named.count(rank) > 1}):
+    taken = collections.Counter(named)
+    if twice := sorted(rank for rank, count in taken.items() if count > 1):
         raise _error(flag, f"rank {ranks_text(twice)} is in two pools; every rank is in one")
     world = sum(devices(sizes) for sizes, _ in entries.values())
-    free = [rank for rank in range(world) if rank not in named]
+    free = [rank for rank in range(world) if rank not in taken]
     pools = {}
     for name, (sizes, ranks) in entries.items():
         count = devices(sizes)

@@ -15,6 +15,10 @@ from funrl.rollout.engine import WeightSpec
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
 
 
+class ReadyRequest(NamedTuple):
+    """Answer when all requests before this one are done. Its answer is None."""
+
+
 class LoadRequest(NamedTuple):
     """Take the weights that follow by the engine's plan, rank to rank. Its answer is `EngineDigests` or None.
 
@@ -72,6 +76,10 @@ class RemoteEngine:
           named_weights: sends this rank's shards to the engine's ranks while it is iterated, and yields nothing.
           version: of the weights.
         """
+        if self.loading >= 0 and not self.digests:
+            self.requests.forget(self.loading)  # nobody reads its answer
+        # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
+        self.requests.ask(ReadyRequest(), "the generators' rows before new weights")
         self.loading = self.requests.post(LoadRequest(version, self.base, self.digests))
         collections.deque(named_weights, maxlen=0)
         self.version = version

@@ -16,7 +16,7 @@ from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
-from funrl.rollout.remote.engine import GreedyRequest, LoadRequest
+from funrl.rollout.remote.engine import GreedyRequest, LoadRequest, ReadyRequest
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
@@ -127,7 +127,12 @@ class GeneratingRank:
         return written_rows(done, rows)
 
     def send(self, request: SendRequest) -> None:
-        """Hand rows over, and let go of all."""
+        """Hand rows over, and let go of others."""
+        if len(request.origins):  # a step has no row where all its episodes have failed
+            self._hand_over(request)
+        self.held = {number: rows for number, rows in self.held.items() if number in request.kept}
+
+    def _hand_over(self, request: SendRequest) -> None:
         parts = [take(self.held[number].rows, rows) for number, rows in split_origins(request.origins)]
         rows = join_rows(parts)
         kinds = {name: k for name in sorted(as_dict(rows.batch)) if not (k := kind_of(rows.batch, name)).everywhere}
@@ -135,7 +140,6 @@ class GeneratingRank:
         way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
         with heartbeat.phase("send_rows"):
             send_rows(fields, kinds, way)
-        self.held = {number: rows for number, rows in self.held.items() if number in request.kept}
 
     def samples(self, request: SamplesRequest) -> list[ShownSample]:
         """The first samples of some rows."""
@@ -177,6 +181,9 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     answers = Answers(generating)
     with stops_when_asked(), answers.showing_progress():
         while not isinstance(request := answers.take("a request of the ranks that train"), End):
+            if isinstance(request, ReadyRequest):
+                answers.answer(None)
+                continue
             if isinstance(request, LoadRequest):
                 answers.answer(rank.load(request))
                 continue
