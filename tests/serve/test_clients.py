@@ -51,7 +51,9 @@ def test_a_chat_of_several_turns_is_one_trajectory_with_the_tokens_of_the_engine
     assert_exact([end])
 
 
-def test_a_stream_says_what_the_whole_answer_says():
+def test_a_stream_says_what_the_whole_answer_says(monkeypatch):
+    monkeypatch.setattr("funrl.serve.app.CHUNK_S", 0)
+
     async def program(endpoint):
         async with openai_client(endpoint) as client:
             chunks = []
