@@ -71,7 +71,7 @@ def test_a_stream_says_what_the_whole_answer_says(monkeypatch):
         assert "".join(c.delta.content or "" for c in own) == whole.choices[index].message.content
         assert own[-1].finish_reason == whole.choices[index].finish_reason
     pieces = [c for chunk in chunks for c in chunk.choices if c.delta.content]
-    assert len(pieces) > 4  # it does not come all at once
+    assert len(pieces) > 2  # they do not come all at once, which would be one piece each
     assert len(session.trajectories()) == 4
 
 
