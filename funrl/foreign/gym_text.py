@@ -25,6 +25,7 @@ from funrl.rollout.policy import Policy
 GYM_PROMPT = "Act in the environment."
 GYM_EPISODES = 256
 GYM_SEEDS = 1 << 31
+GYM_METHODS = ("reset", "step")
 
 
 def load_gymnasium(
@@ -55,6 +56,9 @@ def load_gymnasium(
         kind = load_object(FLAG, name)
         if not callable(kind):
             raise LoadError(f"{kind!r:.100} is no class of an environment")
+        missing = [method for method in GYM_METHODS if isinstance(kind, type) and not hasattr(kind, method)]
+        if missing:
+            raise LoadError(f"{kind!r:.100} is no environment of gymnasium: it lacks {', '.join(missing)}")
         return _Gymnasium(lambda: kind(**arguments), parse, text_of, instruction=instruction, episodes=episodes)
     try:
         import gymnasium  # type: ignore[import-not-found]
@@ -114,7 +118,8 @@ class _Gymnasium:
 
             return await text_turns(policy, [*before, {**last, "content": content}], act)
         finally:
-            await call(environment.close)
+            if hasattr(environment, "close"):
+                await call(environment.close)
 
 
 def _parser_of(space: Any) -> Callable[[str], Any]:

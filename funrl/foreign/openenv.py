@@ -11,12 +11,13 @@ OpenEnv need not be installed here. Written for OpenEnv 0.10; reference: https:/
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import ToolOutput, example_messages, output_text, to_last_turn, tool_conversation
@@ -72,7 +73,7 @@ def load_openenv(
     tools = None if action.get("title") in MCP_ACTIONS else [_action_tool(action, fields)]
     score = None if reward is None else answer_reward(reward)
     prompts = [{"prompt": [{"role": "user", "content": instruction}], "seed": n} for n in range(episodes)]
-    return _OpenEnv(f"{root.rstrip('/')}/ws", tools, reply, prompts=prompts, score=score)
+    return _OpenEnv(_below(root, "ws"), tools, reply, prompts=prompts, score=score)
 
 
 class _OpenEnv:
@@ -211,11 +212,18 @@ class _Session:
 
 def _schema(root: str) -> dict[str, Any]:
     """JSON schema of the actions of a server."""
+    url = _below(root, "schema")
     try:
-        with urllib.request.urlopen(f"{root.rstrip('/')}/schema", timeout=SCHEMA_S) as answer:
+        with urllib.request.urlopen(url, timeout=SCHEMA_S) as answer:
             return json.load(answer)["action"]
-    except (OSError, urllib.error.URLError, ValueError, KeyError) as error:
-        raise LoadError(f"no OpenEnv server answers at {root}/schema ({error!r}); start it first") from error
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        raise LoadError(f"no OpenEnv server answers at {url} ({error!r}); start it first") from error
+
+
+def _below(root: str, name: str) -> str:
+    """The URL of an endpoint of a server; a query string stays at the end."""
+    place = urlsplit(root)
+    return place._replace(path=f"{place.path.rstrip('/')}/{name}").geturl()
 
 
 def _action_tool(schema: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

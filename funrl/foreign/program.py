@@ -47,29 +47,39 @@ def agent_program(program: Any, **arguments: Any) -> Environment:
     Args:
       program: a function, plain or `async`, or an object or a class with `run`. It returns the reward of the episode,
         None (unscored), or a dict with "reward" and further numbers, which become metrics.
-      arguments: of the program, the same at every call; of the class, if it takes them.
+      arguments: the same at every call. Those that the class takes are of the class, and of `run` only if that
+        names them too.
 
     Raises:
       TypeError: it is no such program.
       ImportError: the packages of the extra `serve` are missing.
     """
-    run = program
-    if isinstance(program, type) or not callable(program):
-        owner = program() if isinstance(program, type) else program
-        run = getattr(owner, "run", None)
+    run = getattr(program, "run", None) if isinstance(program, type) or not callable(program) else program
     if not callable(run):
         raise TypeError(f"{program!r:.100} is neither a function nor has it run(base_url, api_key, ...)")
     check_installed()
-    parameters = inspect.signature(run).parameters
-    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    of_class: dict[str, Any] = {}
+    if isinstance(program, type):
+        taken, any_taken = _parameters(program)
+        of_class = {name: value for name, value in arguments.items() if any_taken or name in taken}
+        run = program(**of_class).run
+    parameters, more = _parameters(run)
+    arguments = {name: value for name, value in arguments.items() if name in parameters or name not in of_class}
     if not more and not set(ENDPOINT_ARGUMENTS) & set(parameters):
         raise TypeError(
             f"{program!r:.100} takes neither {' nor '.join(ENDPOINT_ARGUMENTS)}, so that it cannot ask the endpoint"
         )
-    unknown = [name for name in arguments if name not in parameters and not more]
+    unknown = [] if more else [name for name in arguments if name not in parameters]
     if unknown:
         raise TypeError(f"{program!r:.100} takes no argument {unknown[0]!r}, only {', '.join(parameters)}")
     return _Program(run, arguments, None if more else frozenset(parameters))
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of the parameters of a function or a class, and whether it takes any other argument."""
+    parameters = inspect.signature(function).parameters
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return list(parameters), more
 
 
 class _Program:

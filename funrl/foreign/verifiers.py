@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import itertools
 import math
 import tempfile
@@ -138,7 +137,8 @@ class _Verifiers:
 class _Serving:
     """An event loop of an environment, in a thread, with its shared servers: parts of verifiers stay with one loop.
 
-    It begins with the first episode and ends with the process, or when nobody has the environment any more.
+    It begins with the first episode and ends with the process, or when nobody has the environment any more. After an
+    error the next episode begins it again.
     """
 
     def __init__(self, environment: Any):
@@ -147,11 +147,11 @@ class _Serving:
 
     async def run(self, program: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine there; it is cancelled with the caller."""
-        if self._ready is None:
-            ready = self._ready = Future()
+        if self._ready is None or _has_ended(self._ready):
+            self._ready = Future()
             done = threading.Event()
-            serve = functools.partial(_serve, self._environment, ready, done)
-            thread = threading.Thread(target=lambda: asyncio.run(serve()), name="verifiers", daemon=True)
+            arguments = self._environment, self._ready, done
+            thread = threading.Thread(target=_serve_here, args=arguments, name="verifiers", daemon=True)
             thread.start()
             weakref.finalize(self, _end_thread, thread, done)
         loop = await asyncio.shield(asyncio.wrap_future(self._ready))
@@ -160,14 +160,24 @@ class _Serving:
 
 async def _serve(environment: Any, ready: Future[asyncio.AbstractEventLoop], done: threading.Event) -> None:
     """Keep the servers of an environment open until it is done."""
+    async with environment.serving():
+        ready.set_result(asyncio.get_running_loop())
+        await call(done.wait)
+
+
+def _serve_here(environment: Any, ready: Future[asyncio.AbstractEventLoop], done: threading.Event) -> None:
+    """As `_serve`, on an event loop of this thread; `ready` has an error if that cannot begin."""
     try:
-        async with environment.serving():
-            ready.set_result(asyncio.get_running_loop())
-            await call(done.wait)
-    except Exception as error:
+        asyncio.run(_serve(environment, ready, done))
+    except BaseException as error:
         if ready.done():
             raise
-        ready.set_exception(error)
+        # What ends a process, such as SystemExit, must only end the episode.
+        ready.set_exception(error if isinstance(error, Exception) else RuntimeError(f"verifiers raised {error!r}"))
+
+
+def _has_ended(ready: Future[asyncio.AbstractEventLoop]) -> bool:
+    return ready.done() and (ready.exception() is not None or ready.result().is_closed())
 
 
 def _end_thread(thread: threading.Thread, done: threading.Event) -> None:

@@ -12,6 +12,7 @@ https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -145,10 +146,12 @@ class _Tools:
             except (Exception, SystemExit) as error:
                 return ToolOutput(f"Error executing tool {name!r}: {error_text(error)}", succeeded=False)
 
+        held = contextlib.AsyncExitStack()  # releases all, also when one release fails
         try:
             for name, tool in stateful.items():
                 given = (per_tool.get(name) or {}).get("create_kwargs") or {}
                 instances[name], _ = await call(tool.create, create_kwargs=given)
+                held.push_async_callback(call, tool.release, instances[name])
             begin = policy.start(example_messages(example), schemas)
             talk = await tool_conversation(policy, begin, run_call)
             earned = list(talk.rewards.values())
@@ -158,8 +161,7 @@ class _Tools:
             else:
                 reward = await _scored(self._score, policy, example, talk.end)
         finally:
-            for name, number in instances.items():
-                await call(tools[name].release, number)
+            await held.aclose()
         rewards = talk.rewards if self._score is None else {}
         return Episode([talk.end], {POLICY: reward}, rewards, parts=talk.parts(), status=talk.status)
 

@@ -63,13 +63,15 @@ class WebSocket:
                     return b"".join(parts).decode("utf-8", "replace")
 
     async def close(self) -> None:
-        """End the connection."""
-        with contextlib.suppress(OSError):
-            await self._send_frame(CLOSE, struct.pack("!H", 1000))
-        self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                await self._writer.wait_closed()
+        """End the connection, within `GOODBYE_S` also where the other side does not read."""
+        try:
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(GOODBYE_S):
+                    await self._send_frame(CLOSE, struct.pack("!H", 1000))
+                    self._writer.close()
+                    await self._writer.wait_closed()
+        finally:
+            self._writer.transport.abort()
 
     async def _frame(self) -> tuple[bool, int, bytes]:
         """Whether the next frame ends its message, its opcode and its payload."""
@@ -111,12 +113,18 @@ async def connect_websocket(url: str) -> AsyncIterator[WebSocket]:
     place = urlsplit(url)
     secure = place.scheme in SECURE
     port = place.port or (443 if secure else 80)
+    target = (place.path or "/") + (f"?{place.query}" if place.query else "")
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(place.hostname, port, ssl=secure or None)
-            await _shake_hands(reader, writer, f"{place.hostname}:{port}", place.path or "/")
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        raise WebSocketError(f"{url}: {error or type(error).__name__}") from error
+            try:
+                await _shake_hands(reader, writer, f"{place.hostname}:{port}", target)
+            except BaseException:
+                writer.transport.abort()
+                raise
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        # asyncio's TimeoutError has no text.
+        raise WebSocketError(f"{url}: {str(error) or f'no answer within {CONNECT_S:g} s'}") from error
     connection = WebSocket(reader, writer)
     try:
         yield connection
@@ -124,10 +132,10 @@ async def connect_websocket(url: str) -> AsyncIterator[WebSocket]:
         await connection.close()
 
 
-async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, path: str) -> None:
+async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, target: str) -> None:
     key = base64.b64encode(os.urandom(16))
     lines = [
-        f"GET {path} HTTP/1.1",
+        f"GET {target} HTTP/1.1",
         f"Host: {host}",
         "Upgrade: websocket",
         "Connection: Upgrade",
@@ -141,5 +149,4 @@ async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     expected = base64.b64encode(hashlib.sha1(key + GUID).digest()).decode()
     accepted = [value.strip() for name, _, value in (f.partition(":") for f in fields) if name.lower() == ACCEPT]
     if status.split(" ")[1:2] != ["101"] or accepted != [expected]:
-        writer.close()
         raise WebSocketError(f"the server answers {status!r}, not as a WebSocket")

@@ -90,6 +90,13 @@ class Sessions:
         return session
 
 
+class _Answer(JSONResponse):
+    """JSON in ASCII, which has also a text that is no Unicode, such as half of a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 def make_app(sessions: Sessions, model: str, decode: DecodeIds) -> Starlette:
     """An application that serves sessions.
 
@@ -145,24 +152,24 @@ class _Server:
                 return StreamingResponse(_stream(events, first, pieces), media_type="text/event-stream")
             while not isinstance(first, list):
                 first = await anext(pieces)
-            return JSONResponse(dialect.answer(ask, [end.exchange for end in first], head, self._decode))
+            return _Answer(dialect.answer(ask, [end.exchange for end in first], head, self._decode))
 
         return self.guarded(serve)
 
     async def count(self, request: Request) -> Response:
         session = self._sessions.of(request.headers)
         ask = messages.read_messages(Body({"max_tokens": 1, **_object(_json(await _read_body(request)))}))
-        return JSONResponse({"input_tokens": session.count(ask)})
+        return _Answer({"input_tokens": session.count(ask)})
 
     async def models(self, request: Request) -> Response:
         self._sessions.of(request.headers)
         own = {"id": self._model, "object": "model", "created": self._began, "owned_by": "funrl"}
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": [own]})
+            return _Answer({"object": "list", "data": [own]})
         if name != self._model:
             raise BadRequest(f"there is no model {name!r}, only {self._model!r}", status=404, code="model_not_found")
-        return JSONResponse(own)
+        return _Answer(own)
 
 
 class _Piece(NamedTuple):
@@ -274,7 +281,7 @@ def _problem(request: Request, error: BadRequest) -> Response:
         value = _error(error)
     # A connection whose body was not read to its end cannot have a further request.
     headers = {"connection": "close"} if error.status in (401, 408, 413) else None
-    return JSONResponse(value, status_code=error.status, headers=headers)
+    return _Answer(value, status_code=error.status, headers=headers)
 
 
 def _error(error: BadRequest) -> dict[str, Any]:
@@ -283,7 +290,7 @@ def _error(error: BadRequest) -> dict[str, Any]:
 
 
 async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+    return _Answer({"status": "ok"})
 
 
 async def _not_found(request: Request, error: Any) -> Response:
@@ -293,7 +300,7 @@ async def _not_found(request: Request, error: Any) -> Response:
         status=error.status_code,
         code="unknown_url",
     )
-    return JSONResponse(_error(known), status_code=error.status_code)
+    return _Answer(_error(known), status_code=error.status_code)
 
 
 def _digest(key: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -141,10 +140,8 @@ class Body:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise BadRequest(f"{name} is {_short(value)}, it must be a number", name)
-        if not low <= value <= high:
-            raise BadRequest(f"{name} is {value:g}, it must be from {low:g} to {high:g}", name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise BadRequest(f"{name} is {_short(value)}, it must be a number from {low:g} to {high:g}", name)
         return float(value)
 
     def array(self, name: str, most: int) -> list[Any]:

@@ -269,7 +269,10 @@ def _message(value: Any) -> dict[str, Any]:
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
     content = plain_content(value.get("content"), "messages", kinds)
     if role == "assistant":
-        return call_message(content, [_given_call(call) for call in value.get("tool_calls") or ()], "messages")
+        calls = value.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise BadRequest("the tool_calls of a message must be a list", "messages")
+        return call_message(content, [_given_call(call) for call in calls], "messages")
     message = {"role": "system" if role == "developer" else role, "content": content}
     for name in ("name", "tool_call_id"):
         if isinstance(value.get(name), str):

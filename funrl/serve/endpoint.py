@@ -72,13 +72,25 @@ class HTTPServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self) -> None:
-        """Listen until `end`. Signals stay with the program."""
+        """Listen until `end`. Signals stay with the program.
+
+        Raises:
+          RuntimeError: it has not started within `START_S`, or has ended before it listened.
+        """
         self._task = asyncio.create_task(self._serve())
-        async with asyncio.timeout(START_S):
-            while not self._server.started and not self._task.done():
-                await asyncio.sleep(0.005)
-        if self._task.done():
-            await self._task
+        try:
+            async with asyncio.timeout(START_S):
+                while not self._server.started and not self._task.done():
+                    await asyncio.sleep(0.005)
+            if self._task.done():
+                await self._task
+            if not self._server.started:
+                raise RuntimeError("the server has ended before it listened")
+        except TimeoutError:
+            raise RuntimeError(f"the server has not started within {START_S:g} s") from None
+        finally:
+            if not self._server.started:
+                self._task.cancel()
 
     def end(self) -> None:
         """Let `wait` return after the connections have ended, or a few seconds."""
@@ -193,17 +205,23 @@ async def serve_agent(policy: Policy, agent: str) -> AsyncIterator[Endpoint]:
 
 
 async def _server_of_loop(chat: TemplateChat) -> _Shared:
-    loop = asyncio.get_running_loop()
-    shared = _SERVERS.get(loop)
-    if shared is None:
-        from funrl.serve.app import Sessions, make_app
+    """The server of the event loop, which the first episode starts, or the next one if that fails."""
+    from funrl.serve.app import Sessions, make_app
 
-        sessions = Sessions()
-        server = HTTPServer(make_app(sessions, EPISODE_MODEL, speech_of(chat).decode))
-        shared = _SERVERS[loop] = _Shared(server, sessions)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(2 * START_S):
+        while (shared := _SERVERS.get(loop)) is not None:
+            if shared.server._server.started:
+                return shared
+            await asyncio.sleep(0.005)
+    sessions = Sessions()
+    server = HTTPServer(make_app(sessions, EPISODE_MODEL, speech_of(chat).decode))
+    shared = _SERVERS[loop] = _Shared(server, sessions)
+    try:
         await server.start()
-    while not shared.server._server.started:  # another episode starts it
-        await asyncio.sleep(0.005)
+    except BaseException:
+        del _SERVERS[loop]
+        raise
     return shared
 
 

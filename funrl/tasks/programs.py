@@ -16,10 +16,12 @@ import functools
 import itertools
 import os
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -61,6 +63,7 @@ USING_REPORTS = 0.2  # share of the conversations that use the reports of failed
 GUESSING = 0.5  # share of the other ones that begin with a random program
 HELD_OUT_VALUES = 7  # of the shown lists those whose digits have a sum of which this is a divisor are held out
 LISTS = tuple(itertools.permutations(range(10), 3))  # that tests have
+KEPT_PROGRAMS = 1024  # whose values are remembered
 LONGEST_VALUE = 12  # characters of a value in a report
 _PRINT_VALUES = f"""
 import itertools
@@ -124,6 +127,33 @@ def sandbox_values(program: str) -> Mapping[str, str]:
     return {call: value for call, value in values.items() if call in calls}
 
 
+class SandboxCache:
+    """Values of programs. The sandbox runs a program again only after an error, or when it was forgotten."""
+
+    def __init__(self, running: int):
+        """Let at most `running` programs run at a time."""
+        self._slots = threading.Semaphore(running)
+        self._guard = threading.Lock()
+        self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._values: OrderedDict[str, Mapping[str, str]] = OrderedDict()
+
+    def values(self, program: str) -> Mapping[str, str]:
+        """As `sandbox_values`."""
+        with self._guard:
+            lock = self._locks.setdefault(program, threading.Lock())
+        with lock:
+            values = self._values.get(program)
+            if values is None:
+                with self._slots:
+                    values = sandbox_values(program)
+            with self._guard:
+                self._values[program] = values
+                self._values.move_to_end(program)
+                while len(self._values) > KEPT_PROGRAMS:
+                    self._values.popitem(last=False)
+        return values
+
+
 def program_conversations(seed: int, count: int) -> list[dict[str, Any]]:
     """Conversations of a demonstrator that uses reports in a share of them, and else writes its program again."""
     rng = np.random.default_rng((seed, 7))
@@ -174,9 +204,8 @@ def programs_task() -> EmbeddedTask:
 
 def _environment() -> Environment:
     """Programs in at most `PROGRAM_ATTEMPTS` attempts, of which as many run at a time as there are cores."""
-    pool = ThreadPoolExecutor(os.cpu_count())
-    begin = functools.lru_cache(maxsize=1024)(functools.partial(pool.submit, sandbox_values))
-    return program_environment(lambda program, tests: tested(begin(program).result(), tests), PROGRAM_ATTEMPTS)
+    cache = SandboxCache(os.cpu_count() or 1)
+    return program_environment(lambda program, tests: tested(cache.values(program), tests), PROGRAM_ATTEMPTS)
 
 
 def _problem(lists: Sequence[Sequence[int]], program: str) -> Prompt:

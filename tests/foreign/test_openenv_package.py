@@ -1,6 +1,7 @@
 """A server of the package openenv on loopback, in a process of its own (.ci/setup_environments)."""
 
 import asyncio
+import select
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from funrl.loading import LoadError
 from funrl.testing import check_environment
 
 HERE = Path(__file__).parent
+START_S = 120
 PYTHON = HERE.parents[1] / ".venv-openenv/bin/python"
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not installed: .ci/setup_environments")
 
@@ -32,6 +34,7 @@ def servers(tmp_path_factory):
                 command.append(tmp_path_factory.mktemp("page") / "guessing_server.py")
                 command[-1].write_text(page_source("guessing_server"))
             process = processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert select.select([process.stdout], [], [], START_S)[0], f"the server {name} does not start"
             port = process.stdout.readline().strip()
             assert port, f"the server {name} ends with status {process.wait()}"
             urls[name] = f"http://127.0.0.1:{port}"

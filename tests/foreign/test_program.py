@@ -27,9 +27,13 @@ def run(base_url, api_key, prompt, bonus=0.0):
     return len(say(base_url, api_key, [{"role": "user", "content": prompt}])) + bonus
 
 class Agent:
+    def __init__(self, cost=3):
+        self.cost = cost
+
     async def run(self, data, **extra):
+        assert "cost" not in extra
         first = say_later(extra)
-        return {"reward": float(len(await first)), "cost": 3, "note": "text"}
+        return {"reward": float(len(await first)), "cost": self.cost, "note": "text"}
 
 async def say_later(extra):
     import asyncio
@@ -55,30 +59,37 @@ def test_a_class_may_return_a_reward_with_further_numbers(agent):
     written = node.tokens[:-1] if node.finish == "stop" else node.tokens
     assert episode.rewards == {"policy": float(len(text(written)))} and episode.parts["cost"] == 3.0
     assert len(node.sampling_logp) == len(node.tokens)
+    assert run(named_environment(f"{agent}:Agent", {"cost": 5}), "yes").parts["cost"] == 5.0
 
 
 def test_no_reward_is_unscored_and_an_error_fails():
-    def ask(base_url, api_key):
-        body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "x"}]}).encode()
+    def ask(base_url, api_key, messages):
+        body = json.dumps({"model": "any", "messages": messages}).encode()
         head = {"authorization": f"Bearer {api_key}"}
-        urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, head)).read()
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, head)) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
 
-    assert run(agent_program(ask), "yes").rewards == {"policy": None}
+    def unscored(base_url, api_key, messages):
+        ask(base_url, api_key, messages)
 
-    def broken(base_url, api_key):
-        ask(base_url, api_key)
+    assert run(agent_program(unscored), "yes").rewards == {"policy": None}
+
+    def broken(base_url, api_key, messages):
+        ask(base_url, api_key, messages)
         return {"score": 1.0}
 
     episode = run(agent_program(broken), "yes")
     assert episode.status == "failed" and "without 'reward'" in episode.problem
 
     def insisting(base_url, api_key):
+        messages = [{"role": "user", "content": "x"}]
         for _ in range(3):
-            ask(base_url, api_key)
+            content = ask(base_url, api_key, messages)
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "y"}]
         return 1.0
 
-    episode = run(agent_program(insisting), "yes", limits=LIMITS._replace(length=8))
-    assert episode.status == "tokens" or episode.rewards == {"policy": 1.0}
+    episode = run(agent_program(insisting), "yes", limits=LIMITS._replace(turns=2))
+    assert (episode.status, episode.rewards) == ("turns", {"policy": None})
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,13 @@ class Words(Guessing):
         assert isinstance(action, str)
         return {"words": action.split()}, len(action) / 10, True, False, {}
 
+class Forever:
+    def reset(self, *, seed=None, options=None):
+        return "go on", {}
+
+    def step(self, action):
+        return action, 1.0, action == "end", False, {}
+
 def words(observation):
     return repr(observation)
 """
@@ -107,11 +114,18 @@ def test_texts_and_observations_of_gymnasium(tmp_path):
     assert "u>go\n\n'0 to 9'</s>" in text(episode.ends[0].token_ids())
 
 
+def test_an_environment_of_gymnasium_needs_no_close(tmp_path):
+    (tmp_path / "games.py").write_text(GYM)
+    episode = run(named_environment(f"gymnasium:{tmp_path}/games.py:Forever"), "on", "end")
+    assert (episode.status, episode.rewards) == ("done", {"policy": 2.0})
+
+
 def test_what_cannot_be_used_is_named(tmp_path):
     (tmp_path / "games.py").write_text(GYM)
     for name, problem in (
         (f"skyrl:{tmp_path}/games.py:Guessing", "is no environment of SkyRL-gym: it lacks init"),
         (f"gymnasium:{tmp_path}/games.py:GYM", "has no 'GYM'"),
+        (f"gymnasium:{tmp_path}/games.py:Discrete", "is no environment of gymnasium: it lacks reset, step"),
     ):
         with pytest.raises(LoadError, match=problem):
             named_environment(name)

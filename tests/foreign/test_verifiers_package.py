@@ -70,7 +70,8 @@ def test_limits_and_errors():
     assert cut.status == "turns" and len(cut.ends) == 1
     assert cut.rewards == {"policy": 1.5}
     broken = run(letters(), "banana", limits=LIMITS._replace(length=3), task=0)
-    assert broken.status in ("failed", "tokens") and not broken.ends
+    assert broken.status == "failed" and not broken.ends
+    assert "has no reply of the policy" in broken.problem and "context_length_exceeded" in broken.problem
 
 
 def test_what_is_not_there_is_named():

@@ -1,6 +1,7 @@
 """Tools and agent loops of verl, whose files import verl."""
 
 import json
+from pathlib import Path
 
 import pytest
 from foreign_runs import LIMITS, call_text, heard, run
@@ -48,6 +49,12 @@ class Accumulator(BaseTool):
     async def release(self, instance_id: str, **kwargs) -> None:
         del self.totals[instance_id]
         self.released.append(instance_id)
+
+
+class Stuck(Accumulator):
+    async def release(self, instance_id: str, **kwargs) -> None:
+        await super().release(instance_id)
+        raise OSError("it does not let go")
 
 
 @function_tool("double")
@@ -138,6 +145,20 @@ def test_a_tool_of_yaml_is_created_executed_scored_and_released(files, monkeypat
     assert not tool.totals and len(tool.released) == 1
     cut = run(environment, *calls, limits=LIMITS._replace(turns=1), tools_kwargs=kwargs)
     assert (cut.status, cut.rewards["policy"]) == ("turns", 0.1) and len(tool.released) == 2
+
+
+def test_a_release_that_fails_keeps_no_other_from_its_own(files, monkeypatch):
+    folder, file = files
+    entry = {"config": {}, "tool_schema": SCHEMA}
+    other = SCHEMA | {"function": SCHEMA["function"] | {"name": "stuck"}}
+    tools = [entry | {"class_name": f"{Path(file).stem}.{name}"} for name in ("Accumulator", "Stuck", "Accumulator")]
+    tools[1]["tool_schema"] = other
+    tools[2]["tool_schema"] = SCHEMA | {"function": SCHEMA["function"] | {"name": "last"}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": tools}))
+    environment = of_yaml(files, monkeypatch)
+    episode = run(environment, "done")
+    assert episode.status == "failed" and "it does not let go" in episode.problem
+    assert not any(tool.totals for tool in environment._tools.values())
 
 
 def test_a_reward_function_replaces_what_tools_give(files, monkeypatch):

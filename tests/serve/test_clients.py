@@ -51,7 +51,9 @@ def test_a_chat_of_several_turns_is_one_trajectory_with_the_tokens_of_the_engine
     assert_exact([end])
 
 
-def test_a_stream_says_what_the_whole_answer_says():
+def test_a_stream_says_what_the_whole_answer_says(monkeypatch):
+    monkeypatch.setattr("funrl.serve.app.CHUNK_S", 0)
+
     async def program(endpoint):
         async with openai_client(endpoint) as client:
             chunks = []
@@ -69,7 +71,7 @@ def test_a_stream_says_what_the_whole_answer_says():
         assert "".join(c.delta.content or "" for c in own) == whole.choices[index].message.content
         assert own[-1].finish_reason == whole.choices[index].finish_reason
     pieces = [c for chunk in chunks for c in chunk.choices if c.delta.content]
-    assert len(pieces) > 4  # it does not come all at once
+    assert len(pieces) > 2  # they do not come all at once, which would be one piece each
     assert len(session.trajectories()) == 4
 
 

@@ -115,10 +115,11 @@ def test_a_client_that_does_not_read_its_answers_is_cut(short):
             client.setblocking(False)
             await loop.sock_connect(client, address_of(endpoint))
             await loop.sock_sendall(client, request_of(endpoint, body) * 12)
-            while not connections:
-                await asyncio.sleep(0.01)
-            while connections:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while not connections:
+                    await asyncio.sleep(0.01)
+                while connections:
+                    await asyncio.sleep(0.01)
             received = 0
             with contextlib.suppress(ConnectionError):
                 while part := await loop.sock_recv(client, 1 << 16):
@@ -176,6 +177,32 @@ def test_a_key_ends_with_its_episode_also_for_a_request_that_is_being_answered(s
 
     for status, answer in asyncio.run(main()):
         assert status == 401 and "ended" in json.loads(answer)["error"]["message"]
+
+
+def test_a_server_that_does_not_start_fails_one_episode_and_the_next_one_starts_it(monkeypatch):
+    import uvicorn
+
+    startup = uvicorn.Server.startup
+    errors = [OSError("no descriptor")]
+
+    async def fragile(server, sockets=None):
+        await asyncio.sleep(0.05)  # the other episode waits meanwhile
+        if errors:
+            raise errors.pop()
+        await startup(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "startup", fragile)
+
+    async def status_of_health():
+        async with serve_policy(Policy(None, LONG, 3, LIMITS)) as (place, _):
+            return (await ask(place, "/health", method="GET"))[0]
+
+    async def main():
+        async with asyncio.timeout(30):
+            return await asyncio.gather(status_of_health(), status_of_health(), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert isinstance(first, OSError) and "no descriptor" in str(first) and second == 200
 
 
 FOREIGN = {  # nothing that a client names is opened, loaded or executed

@@ -1,5 +1,8 @@
 """The embedded task of programs: its explanations, its demonstrator, and the sandbox."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from funrl.environments.builtin.programs import ProgramOutcome, run_tests
@@ -36,6 +39,32 @@ def test_a_program_has_the_values_that_it_gives_in_the_sandbox():
     assert len(sometimes) == 4 * 72 and sometimes["f([7,2,5])"] == "7"
     assert p.tested(sometimes, tests) == ProgramOutcome(False, "f([2,7,5]) fails")
     assert p.sandbox_values("f=lambda x:x]") == {}
+
+
+def test_a_program_runs_once_and_an_error_is_not_kept(monkeypatch):
+    runs = []
+    begun = threading.Barrier(2, timeout=10)
+
+    def run(program):
+        runs.append(program)
+        if program == "broken" and runs.count(program) == 1:
+            raise OSError("no process")
+        if program in ("a", "b"):
+            begun.wait()  # the two run at the same time
+        return {"f": program}
+
+    monkeypatch.setattr(p, "sandbox_values", run)
+    cache = p.SandboxCache(2)
+    with ThreadPoolExecutor(6) as pool:
+        assert [v["f"] for v in pool.map(cache.values, "ababab")] == list("ababab")
+    assert sorted(runs) == ["a", "b"]
+    with pytest.raises(OSError):
+        cache.values("broken")
+    assert cache.values("broken") == {"f": "broken"} and len(runs) == 4
+    monkeypatch.setattr(p, "KEPT_PROGRAMS", 2)
+    for program in "cdc":
+        cache.values(program)
+    assert runs.count("c") == 1 and list(cache._values) == ["d", "c"]
 
 
 def test_programs_pass_their_tests_and_the_demonstrator_mostly_fails():
