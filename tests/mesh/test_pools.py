@@ -199,6 +199,6 @@ def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatc
     clock = Clock(until=1000.0)
     monkeypatch.setattr(channel, "time", clock)
     monkeypatch.setattr(channel, "_store", lambda: clock)
-    with pytest.raises(MeshError, match="waited for an answer: .* have made no progress for 60 s"):
+    with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
         channel._wait(["answer"], 1, "an answer", 60.0)
     assert 1060 <= clock.now < 1070
