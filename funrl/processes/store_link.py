@@ -199,7 +199,12 @@ class StoreLink(Link):
 
     def close(self, heart: Heartbeat) -> None:
         self.closed.set()
+        self.awake.set()
         self.publish(heart, PUBLISH_S)
+        if (
+            self.thread is not None
+        ):  # one that is in the store's code while the interpreter ends would abort the process
+            self.thread.join(PUBLISH_S)
 
     def timed_out(self) -> str | None:
         if self.waited_s < stall_monitor.TIMED_OUT * self.timeout_s:

@@ -455,7 +455,7 @@ def test_on_lesser_processors(lesser):
         test_float32_is_as_near_to_float64_as_the_trainer(name)
         test_bfloat16_is_as_near_to_float64_as_torch_s_bfloat16(name)
         for dtype in (torch.float32, torch.bfloat16):
-            test_bits_depend_on_nothing_else_in_a_call(name, dtype)
+            test_bits_depend_on_nothing_else_in_a_call((name, dtype))
     logits, source = torch.randn(2, 2050, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(2).repeat(500)
     noise = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     token, _, raw_logp = packed_decoder(step_sizes(config), weights(config), torch.float32, 2).sample(

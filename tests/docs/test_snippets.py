@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import string
@@ -154,7 +155,7 @@ CASES = [(page, lines) for page, lines in BLOCKS if not any("--resume" in line f
 
 def words_of(line: str) -> list[str]:
     """Words of Python's command line for a line of a page, with flags that make a run short."""
-    words = re.sub(r"^(\./run|funrl) ", "python -m funrl.cli.main ", line).split()
+    words = shlex.split(re.sub(r"^(\./run|funrl) ", "python -m funrl.cli.main ", line))
     if words[0] == "torchrun":
         words[:1] = ["python", "-m", "torch.distributed.run"]
     module = words[2] if words[1:2] == ["-m"] else ""
