@@ -149,7 +149,7 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
 
 
 def _facts_of(mesh: Mesh, indices: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """What a program depends on of a mesh, whose `indices` are operands."""
+    """Facts of a mesh that a program depends on; its `indices` are operands."""
     fixed = {axis: index for axis, index in (mesh.indices or {}).items() if axis not in indices}
     return (*(tuple(sorted(facts.items())) for facts in (mesh.sizes, mesh.groups, fixed)), tuple(sorted(indices)))
 
