@@ -175,6 +175,7 @@ def ran(cache, **how):
     own = cache / "torch"
     subprocess.run(["rm", "-rf", str(own)], check=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(own)}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this file finds its modules
     command = [sys.executable, __file__, json.dumps(how)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr
