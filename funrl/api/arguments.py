@@ -270,3 +270,25 @@ def find_model(model: str | Path) -> Path:
     if not directory.exists():
         raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
     return directory
+
+
+def check_source(source: object, place: str | None) -> None:
+    """Check a source of rows.
+
+    Args:
+      source: of the user; None: there is none.
+      place: of the flag.
+
+    Raises:
+      SettingsError: it cannot be called, or other ranks write the rows.
+    """
+    check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
+    if source is not None and place is not None:
+        raise SettingsError(f"source=... with --place={place}: other ranks write the rows; leave one out")
+
+
+def given_in_python(**objects: object) -> dict[str, str]:
+    """The entry of a run's configuration that names the objects which no flag can give."""
+    given = [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]
+    names = [name if name == "prompts" else f"the {name}" for name in given]
+    return {"given_in_python": ", ".join(names)} if names else {}

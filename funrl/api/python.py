@@ -21,8 +21,10 @@ from funrl.api.arguments import (
     check_callable,
     check_place,
     check_recipe,
+    check_source,
     checked_value,
     environment_given,
+    given_in_python,
     mesh_text,
     objects_given,
     recipe_flags,
@@ -285,7 +287,6 @@ def train(
     """
     check_recipe(recipe)
     check_callable("on_step", on_step, {"step": 1, "metrics": {}})
-    check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
     values, own = settings_and_arguments(recipe, settings)
     environment, of_env = environment_given(env, env_args)
     given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
@@ -299,22 +300,25 @@ def train(
         named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
     wanted = with_model_directories(settings_of(**named, **values))
     chosen = _with_mesh(wanted, algorithm, isinstance(model, Model))
-    if source is not None and chosen.devices.place is not None:
-        raise SettingsError(f"source=... with --place={chosen.devices.place}: other ranks write the rows; omit one")
+    check_source(source, chosen.devices.place)
     job = prepare(chosen, lambda: algorithm, given)
     config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
         config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
-    objects = {"the recipe": recipe, "the model": model, "prompts": prompts, "the reward": reward, "the source": source}
-    objects["the environment"] = env
-    if what := [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]:
-        config["given_in_python"] = ", ".join(what)
+    config |= given_in_python(
+        recipe=recipe, model=model, prompts=prompts, reward=reward, source=source, environment=env
+    )
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
-        check_can_go_on(expanded(str(chosen.run.run_dir)))
-        for line in check_resume(job, expanded(str(chosen.run.run_dir))):
-            print(line, file=sys.stderr)
+        _say_changes(job, expanded(str(chosen.run.run_dir)))
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _say_changes(job: Job, folder: Path) -> None:
+    """Check that a run can go on in a directory, and print what has changed since."""
+    check_can_go_on(folder)
+    for line in check_resume(job, folder):
+        print(line, file=sys.stderr)
 
 
 def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], given: Given) -> Provenance:

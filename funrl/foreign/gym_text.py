@@ -41,7 +41,7 @@ def load_gymnasium(
     Args:
       name: id of a registered environment, or "FILE.py:NAME" of a class.
       action: text of a reply -> action, a function or "FILE.py:NAME"; None: the last whole number in it for a discrete
-        action space, else the text. A ValueError is told to the policy, and no step is made.
+        action space, else the text. The policy gets the message of a ValueError, and no step is made.
       show: observation -> text, likewise.
       instruction: prompt of a run without --prompts; the first observation follows it.
       episodes: prompts of such a run, which differ by their seed.

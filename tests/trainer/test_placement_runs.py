@@ -111,12 +111,15 @@ def test_every_kind_of_run_has_the_same_bits_apart(name):
     compose, settings = RUNS[name]
     placed = run(compose, place="train:dp2@0-1 generate:dp2@2-3", **settings)
     compare(placed, run(compose, mesh="dp2", **settings))
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
-    compare(run(place="train:dp2@0-1 generate:tp2@2-3", **settings), run(mesh="dp2", generate_mesh="tp2", **settings))
+    placed = run(place="train:dp2@0-1 generate:tp2@2-3", **settings)
+    compare(placed, run(mesh="dp2", generate_mesh="tp2", **settings))
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
 
 
 STALE = {"minibatches": 1, "steps": 5, "place": "train:dp2@0-1 generate:dp1@2"}

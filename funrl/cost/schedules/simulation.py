@@ -18,7 +18,7 @@ from funrl.cost.schedules.generators import SimulatedGenerators
 from funrl.cost.schedules.lengths import LengthLaw
 
 GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
-GRAINS = 50  # events of a mean completion that are told apart
+GRAINS = 50  # events of a mean completion
 
 
 class UpdateLaw(Protocol):
