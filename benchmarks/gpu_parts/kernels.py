@@ -117,12 +117,12 @@ def random(on: torch.device, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def product(on: torch.device, sizes: Sizes) -> Case:
-    x = torch.ones(sizes.product, sizes.product, device=on, dtype=DTYPE)
+    x = random(on, sizes.product, sizes.product).detach()
     return Case(lambda: x @ x, x)
 
 
 def copied(on: torch.device, sizes: Sizes) -> Case:
-    x = torch.ones(sizes.trained, device=on, dtype=DTYPE)
+    x = random(on, sizes.trained).detach()
     out = torch.empty_like(x)
     return Case(lambda: out.copy_(x), x)
 
