@@ -20,9 +20,13 @@ class Weightless:
     def held(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def resize(self, pages: int) -> None: ...
+    cell_bytes = 0
+
+    def resize(self, pages: int, cells: int) -> None: ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None: ...
 
 
 def smallest_config(vocab: int, max_positions: int) -> Config:

@@ -39,7 +39,7 @@ NOTES = {
     "qwen3_next": (
         "gated delta nets in most layers; else attention with a gate and partial rotary positions; 1 + w in norms, "
         "experts, a weighted shared expert",
-        "generation, sp",
+        "sp, drafts",
     ),
     "mixtral": ("`mistral` with experts", "layer types"),
     "olmoe": ("q and k normalised over all heads, experts", "clipped q, k, v"),

@@ -60,6 +60,7 @@ class SharedKeywords(TypedDict, total=False):
     kv_cache_gb: NumberValue | None
     decode_rows: WholeValue
     speculate: WholeValue
+    state_snapshot_tokens: WholeValue
     queue: TextValue
     max_new_tokens: WholeValue | None
 

@@ -51,7 +51,7 @@ from funrl.processes.environment import ranks_of_node
 from funrl.processes.workers import interrupt_asked
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
-from funrl.rollout.hf_engine import hf_engine, no_engine
+from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.track.observe import OnStep, RunObserver
@@ -144,8 +144,6 @@ def generate(
     described = read_stored_model(stored, "auto")
     if not described.generates:
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
-    if (problem := no_engine(described)) is not None:
-        raise SettingsError(f"model={stored.directory!r}: {problem}")
     stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
     if not examples:

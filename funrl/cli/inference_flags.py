@@ -49,6 +49,7 @@ DEVICES = (
     "kv_cache_gb",
     "decode_rows",
     "speculate",
+    "state_snapshot_tokens",
     "queue",
     "timeout",
 )

@@ -93,8 +93,8 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     model = generator.whole.model
     page = _page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
-    assert model.init_cache is not None
-    row_bytes = trees.nbytes(model.init_cache(generator.mesh, pages, page, job.dtype, torch.device("meta")))
+    row_bytes = pages * model.page_bytes(generator.mesh, page, job.dtype)
+    row_bytes += model.cell_bytes(generator.mesh, job.dtype)
     given = round((job.settings.engines.kv_cache_gb or 0) * 1e9) or work.room
     return int(given // row_bytes), row_bytes
 
@@ -141,7 +141,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         draws = list(range(tokens - 1, rows * tokens, tokens))
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
         adapters = np.zeros(rows, dtype=np.int64) if generator.base is not None else None
-        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters)
+        cells = np.arange(rows) if backend.cell_bytes else None
+        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters, cells)
 
     def draw(logits: Tensor) -> None:
         noise_R = torch.zeros(len(logits), dtype=torch.float64)
@@ -152,7 +153,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             backend.load(params)
             if isinstance(generator.engine, AdapterEngine):
                 backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
-            backend.resize(count * each)
+            backend.resize(count * each, count if backend.cell_bytes else 0)
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
             draw(backend.forward(pass_work(count, 1, middle)))

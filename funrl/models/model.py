@@ -123,6 +123,7 @@ class Inputs(NamedTuple):
       offsets: [S + 1] int32, where the sequences of one packed row [1, T] begin and end: attention is then of variable
         length, and no [T, T] mask is made. None: the mask is made of `segments`.
       paging: with a cache, the places of the tokens of one packed row [1, T]; it has their positions. None: no cache.
+      cells_S: with a cache, int64, the cell of each sequence; None: the cache has no cells.
       routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
         its router says. None: so everywhere.
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
@@ -133,6 +134,7 @@ class Inputs(NamedTuple):
     segments: Tensor | None = None
     offsets: Tensor | None = None
     paging: Paging | None = None
+    cells_S: Tensor | None = None
     routes: Tensor | None = None
     split: bool = False
 
@@ -188,12 +190,28 @@ class Apply(Protocol):
     ) -> Output: ...
 
 
+class ModelCache(Protocol):
+    """Cache of a model: trees of tensors [pages, ...] and [cells, ...]; see `decoder.Cache`."""
+
+    @property
+    def pages(self) -> trees.Tree: ...
+
+    @property
+    def cells(self) -> trees.Tree: ...
+
+
 class InitCache(Protocol):
     """Function that makes an empty cache."""
 
     def __call__(
-        self, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
-    ) -> trees.Tree: ...
+        self,
+        mesh: Mesh,
+        pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        cells: int = 0,
+    ) -> ModelCache: ...
 
 
 class Lora(NamedTuple):
@@ -366,8 +384,9 @@ class Model:
       unembed: `(params)` -> this rank's rows of the matrix [V, D] from hidden states to logits; None: it has no logits.
       value: `(params, hidden [B, T, D])` -> a number per token [B, T]; None: it has no value head.
       layer: the function of one layer that `apply` calls for each; what `compile_layer` and `rematerialized` replace.
-      init_cache: `(mesh, pages, page_tokens, dtype, device=None)` -> an empty cache for this rank's heads, a tree of
-        tensors [pages, page_tokens, ...]; None: it has no cache of pages.
+      init_cache: `(mesh, pages, page_tokens, dtype, device=None, cells=0)` -> an empty cache for this rank's heads, a
+        tree of pages, tensors [pages, page_tokens, ...], and of cells, tensors [cells, ...] of what a sequence has of a
+        fixed size; None: it has no cache.
       rebuild: `(config)` -> the same architecture of another size.
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
@@ -395,6 +414,17 @@ class Model:
     def pages(self) -> bool:
         """True if it decodes with a cache of pages."""
         return self.init_cache is not None
+
+    def page_bytes(self, mesh: Mesh, page_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of a page of its cache on a rank, all layers together."""
+        assert self.init_cache is not None
+        return trees.nbytes(self.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+
+    def cell_bytes(self, mesh: Mesh, dtype: torch.dtype) -> int:
+        """Bytes of a cell of its cache on a rank, all layers together; 0: it has no cells."""
+        if self.init_cache is None:
+            return 0
+        return trees.nbytes(self.init_cache(mesh, 0, 1, dtype, torch.device("meta"), 1))
 
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""

@@ -50,7 +50,7 @@ class EngineCost(NamedTuple):
     Attributes:
       cache_bytes: size of the cache of keys and values on a rank; it is never exceeded.
       page_tokens: tokens of a page.
-      pages: number of pages, of `cache_bytes / pages` bytes each.
+      pages: number of pages; without cells of `cache_bytes / pages` bytes each.
       used_pages: pages of unfinished requests.
       peak_pages: largest number of pages in use at once so far.
       rows: bound on the completions that are sampled together.
@@ -60,6 +60,7 @@ class EngineCost(NamedTuple):
       drafted, accepted: drafted tokens, and the number of them that were accepted; see `NativeOptions`.
       recomputed: tokens that were computed again: of preempted requests, and of prompts whose begin an earlier request
         had computed (`Request.computed`) and the cache did not hold any more. An engine that is not native counts none.
+      cells: number of states of a fixed size in the cache, snapshots included.
     """
 
     cache_bytes: int
@@ -76,6 +77,7 @@ class EngineCost(NamedTuple):
     drafted: int = 0
     accepted: int = 0
     recomputed: int = 0
+    cells: int = 0
 
 
 class Engine(Protocol):

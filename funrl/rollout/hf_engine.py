@@ -223,16 +223,6 @@ def _check_options(prompts: Sequence[Sequence[int]], sampling: Sampling) -> None
         )
 
 
-def no_engine(model: Model) -> str | None:
-    """Reason why no engine can generate with a language model; None: an engine can."""
-    if model.pages or model.abilities.code or model.abilities.routers is None:
-        return None
-    return (
-        f"layers of a {model.config.source.family} keep a state and no pages, which the native engine needs, and "
-        "transformers' engine takes no experts: it can be trained and scored, but not generate"
-    )
-
-
 def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.float32) -> HFEngine:
     """An engine without weights yet (they are random until `load`).
 

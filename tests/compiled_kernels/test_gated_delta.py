@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from funrl.compiled_kernels import gated_delta as kernel
+from funrl.compiled_kernels.delta_rule import gated_delta as kernel
 from funrl.cost.tracing.operators import operator_facts
 
 KEY_HEADS, HEADS, N, M, WIDTH = 2, 4, 3, 5, 4

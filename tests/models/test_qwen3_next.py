@@ -14,6 +14,10 @@ from funrl.models import Inputs, ModelError, place
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
 from funrl.models.huggingface.left_out import remarks_on_files
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import native_engine
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
 
 NEXT = {
     "model_type": "qwen3_next", "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
@@ -50,6 +54,22 @@ def test_config_round_trip_through_transformers(name):
     assert config_from_hf(config_to_hf(config)) == config
     theirs = transformers.AutoConfig.for_model(**raw).to_dict()  # every field, as transformers 5 does
     assert config_from_hf(theirs) == config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_completions_are_those_of_transformers(name, tmp_path):
+    peer = peer_of(CONFIGS[name], tmp_path)
+    model, params = hf.load(tmp_path)
+    engine = native_engine(model)
+    engine.load(engine.weights.named(params), 0)
+    prompts = [[1, 2, 3], [7], tokens_of(model.config)[0].tolist()]
+    done = complete(engine, requests_of(prompts, Sampling(greedy=True, max_new_tokens=32), seed=0))
+    for prompt, one in zip(prompts, done, strict=True):
+        with torch.no_grad():
+            theirs = peer.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=32, min_new_tokens=32, pad_token_id=0
+            )
+        assert one.tokens.tolist() == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -83,7 +83,7 @@ def test_drafts_take_no_page_that_another_request_needs(pages):
     how = Sampling(max_new_tokens=70, temperature=0.3)
     plain = completed(engine_of(CONFIG, packed=False), PROMPTS, how)
     engine = engine_of(CONFIG, packed=False, speculate=8)
-    engine._cache_bytes = pages * engine._backend.page_bytes
+    engine._room._given = pages * engine._backend.page_bytes
     assert_same(completed(engine, PROMPTS, how), plain, 1e-5)
     cost = engine.cost()
     assert cost.drafted > 0 and cost.peak_pages <= pages and cost.used_pages == 0

@@ -20,7 +20,7 @@ from funrl.models import decoder_config, decoder_model
 from funrl.rollout.native import sequences, static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
-from funrl.rollout.native.decode_state import STOP, DecodeForm, decode_pass, empty_state
+from funrl.rollout.native.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.host_copy import HostCopy
 from funrl.rollout.native.static_decode import bucket
@@ -51,7 +51,7 @@ def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family, dtype):
         for rows in ROWS:
             rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
             with no_waits() as seen:
-                found = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), PAGES - 1)
+                found = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), Spare(PAGES - 1))
             assert all(x.shape == (rows,) and x.is_meta for x in found)
             counts.append(seen.names)
     assert len(counts[0]) > 50 and all(calls == counts[0] for calls in counts)
@@ -108,20 +108,20 @@ def test_a_row_that_ends_is_frozen_and_writes_to_the_spare_page():
     config = CONFIGS["llama"]
     backend = TorchBackend(decoder_model(config), SINGLE, torch.float64, None, 16)
     backend.load(weights(config, torch.float64))
-    backend.spare_pages = 1
+    backend.spare = 1
     backend.resize(2)
     state = empty_state(torch.tensor([5, 6, 0]), 1, 1)
-    state.numbers_CS[:, :2] = torch.tensor([[1, 1], [1, 1], [3, 9], [1, 2], [0, 0], [0, 0], [-1, -1], [-1, -1]])
+    state.numbers_CS[:, :2] = torch.tensor([[1, 1], [1, 1], [3, 9], [1, 2], [0, 0], [0, 0], [-1, -1], [0, 0], [-1, -1]])
     state.table_SP[:2, 0] = torch.tensor([0, 1])
     assert len(state.numbers_CS) == STOP + 1
     rows_B, seen = torch.tensor([0, 1, 2, 2]), []
     for _ in range(4):
-        token_B, *_ = decode_pass(backend, state, rows_B, DecodeForm(4, 1, ((0, Sampling()),)), 2)
+        token_B, *_ = decode_pass(backend, state, rows_B, DecodeForm(4, 1, ((0, Sampling()),)), Spare(2))
         seen.append(token_B.tolist())
     lengths, ended = state.numbers_CS[0].tolist(), state.numbers_CS[5].tolist()
     assert lengths == [3, 5, 1] and ended == [1, 0, 1]  # the first one had its limit of 3 tokens after two
     assert state.tokens_S.tolist() == [seen[1][0], seen[3][1], 0]
-    written = (backend._cache[0][0] != 0).any(-1).any(-1).sum(1).tolist()
+    written = (backend._cache.pages[0][0] != 0).any(-1).any(-1).sum(1).tolist()
     assert written == [2, 4, 1]
 
 

@@ -18,6 +18,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.native.backends import packed_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
+from funrl.trainer.jobs.agents import native_options
 from funrl.trainer.loop import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
@@ -61,6 +62,12 @@ def test_drafts_take_fewer_passes_and_change_no_number():
     (whole, cost), (batch, fewer) = found
     assert batch.tokens.equal(whole.tokens) and (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
     assert fewer.passes < cost.passes and cost.drafted == 0 < fewer.accepted <= fewer.drafted
+
+
+def test_states_are_kept_as_often_as_a_flag_says():
+    """What snapshots do is in `rollout/test_states.py`."""
+    assert native_options(small_job(GRPO, state_snapshot_tokens=48)).snapshot_tokens == 48
+    assert native_options(small_job(GRPO)).snapshot_tokens == 4096
 
 
 def test_a_cache_that_the_longest_prompt_does_not_fit_into_is_refused_before_the_run():

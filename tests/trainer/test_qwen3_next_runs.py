@@ -1,4 +1,4 @@
-"""Runs of a model that no engine generates with: it learns from texts on meshes, and what it cannot do is refused."""
+"""Runs of a model with states: it learns from texts and by its own samples on meshes, and some is refused."""
 
 import json
 
@@ -73,8 +73,8 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
 @pytest.mark.parametrize(
     "recipe,flags,message",
     [
-        ("grpo", {}, "layers of a qwen3_next keep a state and no pages.*give texts to learn from, as to sft or dpo"),
-        ("grpo", {"engine": "hf"}, "layers of a qwen3_next keep a state and no pages"),
+        ("grpo", {"speculate": 2}, "speculate=2: layers of a qwen3_next keep a state, which cannot take back"),
+        ("grpo", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
         ("sft", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],
@@ -86,6 +86,40 @@ def test_what_it_cannot_do_is_refused_before_the_run(recipe, flags, message, fol
     assert not (tmp_path / "run").exists()
 
 
-def test_it_completes_nothing(folder):
-    with pytest.raises(SettingsError, match="it can be trained and scored, but not generate"):
-        funrl.generate(folder, ["1+2="])
+def test_it_completes_texts(folder):
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = arithmetic.tokenizer()
+    (text,) = funrl.generate(folder, ["1+2="], greedy=True, max_new_tokens=8)
+    prompt = tokenizer("1+2=", return_tensors="pt").input_ids
+    theirs = peer.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :].tolist()
+    assert text and tokenizer.decode(theirs, skip_special_tokens=True).startswith(text)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_it_learns_by_its_own_samples_alike_on_every_mesh(folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) for i in range(16)))
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, completion, **_):\n    return float(sum(map(ord, completion)) % 7)\n")
+    rows = {}
+    meshes = {"dp1": (), "dp2": ("--fsdp",), "tp2": ("--new_tokens_per_step=6", "--state_snapshot_tokens=16")}
+    for mesh, more in meshes.items():
+        run = tmp_path / mesh
+        flags = (
+            *FLAGS,
+            f"--model={folder}",
+            f"--prompts={prompts}",
+            f"--reward={reward}:score",
+            "--max_new_tokens=8",
+            "--samples_per_prompt=2",
+            "--steps=2",
+            f"--mesh={mesh}",
+            f"--run_dir={run}",
+        )
+        assert main("grpo", ["grpo", *flags, *more]) == 0
+        rows[mesh] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        gaps = [row["rollout/logprob_gap_max"] for row in rows[mesh] if "rollout/logprob_gap_max" in row]
+        assert gaps and max(gaps) < 1e-10
+    for one, row in zip(rows["dp1"], rows["dp2"], strict=True):
+        assert row.get("train/loss") == pytest.approx(one.get("train/loss"), abs=1e-9)

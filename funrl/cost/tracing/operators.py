@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 # These imports register their operators.
-import funrl.compiled_kernels.gated_delta  # noqa: F401
+import funrl.compiled_kernels.delta_rule.gated_delta  # noqa: F401
 import funrl.compiled_kernels.grouped_linear  # noqa: F401
 import funrl.compiled_kernels.varlen_attention  # noqa: F401
+from funrl.compiled_kernels.delta_rule.net_pass import pass_bytes, pass_flops
 from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
 from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.data.packing import UNIT, RowCost
@@ -121,6 +122,9 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
     torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
     torch.ops.funrl.chunk_states: lambda updates, readers, *_, **__: 4 * updates.numel() * readers.shape[-1],
     torch.ops.funrl.chunk_states_backward: lambda grad, states, *_, **__: 4 * grad.numel() * states.shape[-2],
+    torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, *rest: pass_flops(
+        states, rest[3], rest[4]
+    ),
     _aten.linalg_solve_triangular: lambda triangle, sides, **_: triangle.shape[-1] * sides.numel(),
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
     torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
@@ -129,6 +133,9 @@ _FORMULAS = {  # of operators for which torch has no formula, or a wrong one
 }
 _BYTES = {  # of operators that do not read all of their arguments
     torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
+    torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, tails, *rest: pass_bytes(
+        channels, states, tails, rest[2]
+    ),
     torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_bytes(
         q, latent, up, cache, rest[5]
     ),

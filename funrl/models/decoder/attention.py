@@ -17,7 +17,7 @@ from funrl.compiled_kernels.paged_attention import paged_attention
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.decoder.layers import Context, Norm, Rope, WeightAxes, WeightShapes
+from funrl.models.decoder.layers import CacheShapes, Context, Norm, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.decoder.watch import watched
@@ -115,11 +115,11 @@ class Attention:
         out_BTD = multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
         return watched("output product", out_BTD + params["o_bias"] if self.output_bias else out_BTD)
 
-    def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:
+    def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes:
         """Keys and values of the heads that a rank needs."""
         local = _kv_count(self.heads // tensor, self.heads // self.kv_heads)
         page = (page_tokens, local, self.head)
-        return (page, page)
+        return CacheShapes((page, page))
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in what attention takes."""

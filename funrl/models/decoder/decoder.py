@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,16 @@ from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
-from funrl.models.decoder.layers import Context, DecoderLayer
+from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer
 from funrl.models.decoder.sequence_parallel import AXIS
 from funrl.models.decoder.watch import watched
 from funrl.models.decoder.weights import axes, init, shapes, unembed
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
-from funrl.models.model import Abilities, Inputs, Layer, Model, Output, RouterLoad, Routers
+from funrl.models.model import Abilities, InitCache, Inputs, Layer, Model, Output, RouterLoad, Routers
 from funrl.models.split_residual import leave, own_tokens
 
-Cache = tuple[tuple[Tensor, ...], ...]  # per layer the tensors of its mixer, [pages, ...], of the tokens so far
+LayerCaches = tuple[tuple[Tensor, ...], ...]  # tensors of each layer's mixer
 
 
 def decoder_model(config: Config) -> Model:
@@ -46,7 +47,7 @@ def decoder_model(config: Config) -> Model:
         unembed=unembed,
         value=None,
         layer=decoder_layer,
-        init_cache=functools.partial(init_cache, config) if pages else None,
+        init_cache=_init_cache(config) if pages else None,
         rebuild=decoder_model,
         abilities=_abilities(config, layers),
     )
@@ -68,22 +69,65 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
     )
 
 
-def init_cache(
-    config: Config, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device | None = None
-) -> Cache:
-    """An empty cache of pages, of this rank's heads.
+class CacheForm(NamedTuple):
+    """Numbers of pages, of tokens of a page and of cells, and the dtype of pages."""
 
-    Raises:
-      ModelError: a layer's mixer has no pages.
+    pages: int
+    page_tokens: int
+    cells: int
+    dtype: torch.dtype
+
+
+class Cache(NamedTuple):
+    """Cache of the tokens so far.
+
+    Attributes:
+      pages: [pages, page_tokens, ...] of each layer.
+      cells: [cells, ...] of each layer: what a sequence has of a fixed size.
     """
 
-    def empty(layer: DecoderLayer) -> tuple[Tensor, ...]:
-        page_shapes = layer.mixer.cache_shapes(page_tokens, mesh.size("tensor"))
-        if page_shapes is None:
-            raise ModelError(f"{type(layer.mixer).__name__} has no cache of pages: the model cannot decode with one")
-        return tuple(torch.zeros((pages, *shape), dtype=dtype, device=device or mesh.device) for shape in page_shapes)
+    pages: LayerCaches
+    cells: LayerCaches
 
-    return tuple(map(empty, layers_of(config)))
+
+def empty_cache(config: Config, mesh: Mesh, sizes: CacheForm, device: torch.device) -> Cache:
+    """An empty cache, of this rank's heads.
+
+    Raises:
+      ModelError: a layer's mixer cannot decode with a cache.
+    """
+    wide = torch.promote_types(sizes.dtype, torch.float32)
+
+    def shapes_of(layer: DecoderLayer) -> CacheShapes:
+        cache_shapes = layer.mixer.cache_shapes(sizes.page_tokens, mesh.size("tensor"))
+        if cache_shapes is None:
+            raise ModelError(f"{type(layer.mixer).__name__} has no cache: the model cannot decode with one")
+        return cache_shapes
+
+    def empty(count: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros((count, *shape), dtype=dtype, device=device) for shape in shapes)
+
+    layers = [shapes_of(layer) for layer in layers_of(config)]
+    return Cache(
+        tuple(empty(sizes.pages, layer.pages, sizes.dtype) for layer in layers),
+        tuple(empty(sizes.cells, layer.cells, wide) for layer in layers),
+    )
+
+
+def _init_cache(config: Config) -> InitCache:
+    """`Model.init_cache` of a decoder."""
+
+    def init_cache(
+        mesh: Mesh,
+        pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        cells: int = 0,
+    ) -> Cache:
+        return empty_cache(config, mesh, CacheForm(pages, page_tokens, cells, dtype), device or mesh.device)
+
+    return init_cache
 
 
 def apply(
@@ -116,7 +160,7 @@ def apply(
             if inputs.routes is not None and kind.mlp.routed:
                 context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
             if cache is not None:
-                context = context._replace(kv_cache=cache[i])
+                context = context._replace(kv_cache=cache.pages[i] + cache.cells[i])
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = run(config, mesh, next(weights), x_BTD, context)
             x_BTD, load = out if isinstance(out, tuple) else (out, None)
@@ -182,7 +226,7 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
         window = layer.mixer.window
         context = Context(layer, ropes[layer.mixer.rope], segments_BT=segments, split=inputs.split)
         if packed:
-            contexts[number] = context._replace(offsets=inputs.offsets, paging=inputs.paging)
+            contexts[number] = context._replace(offsets=inputs.offsets, paging=inputs.paging, cells_S=inputs.cells_S)
         elif segments is None and (window is None or window >= T):
             contexts[number] = context._replace(causal=T > 1)
         else:

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.gated_delta import causal_convolution, gated_delta_rule
+from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
+from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
-from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
+from funrl.models.decoder.layers import CacheShapes, Context, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.errors import ModelError
@@ -32,7 +33,6 @@ from funrl.models.low_rank import multiply
 from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
 
-UNIT_EPS = 1e-6  # added to the squared length of queries and keys
 SMALLEST_A = 0.01  # of the first exp(a_log), uniform up to
 LARGEST_A = 16.0
 
@@ -76,7 +76,7 @@ class GatedDeltaNet:
 
     @property
     def paged(self) -> None:
-        """A state has no pages."""
+        """A state has no pages for a kernel."""
         return None
 
     @property
@@ -129,36 +129,39 @@ class GatedDeltaNet:
         """As `Mixer.apply`.
 
         Raises:
-          ModelError: the tokens of a row are split over ranks, or there is a cache.
+          ModelError: the tokens of a row are split over ranks.
         """
         if mesh.size(SEQUENCE) > 1:
             raise ModelError(f"the mesh {mesh} splits the tokens of a row, whose state a gated delta net carries along")
         h_BTD = enter(h_BTD, mesh, context.split)
-        segments_BT = _segments(h_BTD, context)
-        q_BTKN, k_BTKN, v_BTHM, z_BTHM = self._projected(params, h_BTD, segments_BT)
+        channels_BTD, z_BTHM = self._projected(params, h_BTD)
+        filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
         log_decay_BTH, beta_BTH = self._gates(params, h_BTD)
-        out_BTHM = gated_delta_rule(
-            q_BTKN, k_BTKN, v_BTHM, log_decay_BTH=log_decay_BTH, beta_BTH=beta_BTH, segments_BT=segments_BT
-        )
+        key_heads = params["qkvz"].shape[0]
+        if context.kv_cache is not None and context.paging is not None and context.cells_S is not None:
+            of_tokens = channels_BTD[0], log_decay_BTH[0], beta_BTH[0]
+            inputs = DeltaInputs(*of_tokens, filters_DW, key_heads, self.key)
+            states, tails = context.kv_cache
+            out_BTHM = delta_net_pass(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
+        else:
+            segments_BT = _segments(h_BTD, context)
+            mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
+            out_BTHM = gated_delta_rule(
+                *convolved_heads(mixed_BTD, key_heads, self.key, self.value),
+                log_decay_BTH=log_decay_BTH,
+                beta_BTH=beta_BTH,
+                segments_BT=segments_BT,
+            )
         weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
         out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
         return multiply_and_sum(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"], mesh, context.split)
 
-    def _projected(
-        self, params: trees.Tree, h_BTD: Tensor, segments_BT: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys [B, T, K, N], of unit length; values and output gates [B, T, H, M]: of this rank's heads."""
+    def _projected(self, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the convolution [B, T, channels], and output gates [B, T, H, M]: of this rank's heads."""
         values = self._group * self.value
         qkvz_BTKR = multiply(h_BTD, params["qkvz"]).unflatten(-1, params["qkvz"].shape[:2])
         q, k, v, z = qkvz_BTKR.split((self.key, self.key, values, values), -1)
-        channels_BTD = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
-        filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
-        mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
-        sizes = [x.shape[-2] * x.shape[-1] for x in (q, k, v)]
-        q, k, v = mixed_BTD.split(sizes, -1)
-        q_BTKN = _unit(q.unflatten(-1, (-1, self.key))) * self.key**-0.5
-        k_BTKN = _unit(k.unflatten(-1, (-1, self.key)))
-        return q_BTKN, k_BTKN, v.unflatten(-1, (-1, self.value)), z.unflatten(-1, (-1, self.value)).flatten(2, 3)
+        return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z.unflatten(-1, (-1, self.value)).flatten(2, 3)
 
     def _gates(self, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the decay, and beta, [B, T, H] of this rank's heads."""
@@ -167,9 +170,11 @@ class GatedDeltaNet:
         log_decay_BTH = -_wide(params["a_log"]).exp() * F.softplus(_wide(a_BTH) + _wide(params["dt_bias"]))
         return log_decay_BTH, b_BTH.sigmoid()
 
-    def cache_shapes(self, page_tokens: int, tensor: int) -> None:
-        """None: a state has no pages."""
-        return None
+    def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes:
+        """A cell: the states of a rank's value heads, and its inputs of the convolution of the last tokens."""
+        heads = self.value_heads // tensor
+        channels = 2 * self.key_heads // tensor * self.key + heads * self.value
+        return CacheShapes(cells=((heads, self.key, self.value), (self.width - 1, channels)))
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """A gated delta net computes no pairs of tokens."""
@@ -182,12 +187,6 @@ def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
         return context.segments_BT
     places = torch.arange(h_BTD.shape[1], device=h_BTD.device, dtype=context.offsets.dtype)
     return torch.searchsorted(context.offsets, places, right=True).unsqueeze(0)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x of length one over the last dim, in float32 or wider."""
-    x = _wide(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from funrl.compiled_kernels.latent_paged_attention import attend_through_latent,
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, halves_of_pairs, rotate
 from funrl.mesh.mesh import Mesh
-from funrl.models.decoder.layers import Context, Rope, WeightAxes, WeightShapes
+from funrl.models.decoder.layers import CacheShapes, Context, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.errors import ModelError
@@ -145,9 +145,9 @@ class LatentAttention:
         out_BTHN = self._attend(params, h_BTD, mesh, context)
         return multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
 
-    def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:
+    def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes:
         """Vectors that all heads make their keys and values of, on every rank."""
-        return ((page_tokens, self.latent.cached),)
+        return CacheShapes(((page_tokens, self.latent.cached),))
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in what attention takes."""

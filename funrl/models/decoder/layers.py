@@ -135,8 +135,9 @@ class Context(NamedTuple):
       rope: rotations of the tokens' positions; None: the layer has none.
       attention_mask_BTS: bool, true where token t sees token s; None: every token, or those up to t where `causal`.
       causal: without a mask, token t sees tokens up to t.
-      kv_cache: this layer's part of the cache, written in place.
+      kv_cache: this layer's part of the cache, its pages and its cells, written in place.
       paging: with `kv_cache`, the places of the tokens of one packed row.
+      cells_S: with `kv_cache`, the cell of each sequence.
       offsets: where the sequences of one packed row begin and end; None: the mask says which tokens see each other.
       segments_BT: the sequence of each token, 0 at padding; None: `offsets` say it, or every row is one sequence.
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
@@ -151,12 +152,25 @@ class Context(NamedTuple):
     causal: bool = True
     kv_cache: tuple[Tensor, ...] | None = None
     paging: Paging | None = None
+    cells_S: Tensor | None = None
     offsets: Tensor | None = None
     segments_BT: Tensor | None = None
     form: str = "auto"
     routes_BTK: Tensor | None = None
     split: bool = False
     blockwise: bool = False
+
+
+class CacheShapes(NamedTuple):
+    """Shapes of a layer's cache on a rank.
+
+    Attributes:
+      pages: of one page of each tensor that grows with the tokens, in the dtype of the cache.
+      cells: of what one sequence has in each tensor that does not grow, in float32 or wider.
+    """
+
+    pages: tuple[tuple[int, ...], ...] = ()
+    cells: tuple[tuple[int, ...], ...] = ()
 
 
 class Mixer(Protocol):
@@ -205,8 +219,8 @@ class Mixer(Protocol):
         """
         ...
 
-    def cache_shapes(self, page_tokens: int, tensor: int) -> tuple[tuple[int, ...], ...] | None:
-        """Shapes of one page of each tensor of the layer's cache, on one of `tensor` ranks; None: it has no pages."""
+    def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes | None:
+        """Shapes of the layer's cache, on one of `tensor` ranks; None: the mixer cannot decode with one."""
         ...
 
     def cost(self, cost: LayerCost) -> LayerCost:

@@ -25,7 +25,8 @@ from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kern
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
-from funrl.models.model import Inputs, Layer, Model
+from funrl.models.model import Inputs, Layer, Model, ModelCache
+from funrl.rollout.native.cells import CellCopies
 from funrl.rollout.native.decode_state import RowAdapters
 from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import sample_tokens
@@ -46,6 +47,7 @@ class PassWork(NamedTuple):
       table_SP: int32 pages of each sequence in order, on the CPU.
       sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
       adapters: number of each sequence's adapter, -1: it has none; None: no sequence has one.
+      cells: int64 cell of each sequence; None: the cache has none.
     """
 
     tokens_N: Tensor
@@ -54,19 +56,42 @@ class PassWork(NamedTuple):
     table_SP: Tensor
     sampled_positions: Sequence[int] | np.ndarray
     adapters: np.ndarray | None = None
+    cells: np.ndarray | None = None
+
+
+class PassPlan(NamedTuple):
+    """A planned pass of the engine.
+
+    Attributes:
+      work: work of the backend.
+      sampling_slots: slots that sample a token, once for each token.
+      sources: row of the backend's output for each of them.
+      ahead: drafted tokens of the slot before each of them; None without drafts.
+      copies: (from, to) pages to copy after the pass.
+      cell_copies: cells to copy around it.
+    """
+
+    work: PassWork
+    sampling_slots: np.ndarray
+    sources: np.ndarray
+    ahead: np.ndarray | None
+    copies: Sequence[tuple[int, int]]
+    cell_copies: CellCopies
 
 
 class Backend(Protocol):
-    """A model with weights and a cache of pages.
+    """A model with weights and a cache of pages, and perhaps of cells.
 
     Attributes:
       page_tokens: tokens of a page.
       page_bytes: bytes of a page, all layers together, on a rank.
+      cell_bytes: bytes of a cell likewise; 0: the cache has none.
       vocab: size of the vocabulary.
     """
 
     page_tokens: int
     page_bytes: int
+    cell_bytes: int
     vocab: int
 
     def load(self, params: trees.Tree) -> None:
@@ -89,12 +114,16 @@ class Backend(Protocol):
         """The factors that it computes with, by name; dims may be merged."""
         ...
 
-    def resize(self, pages: int) -> None:
-        """Replace the cache by `pages` empty pages; 0 frees it."""
+    def resize(self, pages: int, cells: int) -> None:
+        """Replace the cache by `pages` empty pages and `cells` cells; 0 frees it."""
         ...
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of pages."""
+        ...
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy cells, (from, to) pairs; what one writes no other reads."""
         ...
 
     def forward(self, work: PassWork) -> Tensor:
@@ -116,11 +145,23 @@ class Backend(Protocol):
         ...
 
 
+def run_plan(backend: Backend, plan: PassPlan) -> Tensor:
+    """The output of a planned pass; cells and pages are copied around it."""
+    if plan.cell_copies.before:
+        backend.copy_cells(plan.cell_copies.before)
+    output = backend.forward(plan.work)
+    if plan.cell_copies.after:
+        backend.copy_cells(plan.cell_copies.after)
+    if plan.copies:
+        backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
+    return output
+
+
 class TorchBackend:
     """The training model itself.
 
     Attributes:
-      spare_pages: unused pages after those of `resize`.
+      spare: number of unused pages, and of cells where there are some, after those of `resize`.
     """
 
     def __init__(
@@ -136,19 +177,19 @@ class TorchBackend:
         self.vocab = model.config.vocab
         self.model = model
         self.mesh = mesh
-        assert model.init_cache is not None
-        self.page_bytes = trees.nbytes(model.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        self.page_bytes = model.page_bytes(mesh, page_tokens, dtype)
+        self.cell_bytes = model.cell_bytes(mesh, dtype)
         self._choices = model.abilities.choices if record_routes else 0
         self.page_bytes += page_tokens * self._choices * ROUTE.itemsize
         self._routes = torch.zeros(0, page_tokens, self._choices, dtype=ROUTE)  # experts of the tokens of each page
         self._dtype = dtype
         self._layer = layer
-        self._cache = None
+        self._cache: ModelCache | None = None
         self._params: trees.Tree = None
         self._unembed_VD: Tensor | None = None
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
-        self.spare_pages = 0
+        self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
         assert self.model.unembed is not None
@@ -177,14 +218,16 @@ class TorchBackend:
     def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
         yield from trees.named(self._adapters[number].factors)
 
-    def resize(self, pages: int) -> None:
+    def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
-        pages += self.spare_pages if pages else 0
+        pages += self.spare if pages else 0
+        cells += self.spare if cells else 0
         shape = pages, self.page_tokens, self._choices
         self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
         if pages:
             assert self.model.init_cache is not None
-            self._cache = self.model.init_cache(self.mesh, pages, self.page_tokens, self._dtype, self.mesh.device)
+            sizes = pages, self.page_tokens, self._dtype, self.mesh.device
+            self._cache = self.model.init_cache(self.mesh, *sizes, *([cells] if cells else []))
 
     def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
         """Experts of the first tokens of a sequence, on the CPU: [tokens, choices], layer by layer.
@@ -196,8 +239,15 @@ class TorchBackend:
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         from_P, to_P = (device_copy(np.asarray(x, dtype=np.int64), self.mesh.device) for x in (sources, targets))
-        for x in [*trees.leaves(self._cache), self._routes]:
+        assert self._cache is not None
+        for x in [*trees.leaves(self._cache.pages), self._routes]:
             x.index_copy_(0, to_P, x[from_P])
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert self._cache is not None
+        from_C, to_C = device_copy(np.array(copies, dtype=np.int64).T, self.mesh.device)
+        for x in trees.leaves(self._cache.cells):
+            x.index_copy_(0, to_C, x[from_C])
 
     def forward(self, work: PassWork) -> Tensor:
         """Hidden states [M, D]."""
@@ -208,11 +258,18 @@ class TorchBackend:
         if work.adapters is not None:
             number_N = device_copy(np.repeat(work.adapters, work.counts), device)
             adapters = RowAdapters(tuple(np.unique(work.adapters).tolist()), number_N)
-        return self.hidden(work.tokens_N, paging, adapters)[sampled_M]
+        cells_S = None if work.cells is None else device_copy(work.cells, device)
+        return self.hidden(work.tokens_N, paging, adapters, cells_S)[sampled_M]
 
-    def hidden(self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None) -> Tensor:
-        """Hidden states [N, D] of new tokens, whose keys and values are written."""
-        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging)
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        paging: Paging,
+        adapters: RowAdapters | None = None,
+        cells_S: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [N, D] of new tokens, whose keys and values are written, and their states."""
+        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S)
         params = self._params if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
@@ -271,6 +328,7 @@ class PackedBackend:
     """
 
     page_tokens = decode_step.PAGE
+    cell_bytes = 0
 
     def __init__(self, model: Model, dtype: torch.dtype):
         sizes = model.abilities.compiled_step
@@ -310,7 +368,7 @@ class PackedBackend:
         layers = list(self._adapters[number].factors())
         yield from ((name, factor_of(layers, name)) for name in self._factor_names[number])
 
-    def resize(self, pages: int) -> None:
+    def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
         self._logits = self._logits[:0].clone()
         if pages:
@@ -320,6 +378,9 @@ class PackedBackend:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         assert self._decoder is not None and self._cache is not None
         self._decoder.copy_pages(self._cache, sources, targets)
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
+        """There are none."""
 
     def forward(self, work: PassWork) -> Tensor:
         """Logits [M, V], valid until the next pass."""
@@ -365,3 +426,20 @@ def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
         except KernelError as error:
             return str(error)
     return problem
+
+
+def sampled_positions(
+    slots: np.ndarray, counts: np.ndarray, lacking: np.ndarray, decoding: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of a pass after which one is sampled: their indices, their slots, and the drafted tokens before each.
+
+    Args:
+      slots, counts: slot and number of new tokens of each sequence.
+      lacking: tokens of each sequence that this pass does not compute.
+      decoding: number of sequences, the first ones, that sample after each of their tokens.
+    """
+    if len(slots) == decoding == counts.sum():  # nearly always: no prompts, no drafts
+        return np.arange(decoding), slots, np.zeros_like(slots)
+    sampled = np.where(np.arange(len(slots)) < decoding, counts, lacking == 0)  # of each sequence
+    ahead = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
+    return np.repeat(np.cumsum(counts) - sampled, sampled) + ahead, np.repeat(slots, sampled), ahead

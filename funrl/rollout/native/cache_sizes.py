@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import NamedTuple, Protocol
 
 import torch
 
+from funrl.mesh.collectives import pmax
 from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import Mesh
 
 FREE_SHARE = 0.5  # of the free memory
+log = logging.getLogger(__name__)
 
 
 def free_bytes(mesh: Mesh) -> int:
@@ -27,6 +31,96 @@ def free_bytes(mesh: Mesh) -> int:
     except (OSError, StopIteration):  # not Linux
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return free // local_ranks(mesh.world)
+
+
+class CacheSizes(NamedTuple):
+    """Numbers of pages and of cells of a cache."""
+
+    pages: int
+    cells: int
+
+
+NO_CACHE = CacheSizes(0, 0)
+
+
+class CacheBytes(Protocol):
+    """Bytes of a page and of a cell; 0: there are no cells."""
+
+    page_bytes: int
+    cell_bytes: int
+
+
+class CacheRoom:
+    """Bound on the bytes of a cache on a rank, and the sizes that fit in it."""
+
+    def __init__(self, mesh: Mesh, each: CacheBytes, cache_bytes: int, free_share: float, spare: CacheSizes):
+        """Begin; memory is measured when it is first needed.
+
+        Args:
+          mesh: of the engine.
+          each: bytes of a page and of a cell.
+          cache_bytes: the bound; 0: a share of the free memory.
+          free_share: that share.
+          spare: unused pages and cells beside those of the sizes.
+        """
+        self._mesh = mesh
+        self._each = each
+        self._given = cache_bytes
+        self._free_share = free_share
+        self._spare = spare
+        self._bytes: int | None = None
+
+    def forget(self) -> None:
+        """Measure the free memory again when it is next needed."""
+        self._bytes = None
+
+    def most_pages(self) -> int:
+        """Bound on the pages, beside one cell. Collective over "tensor" where the memory is measured."""
+        return max(0, (self._room() - self._each.cell_bytes) // self._each.page_bytes)
+
+    def grown(self, sizes: CacheSizes, wanted: CacheSizes, least_pages: int) -> CacheSizes:
+        """Larger sizes where more is wanted and fits, at least twice as large; else the same.
+
+        If what is wanted does not fit, there are fewer pages and cells in the same ratio.
+
+        Args:
+          sizes: of the cache.
+          wanted: pages and cells that could be used.
+          least_pages: pages of the longest sequence, which fit beside one cell.
+        """
+        page_bytes = self._each.page_bytes
+        cell_bytes = self._each.cell_bytes
+        pages = max(wanted.pages, 2 * sizes.pages) if wanted.pages > sizes.pages else sizes.pages
+        if not cell_bytes:
+            return CacheSizes(max(sizes.pages, min(pages, self.most_pages())), 0) if pages > sizes.pages else sizes
+        cells = max(wanted.cells, 2 * sizes.cells) if wanted.cells > sizes.cells else sizes.cells
+        if (pages, cells) == sizes:
+            return sizes
+        room = self._room()
+        if sizes.pages >= least_pages and room - _bytes_of(sizes, self._each) < page_bytes + cell_bytes:
+            return sizes  # it is full already
+        needed = _bytes_of(CacheSizes(pages, cells), self._each)
+        if needed > room:
+            cells = max(1, min(int(cells * room / needed), (room - least_pages * page_bytes) // cell_bytes))
+            pages = (room - cells * cell_bytes) // page_bytes
+        return CacheSizes(pages, cells)
+
+    def _room(self) -> int:
+        """Bytes beside the spare part. The same on all ranks of a replica."""
+        if self._bytes is None:
+            given = self._given
+            if not given:
+                free = self._free_share * free_bytes(self._mesh)
+                free = torch.tensor(free, dtype=torch.float64, device=self._mesh.device)
+                given = -int(pmax(-free, self._mesh, "tensor").item())
+            spare = self._spare.pages * self._each.page_bytes + self._spare.cells * self._each.cell_bytes
+            self._bytes = max(0, given - spare)
+            log.info("the cache may have %d pages of keys and values, %.3g GB", self.most_pages(), given / 1e9)
+        return self._bytes
+
+
+def _bytes_of(sizes: CacheSizes, each: CacheBytes) -> int:
+    return sizes.pages * each.page_bytes + sizes.cells * each.cell_bytes
 
 
 def page_tokens(device: str) -> int:

@@ -16,7 +16,7 @@ from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
 
 # Rows of `DecodeState.numbers_CS`. Stop tokens follow, padded with -1.
-LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, STOP = range(8)
+LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, CELL, STOP = range(9)
 
 
 class RowAdapters(NamedTuple):
@@ -37,13 +37,20 @@ class DecodeState(NamedTuple):
     Attributes:
       tokens_S: int64, the last token of each sequence, whose keys and values are not computed yet.
       numbers_CS: int64, for each sequence its length, the length of its prompt, the length at which it ends, its seed,
-        the number of its sampling group, whether it has ended, the number of its adapter, and its stop tokens.
+        the number of its sampling group, whether it has ended, the number of its adapter, its cell, its stop tokens.
       table_SP: int32, its pages in order.
     """
 
     tokens_S: Tensor
     numbers_CS: Tensor
     table_SP: Tensor
+
+
+class Spare(NamedTuple):
+    """Page and cell of the cache that ended sequences write to; cell None: the cache has no cells."""
+
+    page: int
+    cell: int | None = None
 
 
 class DecodeForm(NamedTuple):
@@ -70,7 +77,9 @@ class Decoder(Protocol):
     @property
     def rows_at_once(self) -> int: ...
 
-    def hidden(self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None) -> Tensor: ...
+    def hidden(
+        self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None, cells_S: Tensor | None = None
+    ) -> Tensor: ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor: ...
 
@@ -88,7 +97,7 @@ def empty_state(tokens_S: Tensor, stops: int, pages: int) -> DecodeState:
 
 
 def decode_pass(
-    decoder: Decoder, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare_page: int
+    decoder: Decoder, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the last token of some sequences and sample the next one, updating the state and the cache.
 
@@ -100,21 +109,22 @@ def decode_pass(
       state: updated in place.
       rows_B: int64 slots without repetition, except the spare one.
       form: constants of the pass.
-      spare_page: page of the cache that ended sequences write to.
+      spare: the part of the cache that ended sequences write to.
 
     Returns: token [B] int64, and its sampling and raw log-probabilities, [B] nats each, as `sample_tokens` does.
     """
     numbers_CB = state.numbers_CS.index_select(1, rows_B)
-    length_B, prompt_B, limit_B, seed_B, group_B, ended_B, adapter_B = numbers_CB[:STOP]
+    length_B, prompt_B, limit_B, seed_B, group_B, ended_B, adapter_B, cell_B = numbers_CB[:STOP]
     token_B = state.tokens_S.index_select(0, rows_B)
     running_B = ended_B == 0
     page = decoder.page_tokens
     position_B = torch.where(running_B, length_B - 1, 0)
     table_BP = state.table_SP[:, : form.pages].index_select(0, rows_B)
     page_B = table_BP.gather(1, (position_B // page)[:, None])[:, 0]
-    place_B = torch.where(running_B, page_B.long(), spare_page) * page + position_B % page
+    place_B = torch.where(running_B, page_B.long(), spare.page) * page + position_B % page
     paging = decode_paging(position_B, table_BP, place_B, running_B=running_B)
-    hidden_BD = decoder.hidden(token_B, paging, RowAdapters(form.adapters, adapter_B))
+    cells_B = None if spare.cell is None else torch.where(running_B, cell_B, spare.cell)
+    hidden_BD = decoder.hidden(token_B, paging, RowAdapters(form.adapters, adapter_B), cells_B)
     sampled_B, *logps = _sample(
         decoder, hidden_BD, stream_noise(seed_B, length_B - prompt_B), group_B=group_B, groups=form.sampling_groups
     )

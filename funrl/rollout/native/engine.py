@@ -16,17 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
-from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
-from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
+from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem, run_plan
+from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
+from funrl.rollout.native.decode_state import Spare
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
+from funrl.rollout.native.prompt_lookup import speculation_problem
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
@@ -42,8 +42,7 @@ def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = T
     """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
     if packed and packed_problem(model, mesh, dtype) is None:
         return PackedBackend(model, dtype).page_bytes
-    assert model.init_cache is not None
-    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
+    return model.page_bytes(mesh, page_tokens(mesh.device.type), dtype)
 
 
 class NativeOptions(NamedTuple):
@@ -59,6 +58,8 @@ class NativeOptions(NamedTuple):
         are decoded; 0: no drafts. A draft changes no completion.
       record_routes: let completions have the experts that their tokens went to.
       engines: number of engines that share the free memory for their caches.
+      snapshot_tokens: tokens of a prompt between two snapshots of states, by which a known prefix is reused in a model
+        that has some; they share `cache_bytes`. 0: there are none.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
     """
@@ -70,6 +71,7 @@ class NativeOptions(NamedTuple):
     speculate: int = 0
     record_routes: bool = False
     engines: int = 1
+    snapshot_tokens: int = 0
     static: bool | None = None
 
 
@@ -112,8 +114,8 @@ class NativeEngine:
         self.adapters: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
-        self._cache_bytes = options.cache_bytes
-        self._free_share = FREE_SHARE / options.engines
+        spare = CacheSizes(int(static), int(static))
+        self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
         self._scheduler = Scheduler(
@@ -127,11 +129,12 @@ class NativeEngine:
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
-            backend.spare_pages = 1
+            backend.spare = 1
             self._static = StaticDecode(backend, self._sequences, self._scheduler)
+        self._scheduler.snapshot_tokens = options.snapshot_tokens
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
-        self._passes = self._pages = 0
-        self._limit: int | None = None  # bound on the pages of the cache, once it is known
+        self._passes = 0
+        self._sizes = NO_CACHE
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace this rank's shards of all weights; see `Engine`.
@@ -218,7 +221,7 @@ class NativeEngine:
         """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
         size = self._backend.page_tokens
-        limit = self._most_pages()
+        limit = self._room.most_pages()
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:
@@ -247,13 +250,13 @@ class NativeEngine:
             self._poll()
         if self._decoded_by_static_pass():
             return self._sequences.take_ended()
+        if self._sizes.cells:  # a state cannot take back a token behind the end of a sequence
+            self._poll()
         plan = self._scheduler.plan()
         if plan is None:
             self._poll()
             return self._sequences.take_ended()
-        output = self._backend.forward(plan.work)
-        if plan.copies:
-            self._backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
+        output = run_plan(self._backend, plan)
         self._passes += 1
         self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
         self._scheduler.settle()
@@ -293,7 +296,7 @@ class NativeEngine:
     def pause(self) -> None:
         """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
         self._drop_cache()
-        self._limit = None
+        self._room.forget()
         self.paused = True
 
     def resume(self) -> None:
@@ -304,11 +307,13 @@ class NativeEngine:
         """Memory of its cache, and counts of its work."""
         s = self._scheduler
         backend = self._backend
-        spare = self._pages > 0 and self._static is not None
+        pages, cells = self._sizes
+        spare = pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=(self._pages + spare) * backend.page_bytes,
+            cache_bytes=(pages + spare) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
             page_tokens=backend.page_tokens,
-            pages=self._pages,
+            pages=pages,
+            cells=cells,
             used_pages=s.pool.used,
             peak_pages=s.peak_pages,
             rows=s.max_rows,
@@ -339,7 +344,8 @@ class NativeEngine:
         groups = self._static.sampling_groups(slots)
         if groups is None:
             return False
-        sampled = self._static.run(slots, groups, self._pages)
+        pages, cells = self._sizes
+        sampled = self._static.run(slots, groups, Spare(pages, cells or None))
         self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
         self._passes += 1
@@ -354,40 +360,26 @@ class NativeEngine:
         self._sequences.poll(*keep)
         self._scheduler.release(self._sequences.take_released())
 
-    def _most_pages(self) -> int:
-        """Bound on the pages of the cache. If no size is given, free memory is measured when it is first needed."""
-        if self._limit is None:
-            mesh = self.weights.mesh
-            given = self._cache_bytes
-            if not given:
-                free = torch.tensor(self._free_share * free_bytes(mesh), dtype=torch.float64, device=mesh.device)
-                given = -int(pmax(-free, mesh, "tensor").item())  # the same on all ranks of a replica
-            self._limit = max(0, given // self._backend.page_bytes - (self._static is not None))
-            log.info("the cache may have %d pages of keys and values, %.3g GB", self._limit, given / 1e9)
-        return self._limit
-
     def _make_room(self) -> None:
-        """Grow the cache to the pages that are wanted, which recomputes what it held."""
-        wanted = self._scheduler.wanted_pages()
-        if wanted <= self._pages:
-            return
-        pages = min(max(wanted, 2 * self._pages), self._most_pages())
-        if pages <= self._pages:
+        """Grow the cache to what is wanted, which recomputes what it held."""
+        wanted = CacheSizes(self._scheduler.wanted_pages(), self._scheduler.wanted_cells())
+        sizes = self._room.grown(self._sizes, wanted, self._scheduler.longest_pages)
+        if sizes == self._sizes:
             return
         self._drop_cache()
-        self._pages = pages
-        self._backend.resize(pages)
-        self._scheduler.resize(pages)
+        self._sizes = sizes
+        self._backend.resize(*sizes)
+        self._scheduler.resize(*sizes)
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""
         self._poll()
         self._scheduler.restart()
-        self._pages = 0
+        self._sizes = NO_CACHE
         if self._static is not None:
             self._static.drop()
-        self._backend.resize(0)
-        self._scheduler.resize(0)
+        self._backend.resize(*NO_CACHE)
+        self._scheduler.resize(*NO_CACHE)
 
 
 def native_engine(
@@ -409,13 +401,15 @@ def native_engine(
       note: receives the reason why the compiled decoding step is not used.
 
     Raises:
-      ModelError: the model has a value head instead of an unembedding.
+      ModelError: the model has a value head instead of an unembedding, or cannot verify drafts.
     """
     if not model.generates:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
     if not model.pages:
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
+    if (unverified := speculation_problem(model, options.speculate)) is not None:
+        raise ModelError(f"speculate is {options.speculate}: {unverified}; it must be 0")
     problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"

@@ -97,7 +97,7 @@ class PagePool:
 
         Its page needs `share`, and then `fill`, before use. The result is empty if there is none.
         """
-        page = self._tails.get(self._tail_key(tokens, shared, root))
+        page = self._tails.get(self.prefix(tokens, shared, root))
         return [] if page is None or self._users[page] else [page]
 
     def fill(self, page: int) -> None:
@@ -110,13 +110,14 @@ class PagePool:
         shared = self.find(tokens, root)
         if not 0 < len(tokens) - len(shared) * self.page_tokens < self.page_tokens:
             return
-        key = self._tail_key(tokens, shared, root)
+        key = self.prefix(tokens, shared, root)
         page = pages[len(shared)]
         if page not in self._key and page not in self._tail and key not in self._tails:
             self._tails[key] = page
             self._tail[page] = key
 
-    def _tail_key(self, tokens: Sequence[int], shared: Sequence[int], root: int) -> tuple[int, tuple[int, ...]]:
+    def prefix(self, tokens: Sequence[int], shared: Sequence[int], root: int = ROOT) -> tuple[int, tuple[int, ...]]:
+        """A text as the content of its known pages, those of `find`, and the tokens behind them."""
         before = self._content[shared[-1]] if shared else root
         return before, tuple(tokens[len(shared) * self.page_tokens :])
 

@@ -8,35 +8,17 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
-from funrl.rollout.native.backends import PassWork
+from funrl.rollout.native.backends import PassPlan, PassWork, sampled_positions
+from funrl.rollout.native.cells import CellPool, wanted_cells
 from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.native.pages import PagePool
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
-
-
-class PassPlan(NamedTuple):
-    """A planned pass.
-
-    Attributes:
-      work: work of the backend.
-      sampling_slots: slots that sample a token, once for each token.
-      sources: row of the backend's output for each of them.
-      ahead: drafted tokens of the slot before each of them; None without drafts.
-      copies: (from, to) pages to copy after the pass.
-    """
-
-    work: PassWork
-    sampling_slots: np.ndarray
-    sources: np.ndarray
-    ahead: np.ndarray | None
-    copies: Sequence[tuple[int, int]]
 
 
 class Scheduler:
@@ -45,6 +27,8 @@ class Scheduler:
     Attributes:
       max_rows: bound on the requests that run at once.
       pool: the pages.
+      cells: the cells.
+      snapshot_tokens: as in `CellPool`.
       prefilled, cached, preempted, recomputed: as in `EngineCost`.
       reserved: tokens of ended requests that the cache should have room for, besides the unfinished ones.
     """
@@ -70,12 +54,14 @@ class Scheduler:
         """
         self.max_rows = max_rows
         self.pool = PagePool(0, page_tokens)
+        self.cells = CellPool(self.pool)
+        self._limits: list[int] = []  # lengths of the longest unfinished requests, `max_rows` at most
+        self._longest = 1
         self._speculate = speculate
         self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = self.recomputed = 0
-        self.reserved = 0
-        self._peak = 0
-        self._wanted = 0
+        self.reserved = self.snapshot_tokens = 0
+        self._peak = self._wanted = 0
         self._sequences = sequences
         self._page = page_tokens
         self._pass_tokens = pass_tokens
@@ -109,17 +95,28 @@ class Scheduler:
         """Enqueue requests."""
         self._waiting.extend(sequences)
         self._lacking = 0
-        each = (-(-sequence.limit // self._page) for sequence in self._sequences.by_number.values())
-        self._wanted = sum(heapq.nlargest(self.max_rows, each))
+        self._limits = heapq.nlargest(self.max_rows, (x.limit for x in self._sequences.by_number.values()))
+        self._wanted = sum(-(-limit // self._page) for limit in self._limits)
+        self._longest = max([self._longest, *self._limits])
 
     def wanted_pages(self) -> int:
         """Pages that the unfinished requests can use at once, and those reserved for ended ones."""
         return self._wanted + -(-self.reserved // self._page)
 
-    def resize(self, pages: int) -> None:
-        """Replace the cache by `pages` empty pages. No request may be running."""
+    @property
+    def longest_pages(self) -> int:
+        """Pages of the longest request so far."""
+        return -(-self._longest // self._page)
+
+    def wanted_cells(self) -> int:
+        """Cells that the unfinished requests can use at once, and those of their snapshots."""
+        return wanted_cells(self._limits, self.reserved // self._longest, self.snapshot_tokens)
+
+    def resize(self, pages: int, cells: int) -> None:
+        """Replace the cache by empty pages and cells. No request may be running."""
         self._peak = self.peak_pages
         self.pool = PagePool(pages, self._page)
+        self.cells = CellPool(self.pool, cells, self.snapshot_tokens)
 
     def restart(self) -> None:
         """Preempt all running requests. All sampled tokens have been polled."""
@@ -131,7 +128,9 @@ class Scheduler:
         for sequence in gone:
             self._lacking = 0
             if sequence.computed:
-                self.pool.remember_tail(sequence.text[:-1].tolist(), sequence.pages, sequence.root)
+                text = sequence.text[:-1].tolist()
+                self.pool.remember_tail(text, sequence.pages, sequence.root)
+                self.cells.keep(sequence, text)
             self._leave(sequence)
 
     def only_decoding(self) -> np.ndarray | None:
@@ -196,7 +195,7 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : self._read(int(ends.max()))])
         self._known[slots] = ends
-        positions, sampling_slots, ahead = _sampled_positions(
+        positions, sampling_slots, ahead = sampled_positions(
             slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
         sources = np.arange(len(positions))
@@ -209,8 +208,11 @@ class Scheduler:
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
         adapters = self._adapters[slots] if self._adapts else None
-        work = PassWork(tokens, counts, ends, table_SP=table_SP, sampled_positions=positions, adapters=adapters)
-        return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
+        cells = self.cells.of_slots(slots)
+        work = PassWork(tokens, counts, ends, table_SP, sampled_positions=positions, adapters=adapters, cells=cells)
+        ahead = ahead if drafts.any() else None
+        cell_copies = self.cells.take_copies()
+        return PassPlan(work, sampling_slots, sources, ahead=ahead, copies=copies, cell_copies=cell_copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Fork the siblings of sampling requests; returns (slot of a sibling, index of its first sample) pairs."""
@@ -281,7 +283,7 @@ class Scheduler:
 
     def _may_admit(self, slots: np.ndarray) -> bool:
         """True if a waiting request may begin with the next pass, decided without searching the cache for its text."""
-        if not self._waiting or len(slots) >= self.max_rows:
+        if not self._waiting or len(slots) >= self.max_rows or not self.cells.has_room:
             return False
         return not self._lacking or self.pool.available >= self._lacking + self._growing()
 
@@ -311,17 +313,25 @@ class Scheduler:
         left_S = self._sequences.lengths[slots] - self._known[slots]
         for i in np.flatnonzero(left_S > 1).tolist():  # a text with one token left decodes
             if budget:
-                budget -= self._chunk(chunks, self._running[i], min(int(left_S[i]), budget))
+                budget -= self._chunk(chunks, self._running[i], int(left_S[i]), budget)
         while budget and (sequence := self._admit()) is not None:
             left = len(sequence.text) - int(self._known[sequence.slot])
-            budget -= self._chunk(chunks, sequence, min(left, budget))
+            budget -= self._chunk(chunks, sequence, left, budget)
         return chunks
 
-    def _chunk(self, chunks: list[tuple[RunningSequence, int]], sequence: RunningSequence, count: int) -> int:
-        """Add the next tokens of a text to this pass; requests admitted after it already find them in the pages."""
+    def _chunk(
+        self, chunks: list[tuple[RunningSequence, int]], sequence: RunningSequence, left: int, budget: int
+    ) -> int:
+        """Add the next of the `left` tokens of a text to this pass; returns their number.
+
+        Requests that are admitted after it already find them in the pages.
+        """
+        known = int(self._known[sequence.slot])
+        count = self.cells.cut(known, min(left, budget), known + left)
         chunks.append((sequence, count))
-        text = self._sequences.text_of(sequence, int(self._known[sequence.slot]) + count)
+        text = self._sequences.text_of(sequence, known + count)
         self.pool.remember(text, sequence.pages, sequence.root)
+        self.cells.chunk(sequence, text, known + left)
         return count
 
     def _admit(self) -> RunningSequence | None:
@@ -329,6 +339,8 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.max_rows:
             return None
         if len(self._running) + sum(len(sequence.siblings) for sequence in self._running) >= self.max_rows:
+            return None
+        if not self.cells.has_room:
             return None
         sequence = self._waiting[0]
         text = sequence.text.tolist()
@@ -339,6 +351,9 @@ class Scheduler:
         if tail:
             known = sequence.known_before
             shared += tail
+        known = self.cells.known(text, shared, known, root)
+        shared = shared[: -(-known // self._page)]
+        tail = tail if known % self._page else []
         self.pool.share(shared)
         lacking = -(-len(text) // self._page) - len(shared)
         if self.pool.available < lacking + self._growing():
@@ -352,6 +367,7 @@ class Scheduler:
         again = max(0, sequence.known_before - known)
         sequence.recomputed += again
         self.recomputed += again
+        self.cells.begin(sequence, known, shared)
         self._assign_slot(sequence, shared + self.pool.take(lacking), known)
         self.cached += known
         while sequence.untouched and self._waiting and sequence.is_sibling(self._waiting[0]):
@@ -363,8 +379,9 @@ class Scheduler:
         whole, rest = divmod(len(leader.text), self._page)
         forked: list[RunningSequence] = []
         for sequence in leader.siblings:
-            if len(self._running) >= self.max_rows or self.pool.available < bool(rest):
+            if len(self._running) >= self.max_rows or self.pool.available < bool(rest) or not self.cells.has_room:
                 break
+            self.cells.fork(leader, sequence)
             pages = leader.pages[:whole]
             self.pool.share(pages)
             if rest:
@@ -388,6 +405,7 @@ class Scheduler:
         self._known[sequence.slot] = known
         self._owned[sequence.slot] = 0
         self._adapters[sequence.slot] = sequence.adapter
+        self.cells.assign(sequence)
         self._adapts |= sequence.adapter >= 0
         sequence.pages = []
         self._most[sequence.slot] = -(-sequence.limit // self._page)
@@ -418,6 +436,7 @@ class Scheduler:
         """Remove a request from all lists and release its pages."""
         self.pool.give_back(sequence.pages)
         sequence.pages = []
+        self.cells.leave(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
             self._running_slots = None
@@ -429,20 +448,3 @@ class Scheduler:
             for other in self._running:
                 if sequence in other.siblings:
                     other.siblings.remove(sequence)
-
-
-def _sampled_positions(
-    slots: np.ndarray, counts: np.ndarray, lacking: np.ndarray, decoding: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of a pass after which one is sampled: their indices, their slots, and the drafted tokens before each.
-
-    Args:
-      slots, counts: slot and number of new tokens of each sequence.
-      lacking: tokens of each sequence that this pass does not compute.
-      decoding: number of sequences, the first ones, that sample after each of their tokens.
-    """
-    if len(slots) == decoding == counts.sum():  # nearly always: no prompts, no drafts
-        return np.arange(decoding), slots, np.zeros_like(slots)
-    sampled = np.where(np.arange(len(slots)) < decoding, counts, lacking == 0)  # of each sequence
-    ahead = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
-    return np.repeat(np.cumsum(counts) - sampled, sampled) + ahead, np.repeat(slots, sampled), ahead

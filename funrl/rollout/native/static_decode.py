@@ -13,7 +13,7 @@ from torch import Tensor
 from funrl.models.model import Model
 from funrl.rollout.native.backends import Backend, TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
-from funrl.rollout.native.decode_state import STOP, DecodeForm, DecodeState, decode_pass, empty_state
+from funrl.rollout.native.decode_state import STOP, DecodeForm, DecodeState, Spare, decode_pass, empty_state
 from funrl.rollout.native.host_copy import HostCopy, device_copy
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
@@ -55,20 +55,20 @@ class StaticDecode:
         penalised = any(sampling.repetition_penalty != 1 for _, sampling in groups)
         return None if penalised or len(groups) > MAX_SAMPLING_GROUPS else groups
 
-    def run(self, slots: np.ndarray, groups: tuple[tuple[int, Sampling], ...], pages: int) -> HostCopy:
+    def run(self, slots: np.ndarray, groups: tuple[tuple[int, Sampling], ...], spare: Spare) -> HostCopy:
         """Sample the next token of each of `slots`, which have pages for their last tokens.
 
         Args:
           slots: slots to decode.
           groups: their sampling groups.
-          pages: number of pages of the cache; a spare one follows them.
+          spare: unused part of the cache.
         """
         state = self._updated(slots)
         rows = bucket(len(slots), len(self._lengths) - 1)
         adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
         form = DecodeForm(rows, self._read_pages(slots), groups, adapters)
         rows_B = self._rows_of(slots, rows)
-        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
+        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare=spare))
         self._lengths[slots] += 1
         return HostCopy(sampled)
 
@@ -87,7 +87,7 @@ class StaticDecode:
         new = slots[other | (self._lengths[slots] != sequences.lengths[slots])]
         if len(new):
             index = device_copy(new, self._device)
-            columns = sequences.device_columns_of(new, scheduler.adapters_of(new))
+            columns = sequences.device_columns_of(new, scheduler.adapters_of(new), scheduler.cells.of_slots(new))
             state.numbers_CS.index_copy_(1, index, device_copy(columns, self._device))
             self._lengths[new] = sequences.lengths[new]
         owned = scheduler.pages_of(slots)

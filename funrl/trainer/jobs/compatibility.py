@@ -17,9 +17,9 @@ from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import ROLES, SCORING_ROLES
-from funrl.rollout.hf_engine import no_engine
 from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.native.engine import bytes_of_page
+from funrl.rollout.native.prompt_lookup import speculation_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
@@ -246,10 +246,8 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
         )
         if own and settings.models.compile == "on":
             raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
-        if name == generates and (problem := no_engine(model)) is not None:
-            raise SettingsError(
-                f"--model={settings.models.model}: {problem}; give texts to learn from, as to sft or dpo"
-            )
+        if name == generates and (problem := speculation_problem(model, settings.engines.speculate)) is not None:
+            raise SettingsError(f"--speculate={settings.engines.speculate}: {problem}; leave it out")
         if name == generates and not model.pages and settings.engines.engine != "hf":
             code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
             raise SettingsError(
@@ -362,7 +360,8 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
     pages = -(-tokens // page_tokens(mesh.device.type))
-    needed = pages * bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on") / 1e9
+    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
+    needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"
         flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"

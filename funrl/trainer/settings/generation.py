@@ -58,6 +58,14 @@ class EngineSettings:
         kinds=RL,
         effect="work",
     )
+    state_snapshot_tokens: int = flag(
+        4096,
+        "tokens of a prompt between snapshots of linear attention's states, also taken at ends of prompts and turns, "
+        "within the KV cache: known prefixes are reused from them; 0: none",
+        at_least(0),
+        kinds=RL,
+        effect="work",
+    )
     queue: str = flag(
         "tickets",
         "how prompts are assigned to generating ranks: tickets, whenever a rank has room; fixed, by their numbers, "

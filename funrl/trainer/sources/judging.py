@@ -21,7 +21,7 @@ from funrl.models.model import Layer
 from funrl.rewards.call import RewardError
 from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
 from funrl.rollout.engine import Engine, awake, complete
-from funrl.rollout.hf_engine import hf_engine, no_engine
+from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
@@ -102,8 +102,6 @@ def judge_job(
     tokenizer = load_tokenizer(directory)
     if not model.generates:
         raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
-    if (problem := no_engine(model)) is not None:
-        raise SettingsError(f"--judge={directory}: {problem}")
     template = settings.judge_template
     pattern = settings.judge_pattern
     max_new_tokens = settings.judge_max_new_tokens

@@ -14,6 +14,8 @@ References: Yang et al., 2024, https://arxiv.org/abs/2412.06464
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,6 +46,61 @@ def gated_delta_rule(
 
     Returns: [B, T, H, M] in the dtype of v; differentiable once.
     """
+    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+    values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole)
+    return _read(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
+
+
+def continue_delta_rule(
+    q_BTKN: Tensor, k_BTKN: Tensor, v_BTHM: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor, state_BHNM: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` over rows that go on from a state each, without a gradient.
+
+    Args:
+      state_BHNM: of the tokens before, in float32 or wider; unchanged. The others are as in `gated_delta_rule`.
+
+    Returns: its result, and the state behind the last token.
+    """
+    if q_BTKN.shape[1] == 1:
+        inputs = (q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH)
+        q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH = (x[:, 0].to(state_BHNM.dtype) for x in inputs)
+        out_BHM, state_BHNM = _one_token(q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH, state_BHNM)
+        return out_BHM.unsqueeze(1).to(v_BTHM.dtype), state_BHNM
+    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, None)
+    states = []
+    values = []
+    for updates, readers, keys, whole in zip(*(x.unbind(1) for x in parts[:4]), strict=True):
+        states.append(state_BHNM)
+        values.append(updates - readers @ state_BHNM)
+        state_BHNM = whole[..., None, None] * state_BHNM + keys.mT @ values[-1]
+    out = _read(parts, torch.stack(values, 1), torch.stack(states, 1))
+    return out[:, : v_BTHM.shape[1]].to(v_BTHM.dtype), state_BHNM
+
+
+class _Condensed(NamedTuple):
+    """Effect of chunks of tokens on the state S of a head, [B, chunks, H, C, ...].
+
+    A chunk's new values are updates - readers S; the state behind it is whole S + keys^T values, and its results are
+    queries S + attended values.
+    """
+
+    updates: Tensor
+    readers: Tensor
+    keys: Tensor
+    whole: Tensor
+    queries: Tensor
+    attended: Tensor
+
+
+def _condensed(
+    q_BTKN: Tensor,
+    k_BTKN: Tensor,
+    v_BTHM: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    segments_BT: Tensor | None,
+) -> _Condensed:
+    """Chunks of rows."""
     group = v_BTHM.shape[2] // k_BTKN.shape[2]
     wide = torch.promote_types(v_BTHM.dtype, torch.float32)
     inputs = (q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH)
@@ -56,9 +113,25 @@ def gated_delta_rule(
     right_sides = torch.cat((v, k * since.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(overlap.tril(-1), right_sides, upper=False, unitriangular=True)
     updates, readers = solved.split((v.shape[-1], k.shape[-1]), -1)
-    values, states = _ChunkStates.apply(updates, readers, k * until.unsqueeze(-1), whole)
-    out = (q * since.unsqueeze(-1)) @ states + attended @ values
-    return out.transpose(2, 3).flatten(1, 2)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
+    return _Condensed(updates, readers, k * until.unsqueeze(-1), whole, q * since.unsqueeze(-1), attended)
+
+
+def _read(parts: _Condensed, values: Tensor, states: Tensor) -> Tensor:
+    """Results of all tokens of all chunks, [B, tokens, H, M]."""
+    return (parts.queries @ states + parts.attended @ values).transpose(2, 3).flatten(1, 2)
+
+
+def _one_token(
+    q_BKN: Tensor, k_BKN: Tensor, v_BHM: Tensor, log_decay_BH: Tensor, beta_BH: Tensor, state_BHNM: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each row, as the formula is written; static shapes."""
+    group = v_BHM.shape[1] // k_BKN.shape[1]
+    q_BHN, k_BHN = (x.repeat_interleave(group, 1) for x in (q_BKN, k_BKN))
+    state_BHNM = state_BHNM * log_decay_BH.exp()[..., None, None]
+    read_BHM = (k_BHN.unsqueeze(-2) @ state_BHNM).squeeze(-2)
+    change_BHM = (v_BHM - read_BHM) * beta_BH.unsqueeze(-1)
+    state_BHNM = torch.addcmul(state_BHNM, k_BHN.unsqueeze(-1), change_BHM.unsqueeze(-2))
+    return (q_BHN.unsqueeze(-2) @ state_BHNM).squeeze(-2), state_BHNM
 
 
 def gated_delta_rule_reference(
@@ -157,7 +230,8 @@ def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Te
     """
     B, T = runs_BT.shape
     count = _chunks(T)
-    runs_BcC = F.pad(runs_BT, (0, count * CHUNK_TOKENS - T), value=-1).reshape(B, count, CHUNK_TOKENS)
+    filling = runs_BT[:, -1:].expand(B, count * CHUNK_TOKENS - T)  # which keeps the state behind the last token
+    runs_BcC = torch.cat((runs_BT, filling), 1).reshape(B, count, CHUNK_TOKENS)
     seen_BcCC = (runs_BcC.unsqueeze(-1) == runs_BcC.unsqueeze(-2)).tril()
     # Sums of the factors between two tokens, not differences of sums: a strong decay before both leaves no rounding.
     sums = log_decay_BcHC.unsqueeze(-1).expand(*log_decay_BcHC.shape, CHUNK_TOKENS).tril(-1).cumsum(-2)

@@ -1,0 +1,200 @@
+"""Cells of a cache: what a sequence has of a fixed size, such as the states of linear attention.
+
+A running sequence has one cell. The others may hold snapshots: copies of the cell of a text whose keys and values are
+in pages. A text that begins as a snapshot's does goes on from it, and a snapshot is evicted when its cell is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from funrl.rollout.native.pages import PagePool
+from funrl.rollout.native.sequence import RunningSequence
+
+Prefix = tuple[int, tuple[int, ...]]  # a text, as `PagePool.prefix` has it
+
+
+class CellCopies(NamedTuple):
+    """Cells to copy around a pass, (from, to) pairs; no cell is written twice.
+
+    Attributes:
+      before: to begin texts from snapshots.
+      after: to fork sequences and to take snapshots.
+    """
+
+    before: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+class CellPool:
+    """Cells by number, from 0, and the sequences and snapshots that have them.
+
+    Attributes:
+      cells: number of cells; 0: sequences need none.
+      snapshot_tokens: a snapshot is taken after each so many tokens, in whole pages, at the last whole page of a text
+        and at the end of a sequence; 0: there are none.
+    """
+
+    def __init__(self, pool: PagePool, cells: int = 0, snapshot_tokens: int = 0):
+        """Begin with empty cells beside empty pages."""
+        self.cells = cells
+        self._page = pool.page_tokens
+        self.snapshot_tokens = -(-snapshot_tokens // self._page) * self._page
+        self._pool = pool
+        self._free = list(range(cells - 1, -1, -1))
+        self._snapshots: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
+        self._copies = CellCopies([], [])
+        self._ends: list[tuple[RunningSequence, list[int]]] = []  # texts of this pass to take snapshots of
+        self._by_slot = np.zeros(0, dtype=np.int64)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another sequence can begin."""
+        return not self.cells or bool(self._free or self._snapshots)
+
+    def known(self, text: Sequence[int], shared: Sequence[int], known: int, root: int) -> int:
+        """Number of the first tokens of a text, at most `known`, that a cell and pages hold.
+
+        Args:
+          shared: pages that hold the first `known` tokens.
+          root: of the text's pages.
+        """
+        if not self.cells:
+            return known
+        whole = known // self._page
+        if known % self._page and self._prefix(text[:known], shared[:whole], root) in self._snapshots:
+            return known
+        for count in range(whole, 0, -1):
+            if self._prefix((), shared[:count], root) in self._snapshots:
+                return count * self._page
+        return 0
+
+    def begin(self, sequence: RunningSequence, known: int, shared: Sequence[int]) -> None:
+        """Give a cell to a sequence, of whose text the first `known` tokens are found in the cache.
+
+        Args:
+          sequence: it has room.
+          known: a result of `known`.
+          shared: pages that hold these tokens.
+        """
+        if not self.cells:
+            return
+        if not known:
+            sequence.cell = self._take()
+            return
+        whole = known // self._page
+        prefix = self._prefix(sequence.text[:known].tolist(), shared[:whole], sequence.root)
+        if known % self._page:  # only one sequence can fill the page that ends it
+            sequence.cell = self._snapshots.pop(prefix)
+            return
+        self._snapshots.move_to_end(prefix)
+        source = self._snapshots[prefix]
+        sequence.cell = self._take()
+        if source != sequence.cell:
+            self._copies.before.append((source, sequence.cell))
+
+    def fork(self, leader: RunningSequence, sequence: RunningSequence) -> None:
+        """Give a cell to a sequence whose text another one has computed in this pass."""
+        if self.cells:
+            sequence.cell = self._take()
+            self._copies.after.append((leader.cell, sequence.cell))
+
+    def assign(self, sequence: RunningSequence) -> None:
+        """Note the slot of a sequence."""
+        if sequence.slot >= len(self._by_slot):
+            self._by_slot = np.pad(self._by_slot, (0, sequence.slot + 1), constant_values=-1)
+        self._by_slot[sequence.slot] = sequence.cell
+
+    def of_slots(self, slots: np.ndarray) -> np.ndarray | None:
+        """Cells of some slots; None: sequences need none."""
+        return self._by_slot[slots] if self.cells else None
+
+    def cut(self, known: int, count: int, length: int) -> int:
+        """Number of tokens of a text to compute next, at most `count`, to end where a snapshot is taken.
+
+        Args:
+          known: tokens of it that are computed.
+          length: tokens of the text.
+        """
+        return count if not self._takes else min(count, self._next_end(known, length) - known)
+
+    def chunk(self, sequence: RunningSequence, text: list[int], length: int) -> None:
+        """Note that the pass computes a text up to a token, of which a snapshot may be taken.
+
+        Args:
+          text: of the sequence, as far as this pass computes it.
+          length: tokens of the whole text.
+        """
+        if self._takes and len(text) < length and len(text) == self._next_end(len(text) - 1, length):
+            self._ends.append((sequence, text))
+
+    def take_copies(self) -> CellCopies:
+        """Copies of the planned pass, snapshots included. Texts of later passes may use these."""
+        room = len(self._free) + len(self._snapshots)  # beside the snapshots of this pass
+        for sequence, text in self._ends:
+            prefix = self._prefix(text, self._pool.find(text, sequence.root), sequence.root)
+            if room and not prefix[1] and prefix not in self._snapshots:
+                room -= 1
+                cell = self._take()
+                self._snapshots[prefix] = cell
+                self._copies.after.append((sequence.cell, cell))
+        copies = self._copies
+        self._ends = []
+        self._copies = CellCopies([], [])
+        return copies
+
+    def keep(self, sequence: RunningSequence, text: Sequence[int]) -> None:
+        """Let the cell of an ended sequence be a snapshot of its text, whose pages are registered.
+
+        After a stop string one more token may have been computed.
+        """
+        if not self._takes or sequence.cell < 0 or sequence.request.sampling.stop_strings:
+            return
+        prefix = self._prefix(text, self._pool.find(text, sequence.root), sequence.root)
+        if prefix not in self._snapshots:
+            self._snapshots[prefix] = sequence.cell
+            sequence.cell = -1
+
+    def leave(self, sequence: RunningSequence) -> None:
+        """Free the cell of a sequence."""
+        if sequence.cell >= 0:
+            self._free.append(sequence.cell)
+            sequence.cell = -1
+
+    @property
+    def _takes(self) -> bool:
+        """True if snapshots are taken."""
+        return self.cells > 0 and self.snapshot_tokens > 0
+
+    def _prefix(self, text: Sequence[int], shared: Sequence[int], root: int) -> Prefix:
+        return self._pool.prefix(text, shared, root)
+
+    def _last(self, length: int) -> int:
+        """Tokens of the whole pages before the last two tokens of a text: the rest is a chunk, and no decoding."""
+        return (length - 2) // self._page * self._page
+
+    def _next_end(self, known: int, length: int) -> int:
+        """The next place of a snapshot behind some tokens; the end of the text if there is none."""
+        following = (known // self.snapshot_tokens + 1) * self.snapshot_tokens
+        return min(end for end in (self._last(length), following, length) if end > known)
+
+    def _take(self) -> int:
+        """Take a cell, evicting the least recently used snapshot. There is room."""
+        return self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
+
+
+def wanted_cells(limits: Sequence[int], waiting: int, snapshot_tokens: int) -> int:
+    """Cells that sequences can use at once, and those of the snapshots that they take.
+
+    Args:
+      limits: largest length of each.
+      waiting: ended sequences whose snapshots should stay.
+      snapshot_tokens: tokens between two snapshots; 0: there are none.
+    """
+    if not snapshot_tokens or not limits:
+        return len(limits)
+    return waiting + sum(3 + limit // snapshot_tokens for limit in limits)

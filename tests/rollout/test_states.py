@@ -1,0 +1,174 @@
+"""The native engine over layers that keep a state: beside others, with little room, snapshots and later turns."""
+
+import pytest
+import torch
+from selection import quick
+from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
+from test_native import mixed_requests
+
+from funrl import trees
+from funrl.batch import Batch
+from funrl.mesh import rules
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import SINGLE, parse
+from funrl.models import ModelError, decoder_config, decoder_model, place
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.routing import Experts
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.requests import Request, requests_of
+from funrl.rollout.sampling_parameters import Sampling
+
+MIXER = GatedDeltaNet(2, 4, 8, 6)
+SIZES = SMALL | {"layers": 3, "family": "qwen3_next", "norm_offset": 1.0, "output_gate": True, "rotary_part": 4}
+CONFIG = decoder_config(**SIZES, qk_norm=True, mixers=(MIXER, MIXER, None))
+WITH_EXPERTS = decoder_config(
+    **SIZES, qk_norm=True, mixers=(MIXER, MIXER, None), experts=Experts(4, 2, 16, shared=16, shared_weighted=True)
+)
+LONG = [i % 40 for i in range(75)]
+
+
+def sizes_of(engine):
+    return engine._backend.page_bytes, engine._backend.cell_bytes
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_log_probabilities_are_the_trainers(dtype, close):
+    how = Sampling(temperature=0.7, max_new_tokens=40, samples=2)
+    placed, params = place(decoder_model(WITH_EXPERTS), dtype=dtype), weights(WITH_EXPERTS, dtype)
+    prompts = [*PROMPTS, LONG]
+    done = completed(engine_of(WITH_EXPERTS, dtype), prompts, how)
+    for number, one in enumerate(done):
+        prompt = prompts[number // 2]
+        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
+        logp = placed.token_scores(params, batch).logp[0, len(prompt) :]
+        assert (logp - one.raw_logp).abs().max() < close
+
+
+@pytest.mark.parametrize("seed", quick(range(6), [0]))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static": True},
+        {"snapshot_tokens": 16},
+        {"max_rows": 3, "snapshot_tokens": 20},
+        {"static": True, "snapshot_tokens": 16, "max_rows": 4},
+    ],
+    ids=str,
+)
+def test_a_completion_depends_on_no_neighbour(options, seed):
+    """With room for all, and with room for so few that some are preempted or have no snapshot."""
+    requests = mixed_requests(30, seed)
+    alone = engine_of(CONFIG, torch.float64)
+    expected = [one for request in requests for one in complete(alone, [request])]
+    engine = engine_of(CONFIG, torch.float64, **options)
+    assert_same(complete(engine, requests), expected, 1e-12)
+    page, cell = sizes_of(engine)
+    small = engine_of(CONFIG, torch.float64, cache_bytes=14 * page + 4 * cell, **options)
+    assert_same(complete(small, requests), expected, 1e-12)
+    cost = small.cost()
+    assert cost.cache_bytes <= 14 * page + 4 * cell and cost.used_pages == 0 and cost.cells >= 1
+    pool = small._scheduler.cells
+    assert sorted([*pool._free, *pool._snapshots.values()]) == list(range(pool.cells)), "a cell was lost"
+
+
+def test_preempted_requests_are_computed_again():
+    requests = [
+        r
+        for number, count in enumerate([100] * 4 + [2] * 8)
+        for r in requests_of([PROMPTS[2]], Sampling(max_new_tokens=count), number, number)
+    ]
+    plain = engine_of(CONFIG, torch.float64)
+    expected = complete(plain, requests)
+    page, cell = sizes_of(plain)
+    engine = engine_of(CONFIG, torch.float64, cache_bytes=16 * page + 6 * cell)
+    assert_same(complete(engine, requests), expected, 1e-12)
+    assert engine.cost().preempted > 0 and engine.cost().recomputed > 0
+
+
+def test_a_prompt_is_computed_once_for_its_samples():
+    engine = engine_of(CONFIG, torch.float64)
+    completed(engine, [LONG], Sampling(max_new_tokens=3, samples=4))
+    assert engine.cost().prefilled == len(LONG) and engine.cost().cached == 3 * len(LONG)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_snapshots_are_used_where_a_text_goes_on(static):
+    """A turn that goes on from the end of the last one; a prompt again; a prompt that begins like another."""
+    plain = engine_of(CONFIG, torch.float64)
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=32, static=static)
+    how = Sampling(max_new_tokens=9)
+    engine.reserve(400)  # so that the cache need not grow, which empties it
+    first = completed(engine, [LONG], how)
+    assert_same(first, completed(plain, [LONG], how), 1e-12)
+    text = [*LONG, *first[0].tokens.tolist()]
+    cases = [
+        ([*text, 5, 6], len(text) - 1, len(text) - 1),  # the last token was never computed
+        (LONG, 0, 64),
+        ([*LONG[:40], 1, 2, 3], 0, 32),
+        ([*LONG[:31], 1, 2, 3], 0, 0),
+    ]
+    for number, (prompt, computed, known) in enumerate(cases, 1):
+        before = engine.cost().cached
+        request = Request(number, prompt, how, seed=3, computed=computed)
+        assert_same(complete(engine, [request]), complete(plain, [request]), 1e-12)
+        assert engine.cost().cached - before == known, prompt
+
+
+def test_without_snapshots_nothing_is_reused():
+    engine = engine_of(CONFIG, torch.float64)
+    for _ in range(2):
+        completed(engine, [LONG], Sampling(max_new_tokens=3))
+    assert engine.cost().cached == 0
+
+
+def test_partial_completions_go_on_under_new_weights():
+    """Interrupted after some tokens, with the same weights and with others: as a request that was given the tokens."""
+    how = Sampling(max_new_tokens=24)
+    whole = completed(engine_of(CONFIG, torch.float64), PROMPTS, how)
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16)
+    requests = requests_of(PROMPTS, how, 0)
+    parts = complete(engine, [request._replace(most=10) for request in requests])
+    assert [one.finish for one in parts] == ["paused"] * len(PROMPTS)
+    again = [r._replace(begun=p, computed=len(r.prompt) + 9) for r, p in zip(requests, parts, strict=True)]
+    assert_same(complete(engine, again), whole, 1e-12)
+    engine.submit(again)
+    for _ in range(5):
+        engine.step()
+    load(engine, weights(CONFIG, torch.float64, seed=1), version=8)
+    late = []
+    while engine.unfinished():
+        late += engine.step()
+    other = engine_of(CONFIG, torch.float64, seed=1)
+    for one, request in zip(sorted(late, key=lambda x: x.number), requests, strict=True):
+        assert one.versions.unique().tolist() == [7, 8] and one.versions[14] == 7 and one.versions[-1] == 8
+        same = torch.cat([one.versions == 7]).sum().item()
+        begun = one._replace(tokens=one.tokens[:same], sampling_logp=one.sampling_logp[:same])
+        begun = begun._replace(raw_logp=one.raw_logp[:same], versions=one.versions[:same])
+        (expected,) = complete(other, [request._replace(begun=begun)])
+        assert_same([one], [expected], 1e-12)
+
+
+def test_drafts_are_refused():
+    with pytest.raises(ModelError, match="speculate is 2: layers of a qwen3_next keep a state, which cannot take back"):
+        native_engine(decoder_model(CONFIG), options=NativeOptions(speculate=2))
+
+
+def _on_ranks(mesh):
+    model = decoder_model(WITH_EXPERTS)
+    engine = native_engine(model, mesh, torch.float64, NativeOptions(snapshot_tokens=16))
+    params = weights(WITH_EXPERTS, torch.float64)
+    engine.load(engine.weights.named(rules.shard(params, engine.weights.layouts, mesh)), 0)
+    held = trees.nbytes(engine._backend.model.init_cache(mesh, 0, 1, torch.float64, torch.device("meta"), 1))
+    return completed(engine, [*PROMPTS, LONG], Sampling(max_new_tokens=20, samples=2)), held
+
+
+@pytest.mark.gloo
+def test_tensor_ranks_share_the_heads():
+    model = decoder_model(WITH_EXPERTS)
+    expected = completed(
+        engine_of(WITH_EXPERTS, torch.float64), [*PROMPTS, LONG], Sampling(max_new_tokens=20, samples=2)
+    )
+    found, held = launch(_on_ranks, parse("tp2"), "cpu")
+    assert_same(found, expected, 1e-10)
+    assert held * 2 == model.cell_bytes(SINGLE, torch.float64)
