@@ -113,7 +113,27 @@ SINKS = {
         "num_experts_per_tok": 1, "num_hidden_layers": 2, "head_dim": 12,
     },
 }  # fmt: skip
-ALL = SWITCHES | DENSE | SINKS | EXPERTS
+_DELTA = {
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"], "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
+_DELTA_MOE = _DELTA | {
+    "linear_value_head_dim": 12,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+DELTA_NETS = {
+    "qwen3_5": _DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5 in turn": _DELTA | {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 4, "layer_types": None, "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3, "attention_bias": True, "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": _DELTA_MOE | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_5_moe stretched": _DELTA_MOE | {
+        "model_type": "qwen3_5_moe_text", "num_experts_per_tok": 1, "rope_parameters": {
+            "rope_type": "linear", "factor": 4.0, "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
+ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS
 # The meshes on which a family's small model is compared with one device, with gradients and in float64.
 _DENSE_MESHES = ("tp2 split", "dp2 fsdp", "sp2")
 _EXPERT_MESHES = ("tp2", "dp2 fsdp", "sp2", "ep2,tp2")
@@ -123,5 +143,7 @@ MESHES = {
     "ernie4_5 bias": (*_DENSE_MESHES, "tp2"),
     **dict.fromkeys(("gemma", "olmo3", "exaone4", "ministral3 window"), _DENSE_MESHES),
     "gpt_oss": (*_EXPERT_MESHES, "tp2 split", "ep2", "sp4", "ep2 fsdp"),
+    "qwen3_5": ("tp2", "tp2 split", "dp2 fsdp"),
+    "qwen3_5_moe": ("tp2", "dp2 fsdp", "ep2,tp2"),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
 }

@@ -17,7 +17,8 @@ class Rows:
         rows, length = tokens_BT.shape
         pages = -(-length // PAGE)
         dtype = next(iter(params.values())).dtype
-        self.cache = model.init_cache(mesh, rows * pages, PAGE, dtype)
+        self.cells = bool(model.cell_bytes(mesh, dtype))
+        self.cache = model.init_cache(mesh, rows * pages, PAGE, dtype, cells=rows * self.cells)
         self.table = torch.arange(rows * pages).view(pages, rows).T.contiguous()
         self.ends = [0] * rows
 
@@ -29,6 +30,7 @@ class Rows:
             parts.append(self.tokens_BT[r, self.ends[r] : self.ends[r] + count])
             self.ends[r] += count
         paging = paging_of(counts, [self.ends[r] for r in rows], self.table[list(rows)], PAGE)
-        inputs = Inputs(torch.cat(parts)[None], paging=paging)
+        cells = torch.tensor(list(rows)) if self.cells else None
+        inputs = Inputs(torch.cat(parts)[None], paging=paging, cells_S=cells)
         hidden, self.cache, _ = self.model.apply(self.params, inputs, self.mesh, self.cache, self.layer)
         return hidden[0]

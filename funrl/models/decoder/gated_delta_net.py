@@ -46,6 +46,8 @@ class GatedDeltaNet:
       key, value: sizes of a head's queries and keys N, and of its values M.
       width: number of tokens W that the convolution spans.
       norm_eps: of the norm of a head's output.
+      joined: "qkvz" has for each key head the rows of its queries, keys, values and output gates, and "ba" those of its
+        gates; False: "in_q", "in_k", "in_v", "in_z", "in_b" and "in_a" have them, head by head.
     """
 
     key_heads: int
@@ -54,6 +56,7 @@ class GatedDeltaNet:
     value: int
     width: int = 4
     norm_eps: float = 1e-6
+    joined: bool = True
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -85,14 +88,16 @@ class GatedDeltaNet:
         return self.value_heads // self.key_heads
 
     def shapes(self, embed: int) -> WeightShapes:
-        """Shapes of the whole weights: "qkvz" has for each key head the rows of its q, k, values and output gates."""
+        """Shapes of the whole weights."""
         K = self.key_heads
         H = self.value_heads
         N = self.key
         M = self.value
+        joined = {"qkvz": (K, 2 * N + 2 * self._group * M, embed), "ba": (K, 2 * self._group, embed)}
+        apart = {"in_q": (K, N, embed), "in_k": (K, N, embed), "in_v": (H, M, embed), "in_z": (H, M, embed)}
+        apart |= {"in_b": (H, 1, embed), "in_a": (H, 1, embed)}
         return {
-            "qkvz": (K, 2 * N + 2 * self._group * M, embed),
-            "ba": (K, 2 * self._group, embed),
+            **(joined if self.joined else apart),
             "conv_q": (K, N, 1, self.width),
             "conv_k": (K, N, 1, self.width),
             "conv_v": (H, M, 1, self.width),
@@ -105,8 +110,7 @@ class GatedDeltaNet:
     def axes(self) -> WeightAxes:
         """Logical axes: every tensor rank has some of the heads, of both kinds the same part."""
         return {
-            "qkvz": ("heads", "head", "embed"),
-            "ba": ("heads", "head", "embed"),
+            **dict.fromkeys(("qkvz", "ba", *(f"in_{part}" for part in "qkvzba")), ("heads", "head", "embed")),
             "conv_q": ("heads", "head", "head", "head"),
             "conv_k": ("heads", "head", "head", "head"),
             "conv_v": ("heads", "head", "head", "head"),
@@ -137,7 +141,7 @@ class GatedDeltaNet:
         channels_BTD, z_BTHM = self._projected(params, h_BTD)
         filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
         log_decay_BTH, beta_BTH = self._gates(params, h_BTD)
-        key_heads = params["qkvz"].shape[0]
+        key_heads = params["conv_q"].shape[0]
         if context.kv_cache is not None and context.paging is not None and context.cells_S is not None:
             of_tokens = channels_BTD[0], log_decay_BTH[0], beta_BTH[0]
             inputs = DeltaInputs(*of_tokens, filters_DW, key_heads, self.key)
@@ -158,6 +162,9 @@ class GatedDeltaNet:
 
     def _projected(self, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the convolution [B, T, channels], and output gates [B, T, H, M]: of this rank's heads."""
+        if not self.joined:
+            channels_BTD = torch.cat([multiply(h_BTD, params[name]) for name in ("in_q", "in_k", "in_v")], -1)
+            return channels_BTD, multiply(h_BTD, params["in_z"]).unflatten(-1, (-1, self.value))
         values = self._group * self.value
         qkvz_BTKR = multiply(h_BTD, params["qkvz"]).unflatten(-1, params["qkvz"].shape[:2])
         q, k, v, z = qkvz_BTKR.split((self.key, self.key, values, values), -1)
@@ -165,8 +172,11 @@ class GatedDeltaNet:
 
     def _gates(self, params: trees.Tree, h_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the decay, and beta, [B, T, H] of this rank's heads."""
-        ba_BTKR = multiply(h_BTD, params["ba"]).unflatten(-1, params["ba"].shape[:2])
-        b_BTH, a_BTH = (x.flatten(2) for x in ba_BTKR.split(self._group, -1))
+        if self.joined:
+            ba_BTKR = multiply(h_BTD, params["ba"]).unflatten(-1, params["ba"].shape[:2])
+            b_BTH, a_BTH = (x.flatten(2) for x in ba_BTKR.split(self._group, -1))
+        else:
+            b_BTH, a_BTH = (multiply(h_BTD, params[name]) for name in ("in_b", "in_a"))
         log_decay_BTH = -_wide(params["a_log"]).exp() * F.softplus(_wide(a_BTH) + _wide(params["dt_bias"]))
         return log_decay_BTH, b_BTH.sigmoid()
 

@@ -19,6 +19,7 @@ from funrl.models.huggingface.configs import (
     ministral3,
     olmo3,
     qwen2_moe,
+    qwen3_5,
     qwen3_next,
 )
 from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of
@@ -197,6 +198,30 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=qwen3_next.NEXT_WEIGHT_NAMES,
         fused=qwen3_next.NEXT_FUSED,
     ),
+    "qwen3_5_text": family_of(
+        "Qwen3_5",
+        qwen3_5.QWEN3_5_DEFAULTS,
+        kinds=qwen3_next.qwen3_next_kinds,
+        mixers=(qwen3_next.LINEAR,),
+        read=qwen3_5.read_qwen3_5,
+        write=qwen3_5.write_qwen3_5,
+        partial_rotary=True,
+        further_layers="mtp.",
+        names=qwen3_5.QWEN3_5_NAMES,
+        fused=qwen3_5.QWEN3_5_FUSED,
+    )._replace(classifier="Qwen3_5TextForSequenceClassification"),
+    "qwen3_5_moe_text": family_of(
+        "Qwen3_5Moe",
+        qwen3_5.QWEN3_5_MOE_DEFAULTS,
+        kinds=qwen3_next.qwen3_next_kinds,
+        mixers=(qwen3_next.LINEAR,),
+        read=qwen3_5.read_qwen3_5_moe,
+        write=qwen3_5.write_qwen3_5_moe,
+        partial_rotary=True,
+        further_layers="mtp.",
+        names=qwen3_5.QWEN3_5_NAMES,
+        fused=qwen3_5.QWEN3_5_FUSED,
+    )._replace(classifier=None, token_classifier=None),
     "mixtral": family_of(
         "Mixtral",
         _LLAMA

@@ -20,7 +20,7 @@ from funrl.models.value_head import HEAD, HEAD_BIAS
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 _OF_HEADS = (
     *("q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "q_b", "kv_b"),
-    *("qkvz", "ba", "conv_q", "conv_k", "conv_v"),
+    *("qkvz", "ba", "conv_q", "conv_k", "conv_v", "in_q", "in_k", "in_v", "in_z", "in_b", "in_a"),
 )
 
 _LAYER = {

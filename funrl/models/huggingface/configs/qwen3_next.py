@@ -10,7 +10,7 @@ from funrl.models.decoder.config import Config
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
-from funrl.models.huggingface.family_fields import FULL
+from funrl.models.huggingface.family_fields import FULL, experts_of
 
 LINEAR = "linear_attention"
 NEXT_DEFAULTS = {
@@ -30,15 +30,18 @@ NEXT_DEFAULTS = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-NEXT_WEIGHT_NAMES = {
-    "qkvz": "linear_attn.in_proj_qkvz.weight",
-    "ba": "linear_attn.in_proj_ba.weight",
+DELTA_NET_NAMES = {
     "a_log": "linear_attn.A_log",
     "dt_bias": "linear_attn.dt_bias",
     "z_norm": "linear_attn.norm.weight",
     "out": "linear_attn.out_proj.weight",
-    **SHARED_EXPERT_NAMES,
 } | {f"conv_{part}": f"linear_attn.conv1d.{part}" for part in "qkv"}
+NEXT_WEIGHT_NAMES = {
+    "qkvz": "linear_attn.in_proj_qkvz.weight",
+    "ba": "linear_attn.in_proj_ba.weight",
+    **DELTA_NET_NAMES,
+    **SHARED_EXPERT_NAMES,
+}
 NEXT_FUSED = {"linear_attn.conv1d.weight": [f"linear_attn.conv1d.{part}" for part in "qkv"]}
 
 
@@ -58,6 +61,21 @@ def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> 
     Raises:
       ModelError: a kind of layer is unknown.
     """
+    shared = fields["shared_expert_intermediate_size"]
+    experts = replace(qwen3_moe["experts"], shared=shared, shared_weighted=True)
+    return dict(qwen3_moe) | read_delta_nets(fields, joined=True) | {"experts": experts}
+
+
+def read_delta_nets(fields: Mapping[str, Any], joined: bool) -> dict[str, Any]:
+    """Fields of `Config` of models with gated delta nets between layers of gated attention.
+
+    Args:
+      fields: of a config.json with all its defaults.
+      joined: as in `GatedDeltaNet`.
+
+    Raises:
+      ModelError: a kind of layer is unknown.
+    """
     layers = fields["num_hidden_layers"]
     kinds = fields.get("layer_types") or qwen3_next_kinds(fields, layers)
     mixer = GatedDeltaNet(
@@ -67,14 +85,12 @@ def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> 
         value=fields["linear_value_head_dim"],
         width=fields["linear_conv_kernel_dim"],
         norm_eps=float(fields["rms_norm_eps"]),
+        joined=joined,
     )
-    return dict(qwen3_moe) | {
+    return {
         "norm_offset": 1.0,
         "output_gate": True,
         "mixers": tuple(mixer if kind == LINEAR else None for kind in _period(kinds)),
-        "experts": replace(
-            qwen3_moe["experts"], shared=fields["shared_expert_intermediate_size"], shared_weighted=True
-        ),
     }
 
 
@@ -84,11 +100,22 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
     Raises:
       ModelError: there is no gated delta net, or there are no experts.
     """
+    shared = experts_of(config).shared
+    return write_delta_nets(config) | {"shared_expert_intermediate_size": shared}
+
+
+def write_delta_nets(config: Config) -> dict[str, Any]:
+    """Fields of config.json for gated delta nets.
+
+    Raises:
+      ModelError: there is none.
+    """
     mixers = [config.mixer(i) for i in range(config.layers)]
     mixer = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None)
-    if mixer is None or config.mlp.experts is None:
-        missing = "experts" if config.mlp.experts is None else "a gated delta net among mixers"
-        raise ModelError(f"a {config.source.family} config.json needs {missing}, and there is none")
+    if mixer is None:
+        raise ModelError(
+            f"a {config.source.family} config.json needs a gated delta net among mixers, and there is none"
+        )
     return {
         "layer_types": [LINEAR if isinstance(mixer, GatedDeltaNet) else FULL for mixer in mixers],
         "linear_num_key_heads": mixer.key_heads,
@@ -96,7 +123,6 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
         "linear_key_head_dim": mixer.key,
         "linear_value_head_dim": mixer.value,
         "linear_conv_kernel_dim": mixer.width,
-        "shared_expert_intermediate_size": config.mlp.experts.shared,
     }
 
 

@@ -1,0 +1,79 @@
+"""The config.json of the text part of Qwen3.5, dense or with experts.
+
+It is Qwen3-Next with the projections of gated delta nets apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
+from funrl.models.huggingface.configs.qwen3_next import (
+    DELTA_NET_NAMES,
+    NEXT_FUSED,
+    read_delta_nets,
+    write_delta_nets,
+)
+from funrl.models.huggingface.family_fields import experts_of, read_bias, read_experts, write_bias
+
+QWEN3_5_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+QWEN3_5_MOE_DEFAULTS = QWEN3_5_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,  # which no layer has
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_5_NAMES = {
+    **DELTA_NET_NAMES,
+    **SHARED_EXPERT_NAMES,
+    **{f"in_{part}": f"linear_attn.in_proj_qkv.{part}" for part in "qkv"},
+    **{f"in_{part}": f"linear_attn.in_proj_{part}.weight" for part in "zba"},
+}
+QWEN3_5_FUSED = NEXT_FUSED | {"linear_attn.in_proj_qkv.weight": [f"linear_attn.in_proj_qkv.{part}" for part in "qkv"]}
+
+
+def read_qwen3_5(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults."""
+    return read_bias(fields) | {"qk_norm": True} | read_delta_nets(fields, joined=False)
+
+
+def read_qwen3_5_moe(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Config` of a config.json with all its defaults, with experts in every layer."""
+    everywhere = {
+        name: value for name, value in fields.items() if name not in ("decoder_sparse_step", "mlp_only_layers")
+    }
+    experts = read_experts(everywhere, "moe_intermediate_size", True)
+    shared = fields["shared_expert_intermediate_size"]
+    return read_qwen3_5(fields) | {"experts": replace(experts, shared=shared, shared_weighted=True)}
+
+
+def write_qwen3_5(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has."""
+    return write_bias(config) | write_delta_nets(config)
+
+
+def write_qwen3_5_moe(config: Config) -> dict[str, Any]:
+    """Fields of config.json that only this family has, with experts."""
+    experts = experts_of(config)
+    return write_qwen3_5(config) | {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.mlp,
+        "shared_expert_intermediate_size": experts.shared,
+    }
