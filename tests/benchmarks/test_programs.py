@@ -20,6 +20,9 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "decode_kernel": (
         "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1", rf"^ +4x256 +float32 +1 +{NUMBER}",
     ),
+    "delta_net": (
+        "--key_heads=1 --value_heads=2 --key=8 --value=8 --tokens=70 --rounds=1", rf"^ratio +{NUMBER} +{NUMBER}$",
+    ),
     "dry_run_memory": ("--shapes=5M", rf"^\| 6.\d M \| dp1 \| {NUMBER} .* %"),
     "episodes": ("--turns=2 --repeats=1", rf"^ +2 +{NUMBER} +{NUMBER} us +{NUMBER} us +{NUMBER} us +\d+%$"),
     "generate": (

@@ -27,7 +27,9 @@ def random_weights(peer):
     """The same module in evaluation mode with norms and biases that matter."""
     with torch.no_grad():
         for key, x in peer.named_parameters():
-            added = peer.config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in key  # norms are 1 + weight
+            added = (
+                peer.config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in key
+            )  # norms are 1 + weight
             x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") and not added else 0.0, 0.1)
         for key, x in peer.named_buffers():
             if key.endswith("e_score_correction_bias"):

@@ -11,7 +11,7 @@ from operator_cases import CASES, Draw
 from selection import quick
 from torch.utils import _pytree
 
-from funrl.compiled_kernels import gated_delta, grouped_linear  # noqa: F401  (they declare operators)
+from funrl.compiled_kernels import grouped_linear  # noqa: F401  (they declare operators)
 from funrl.models.decoder import routing  # noqa: F401  (they declare operators)
 from funrl.xla.compiled import to_jax, to_torch
 from funrl.xla.interpret import result_of

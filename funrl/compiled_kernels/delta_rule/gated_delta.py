@@ -106,19 +106,37 @@ def _condensed(
     inputs = (q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH)
     q, k, v, log_decay, beta = (_heads_of_chunks(x.to(wide)) for x in inputs)
     within, since, whole = _decays(log_decay, _runs(v_BTHM, segments_BT))
-    until = within[..., -1, :]
-    overlap = (k @ k.mT).repeat_interleave(group, 2) * within * beta.unsqueeze(-1)
-    attended = (q @ k.mT).repeat_interleave(group, 2) * within
-    q, k = (x.repeat_interleave(group, 2) for x in (q, k))
-    right_sides = torch.cat((v, k * since.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(overlap.tril(-1), right_sides, upper=False, unitriangular=True)
-    updates, readers = solved.split((v.shape[-1], k.shape[-1]), -1)
-    return _Condensed(updates, readers, k * until.unsqueeze(-1), whole, q * since.unsqueeze(-1), attended)
+
+    def of_group(x: Tensor, factor: Tensor) -> Tensor:
+        """Numbers of each key head times factors of its value heads."""
+        return (x.unsqueeze(3) * factor.unflatten(2, (-1, group))).flatten(2, 3)
+
+    def of_keys(x: Tensor, k: Tensor) -> Tensor:
+        """Products of matrices of the value heads and those of their key heads: one for a whole group."""
+        rows = x.unflatten(2, (-1, group)).flatten(3, 4) @ k
+        return rows.unflatten(3, (group, -1)).flatten(2, 3)
+
+    overlap = of_group(k @ k.mT, within * beta.unsqueeze(-1)).tril(-1)
+    # The inverse is smaller than the sides of the system, and products are faster than systems.
+    unit = torch.eye(overlap.shape[-1], dtype=wide, device=overlap.device).expand_as(overlap)
+    inverse = torch.linalg.solve_triangular(overlap, unit, upper=False, unitriangular=True)
+    weighted = inverse * beta.unsqueeze(-2)
+    return _Condensed(
+        updates=weighted @ v,
+        readers=of_keys(weighted * since.unsqueeze(-2), k),
+        keys=of_group(k, within[..., -1, :].unsqueeze(-1)),
+        whole=whole,
+        queries=of_group(q, since.unsqueeze(-1)),
+        attended=of_group(q @ k.mT, within),
+    )
 
 
 def _read(parts: _Condensed, values: Tensor, states: Tensor) -> Tensor:
     """Results of all tokens of all chunks, [B, tokens, H, M]."""
-    return (parts.queries @ states + parts.attended @ values).transpose(2, 3).flatten(1, 2)
+    factors = (parts.queries, states, parts.attended, values)
+    queries, states, attended, values = (x.flatten(0, 2) for x in factors)
+    out = torch.baddbmm(queries @ states, attended, values).unflatten(0, parts.queries.shape[:3])
+    return out.transpose(2, 3).flatten(1, 2)
 
 
 def _one_token(
@@ -217,7 +235,7 @@ def _heads_of_chunks(x: Tensor) -> Tensor:
     """[B, T, H, ...] as [B, chunks, H, CHUNK_TOKENS, ...]; the last chunk is filled with 0s, which change no state."""
     count = _chunks(x.shape[1])
     padded = F.pad(x, (*(0, 0) * (x.dim() - 2), 0, count * CHUNK_TOKENS - x.shape[1]))
-    return padded.reshape(x.shape[0], count, CHUNK_TOKENS, *x.shape[2:]).transpose(2, 3)
+    return padded.reshape(x.shape[0], count, CHUNK_TOKENS, *x.shape[2:]).transpose(2, 3).contiguous()
 
 
 def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,13 +263,14 @@ def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Te
 @torch.library.custom_op("funrl::chunk_states", mutates_args=())
 def _chunk_states(updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     values = updates.new_empty(updates.shape)
-    states = updates.new_zeros(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
+    states = updates.new_empty(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
+    states[:, 0] = 0
     for chunk in range(updates.shape[1]):
         state = states[:, chunk]
-        values[:, chunk] = updates[:, chunk] - readers[:, chunk] @ state
+        torch.sub(updates[:, chunk], readers[:, chunk] @ state, out=values[:, chunk])
         if chunk + 1 < updates.shape[1]:
-            kept = whole[:, chunk, :, None, None] * state
-            states[:, chunk + 1] = kept + keys[:, chunk].mT @ values[:, chunk]
+            change = keys[:, chunk].mT @ values[:, chunk]
+            torch.addcmul(change, whole[:, chunk, :, None, None], state, out=states[:, chunk + 1])
     return values, states
 
 
