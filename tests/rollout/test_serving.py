@@ -17,7 +17,7 @@ from funrl.mesh.launch import local_ranks
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import Callbacks, complete
-from funrl.rollout.native import engine as native
+from funrl.rollout.native import cache_sizes
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -246,13 +246,13 @@ def test_what_can_never_fit_is_an_error_at_once(packed):
 def test_where_no_size_is_given_the_cache_is_a_share_of_what_is_free(monkeypatch):
     engine = engine_of(CONFIG)
     size = engine._backend.page_bytes
-    monkeypatch.setattr(native, "free_bytes", lambda mesh: int(2 * 5.5 * size))
+    monkeypatch.setattr(cache_sizes, "free_bytes", lambda mesh: int(2 * 5.5 * size))
     with pytest.raises(ValueError, match=r"the cache of .* has 5"):
         engine.submit(requests_of([[1] * 50], Sampling(max_new_tokens=40), 0))
     completed(engine, PROMPTS, Sampling(max_new_tokens=60))
     assert engine.cost().pages == 5 and engine.cost().cache_bytes == 5 * size
     engine.pause()  # then it is looked up again
-    monkeypatch.setattr(native, "free_bytes", lambda mesh: 2 * 9 * size)
+    monkeypatch.setattr(cache_sizes, "free_bytes", lambda mesh: 2 * 9 * size)
     engine.resume()
     completed(engine, PROMPTS, Sampling(max_new_tokens=60))
     assert engine.cost().pages == 9
@@ -263,11 +263,11 @@ def test_on_a_gpu_what_the_allocator_holds_unused_is_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert native.free_bytes(Mesh(parse("dp1"), device=torch.device("cuda"))) == 60
+    assert cache_sizes.free_bytes(Mesh(parse("dp1"), device=torch.device("cuda"))) == 60
 
 
 def test_ranks_of_a_machine_share_what_is_free():
-    one, four = native.free_bytes(SINGLE), native.free_bytes(Mesh(parse("dp4")))
+    one, four = cache_sizes.free_bytes(SINGLE), cache_sizes.free_bytes(Mesh(parse("dp4")))
     assert local_ranks(4) == 4 and 1 << 27 < one < 1 << 50 and 3 < one / four < 5  # others allocate meanwhile
 
 
