@@ -121,12 +121,13 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     middle = prompt_tokens + (length - prompt_tokens) // 2
     each = -(-length // page)
     assert model.init_cache is not None
-    cache = trees.leaves(model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta")))[0]
+    cells = count if model.cell_bytes(mesh, job.dtype) else 0
+    cache = model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta"), cells)
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
     adapted = () if generator.base is None else generator.engine.weights.layouts
     shapes = [layout.local_shape(0) for layout in trees.leaves((wanted, adapted))]
-    tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), tuple(cache.shape))
+    tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), {tuple(x.shape) for x in trees.leaves(cache)})
     params = make_weights(tracer, wanted, job.dtype)
     factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(model, mesh, job.dtype, None, page)
@@ -141,8 +142,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         draws = list(range(tokens - 1, rows * tokens, tokens))
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
         adapters = np.zeros(rows, dtype=np.int64) if generator.base is not None else None
-        cells = np.arange(rows) if backend.cell_bytes else None
-        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters, cells)
+        numbers = np.arange(rows) if cells else None
+        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters, numbers)
 
     def draw(logits: Tensor) -> None:
         noise_R = torch.zeros(len(logits), dtype=torch.float64)
@@ -153,7 +154,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             backend.load(params)
             if isinstance(generator.engine, AdapterEngine):
                 backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
-            backend.resize(count * each, count if backend.cell_bytes else 0)
+            backend.resize(count * each, cells)
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
             draw(backend.forward(pass_work(count, 1, middle)))

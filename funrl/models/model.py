@@ -246,6 +246,8 @@ class LayerCost(NamedTuple):
       window: tokens that a token sees at most; None: all of its sequence.
       cached: numbers of it in the cache.
       cached_heads: ranks that can share what is cached, each a part of it; 1: all have the whole.
+      state: numbers of a sequence in the cache, of a fixed size, in float32 or wider.
+      state_heads: ranks that can share these, each a part of it.
       inner: numbers inside the mlp that it meets.
       experts: in all; 0: the mlp is dense.
       chosen: experts that it goes to.
@@ -259,6 +261,8 @@ class LayerCost(NamedTuple):
     window: int | None = None
     cached: int = 0
     cached_heads: int = 1
+    state: int = 0
+    state_heads: int = 1
     inner: int = 0
     experts: int = 0
     chosen: int = 0
@@ -309,6 +313,10 @@ class ModelCost:
     def cached(self, tensor: int = 1) -> float:
         """Numbers of a token in the cache of all layers, on one of the ranks that share the heads."""
         return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
+
+    def state(self, tensor: int = 1) -> float:
+        """Numbers of a fixed size that a sequence has in the cache of all layers, on a rank that shares the heads."""
+        return sum(layer.state / min(tensor, layer.state_heads) for layer in self.layers)
 
 
 class Routers(NamedTuple):

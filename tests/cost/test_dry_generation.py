@@ -10,6 +10,7 @@ from funrl import trees
 from funrl.cost import decoding, dry_run
 from funrl.cost.tracing.hardware import USABLE
 from funrl.mesh.mesh import single
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
 from funrl.trainer.jobs import build as trainer_build
 from funrl.trainer.settings.declaration import SettingsError
@@ -43,6 +44,20 @@ def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     heads, layers, rows = 4, 2, 16
     more = [one.flops / steps for one, steps in zip(found, (24, 56), strict=True)]
     assert 0.5 < (more[1] - more[0]) / (rows * layers * heads * 4 * (24 + 4) * 16) < 2
+
+
+def test_states_are_in_the_cache_and_do_not_grow():
+    """A cell for each of 16 rows: 4 heads of 8 x 6 numbers, and 3 tokens of 56 channels; keys of the other layer."""
+    mixer = GatedDeltaNet(2, 4, 8, 6)
+    sizes = {"family": "qwen3_next", "mixers": (mixer, None)}
+    short, long = (small("grpo", sizes=sizes, max_new_tokens=n) for n in (24, 56))
+    found = [dry_run.estimate(job, 8, CPU).phases["generate"] for job in (short, long)]
+    cost = short.model.abilities.cost
+    state = 4 * 8 * 6 + 3 * (2 * 2 * 8 + 4 * 6)
+    assert cost.state() == state and cost.state(2) == state / 2 and cost.state(4) == state / 2
+    assert short.model.cell_bytes(single(), short.dtype) == 4 * state
+    pages = [16 * tokens * cost.cached() * 4 for tokens in (32, 64)]
+    assert [one.peak["cache"] for one in found] == [16 * 4 * state + some for some in pages]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import Callbacks, complete
 from funrl.rollout.native import cache_sizes
+from funrl.rollout.native import engine as engine_module
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -135,7 +136,7 @@ def test_room_is_what_would_begin_at_once():
 
 
 def test_long_prompts_do_not_hold_decoding_up(monkeypatch):
-    monkeypatch.setattr(native, "pass_tokens", lambda device: 10)
+    monkeypatch.setattr(engine_module, "pass_tokens", lambda device: 10)
     engine, passes = counted(roomy())
     short, long = requests_of([[1, 2]], Sampling(max_new_tokens=20), 0)[0], prefix(35)
     engine.submit([short])

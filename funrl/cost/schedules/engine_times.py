@@ -67,13 +67,14 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, near)
     flops = 2 * (cost.used_parameters(parameters(model)) - tables(model) / 2)
     cached = cost.cached(tensor) * item
+    state = cost.state(tensor) * max(item, 4)
     resting = item * parameters(model) / tensor
     return EngineTimes(
         fixed=layers * GRAPH_KERNELS * hardware.launch + sums * hardware.latency,
         weights=item * dense / tensor / speed,
         experts=item * own / tensor / speed,
         idle=0.0 if routers is None else 1 - routers.per_token / routers.experts,
-        row=flops / tensor / rate + row_sums,
+        row=flops / tensor / rate + row_sums + 2 * state / speed,
         token=cached / speed,
         read=flops / tensor / rate + row_sums,
         capacity=max(0.0, hardware.memory * USABLE - resting) / cached,

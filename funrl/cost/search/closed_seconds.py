@@ -265,8 +265,10 @@ def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting
     page = page_tokens(device)
     rows = prompts * job.sampling.samples
     keys = model.abilities.cost.cached(tensor) * split.item
+    state = model.abilities.cost.state(tensor) * max(split.item, 4)
     room = (settings.engines.kv_cache_gb or 0) * 1e9 or FREE_SHARE * max(hardware.memory * USABLE - resting, 0.0)
-    most = max(1, min(rows, settings.engines.decode_rows, int(room / (keys * page * math.ceil(split.width / page)))))
+    row_bytes = keys * page * math.ceil(split.width / page) + state
+    most = max(1, min(rows, settings.engines.decode_rows, int(room / row_bytes)))
     waves = math.ceil(rows / most)
     work = _Pass(
         model=model,
@@ -284,7 +286,8 @@ def generation_seconds(job: RLJob, split: MeshSplit, hardware: Hardware, resting
     step = work._replace(tokens=rows / waves, pieces=1, width=0)
     seen = page * math.ceil((prompt + new / 2) / page)
     decoding = sum(_kernels(step, hardware)) + _summed(step, 1, hardware) + _drawing(step, hardware)
-    decoding += max(config.layers * hardware.launch, step.tokens * keys * seen / _speed(hardware))
+    moved = step.tokens * (keys * seen + 2 * state)  # a state is read and written
+    decoding += max(config.layers * hardware.launch, moved / _speed(hardware))
     return sum(_kernels(reading, hardware)) + _summed(reading, 1, hardware) + waves * new * decoding
 
 

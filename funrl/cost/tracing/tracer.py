@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class Tracer(TorchDispatchMode):
       hardware: the device for which seconds are counted.
       weights: shapes of parameters, which identify gradients and weights in another dtype.
       logits: sizes of the vocabulary, of a rank and of all ranks; [tokens, vocabulary] are logits.
-      cache: the shape of a layer's keys.
+      cache: shapes of the tensors of a layer's cache.
       real: compute instead of faking.
     """
 
@@ -72,7 +72,7 @@ class Tracer(TorchDispatchMode):
         hardware: Hardware,
         weights: Iterable[tuple[int, ...]] = (),
         logits: Sequence[int] = (),
-        cache: tuple[int, ...] | None = None,
+        cache: Collection[tuple[int, ...]] = (),
         real: bool = False,
     ):
         super().__init__()
@@ -218,7 +218,7 @@ class Tracer(TorchDispatchMode):
             backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
             summed = self.learns and not torch.is_grad_enabled()
             return "gradients" if backward or summed else "weights"
-        if shape == self.cache:
+        if shape in self.cache:
             return "cache"
         if func in _ROOM:
             return "staging"

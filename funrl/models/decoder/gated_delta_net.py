@@ -13,6 +13,7 @@ References: Yang et al., 2024, https://arxiv.org/abs/2412.06464
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -187,8 +188,9 @@ class GatedDeltaNet:
         return CacheShapes(cells=((heads, self.key, self.value), (self.width - 1, channels)))
 
     def cost(self, cost: LayerCost) -> LayerCost:
-        """A gated delta net computes no pairs of tokens."""
-        return cost
+        """Fill in the state; a gated delta net computes no pairs of tokens."""
+        shapes = self.cache_shapes(1, 1).cells
+        return cost._replace(state=sum(map(math.prod, shapes)), state_heads=self.key_heads)
 
 
 def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
