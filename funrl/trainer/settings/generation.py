@@ -60,8 +60,7 @@ class EngineSettings:
     )
     state_snapshot_tokens: int = flag(
         4096,
-        "tokens of a prompt between snapshots of linear attention's states, also taken at ends of prompts and turns, "
-        "within the KV cache: known prefixes are reused from them; 0: none",
+        "prompt tokens between snapshots of recurrent states; 0: none",
         at_least(0),
         kinds=RL,
         effect="work",
