@@ -143,7 +143,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         zeros_N = torch.zeros(rows * tokens, dtype=torch.int64)
         adapters = np.zeros(rows, dtype=np.int64) if generator.base is not None else None
         numbers = np.arange(rows) if cells else None
-        return PassWork(zeros_N, [tokens] * rows, [end] * rows, table_SP[:rows], draws, adapters, numbers)
+        lengths = [tokens] * rows, [end] * rows
+        return PassWork(zeros_N, *lengths, table_SP[:rows], draws, adapters=adapters, cells=numbers)
 
     def draw(logits: Tensor) -> None:
         noise_R = torch.zeros(len(logits), dtype=torch.float64)
