@@ -344,10 +344,15 @@ class Abilities(NamedTuple):
 
 
 class PagedHeads(NamedTuple):
-    """Heads as the kernel of paged attention takes them: their size, and the cap of their logits."""
+    """Heads as a kernel of paged attention takes them.
+
+    Attributes:
+      head: size.
+      plain: without a cap of the logits and without sinks.
+    """
 
     head: int
-    cap: float | None
+    plain: bool
 
 
 @dataclass(frozen=True, eq=False)

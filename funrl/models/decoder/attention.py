@@ -64,9 +64,9 @@ class Attention:
         return True
 
     @property
-    def paged(self) -> PagedHeads | None:
+    def paged(self) -> PagedHeads:
         """Heads for the kernel of paged attention."""
-        return PagedHeads(self.head, self.cap) if not self.sinks else None
+        return PagedHeads(self.head, not self.cap and not self.sinks)
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights, as `Mixer.shapes`."""

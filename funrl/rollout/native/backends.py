@@ -21,7 +21,7 @@ from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.packed import real_of
-from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
+from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
@@ -242,9 +242,9 @@ class TorchBackend:
         """True if the attention kernel stops at the end of each sequence, for any number of pages."""
         heads = self.model.abilities.paged_kernel
         device = self.mesh.device.type
-        return heads is not None and takes_kernel(
-            device, self._dtype, heads.head, page_tokens=self.page_tokens, cap=heads.cap
-        )
+        if heads is None:
+            return False
+        return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
 
     @property
     def rows_at_once(self) -> int:
