@@ -27,19 +27,19 @@ KERNELS = {  # types of the arguments, constants, warps
         4,
     ),
     page_kernels._write: ((HALF, HALF, HALF, HALF, "*i64", "i32", "i32"), {"numbers": 1024, "width": 1024}, 4),
-    adamw_kernel._adamw: ((HALF, *[FULL] * 5, "i32", *["fp32"] * 6), {"width": 2048}, 8),
+    adamw_kernel._adamw: ((HALF, *[FULL] * 5, "i32", *["fp32"] * 6), {"width": 2048}, 4),
 }
 
 
 def compiled(kernel, gpu):
     types, constants, warps = KERNELS[kernel]
     names = kernel.arg_names
-    pointers = [i for i, kind in enumerate(types) if kind.startswith("*") or "stride" in names[i]]
+    whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] in ("size", "k_stride", "v_stride")]
     source = ASTSource(
         kernel,
         dict(zip(names, (*types, *["constexpr"] * len(constants)), strict=True)),
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+        attrs={(i,): [["tt.divisibility", 16]] for i in whole},
     )
     return triton.compile(source, target=gpu, options={"num_warps": warps}).asm
 

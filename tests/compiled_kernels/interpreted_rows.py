@@ -240,11 +240,11 @@ def no_tokens_and_one_input():
 
 def wrong_kernels_are_found():
     trials._PROBED = "cpu"
-    assert trials.kernel_problem(operators.logit_rows_error) is None and trials.kernel_problem(divergence_error) is None
+    assert trials.trial_problem(operators.logit_rows_error) is None and trials.trial_problem(divergence_error) is None
     right = kernels.launch_gradients
     kernels.launch_gradients = lambda out_CV, *given: right(out_CV, *given[:2], 2 * given[2], *given[3:])
     try:
-        assert "differ by 1 from" in trials.kernel_problem(operators.logit_rows_error)
+        assert "differ by 1 from" in trials.trial_problem(operators.logit_rows_error)
     finally:
         kernels.launch_gradients = right
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_logit_rows import needs_triton, output_of
 
-from funrl.compiled_kernels.gpu_kernels.trials import kernel_problem
+from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
 from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
 
 CASES = (
@@ -46,7 +46,7 @@ def test_the_cpu_keeps_torchs_operators():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_updates_by_the_kernel():
-    assert kernel_problem(adamw_error) is None
+    assert trial_problem(adamw_error) is None
     params = {"a": torch.randn(300, 700), "b": torch.randn(5)}
     grads = {name: torch.randn_like(x) for name, x in params.items()}
     adamw = fused_adamw(1e-3, weight_decay=0.1)

@@ -9,7 +9,7 @@ runs it on a CPU where TRITON_INTERPRET=1 stands in the environment before trito
 """
 
 # A kernel is in Triton's language, whose types a checker of Python's does not know.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -156,9 +156,24 @@ def _decode_parts(
         none = r * 0
         first = tl.maximum(begin, low // block * block)
         top, total, acc = _attend(
-            q, none + low, none + end - 1, k_ptr, v_ptr, table_ptr + b * pages, first, stop, kv_head, kv_heads,
-            scale, cap, page, block, size, width, capped,
-        )  # fmt: skip
+            q,
+            none + low,
+            none + end - 1,
+            k_ptr,
+            v_ptr,
+            table_ptr + b * pages,
+            first,
+            stop,
+            kv_head,
+            kv_heads,
+            scale,
+            cap,
+            page,
+            block,
+            size,
+            width,
+            capped,
+        )
         to = ((b * kv_heads + kv_head) * group + r) * tl.num_programs(2) + n
         tl.store(sums_ptr + 2 * to, top, mask=r < group)
         tl.store(sums_ptr + 2 * to + 1, total, mask=r < group)
@@ -266,9 +281,24 @@ def _prompt_tiles(
         last = end - stop + tl.minimum(first_token + tokens, stop)
         low = tl.maximum(end - stop + first_token - window + 1, 0)
         top, total, acc = _attend(
-            q, position - window + 1, position, k_ptr, v_ptr, table_ptr + s.to(tl.int64) * pages, low // block * block,
-            last, kv_head, kv_heads, scale, cap, page, block, size, width, capped,
-        )  # fmt: skip
+            q,
+            position - window + 1,
+            position,
+            k_ptr,
+            v_ptr,
+            table_ptr + s.to(tl.int64) * pages,
+            low // block * block,
+            last,
+            kv_head,
+            kv_heads,
+            scale,
+            cap,
+            page,
+            block,
+            size,
+            width,
+            capped,
+        )
         if sinks:
             sink = tl.load(sinks_ptr + kv_head * group + g, mask=g < group, other=0.0).to(tl.float32)
             sink = sink * _LOG2E
@@ -335,10 +365,29 @@ def _decode(out, q, keys, values, table, offsets, ends, options: PageOptions, si
     sums = torch.empty(S, H, parts, 2, dtype=torch.float32, device=q.device)
     partial = torch.empty(S, H, parts, D, dtype=torch.float32, device=q.device)
     _decode_parts[S, K, parts](
-        q, keys, values, table, offsets, ends, sums, partial, P, K, scale, cap or 1.0, window,
-        PART, sizes.page, sizes.block, sizes.group, max(_LEAST, sizes.heads), D, sizes.width, bool(cap),
+        q,
+        keys,
+        values,
+        table,
+        offsets,
+        ends,
+        sums,
+        partial,
+        P,
+        K,
+        scale,
+        cap or 1.0,
+        window,
+        PART,
+        sizes.page,
+        sizes.block,
+        sizes.group,
+        max(_LEAST, sizes.heads),
+        D,
+        sizes.width,
+        bool(cap),
         num_warps=_WARPS,
-    )  # fmt: skip
+    )
     flags = PART, D, sizes.width, sinks is not None
     _join_parts[S, H](
         sums, partial, sums if sinks is None else sinks, offsets, ends, out, parts, window, *flags, num_warps=1
@@ -354,10 +403,31 @@ def _prompts(out, q, keys, values, table, offsets, ends, options: PageOptions, s
     scale, window, cap = options.scale, options.window or _ALL, options.cap
     tokens = max(1, _TILE // sizes.heads)
     _prompt_tiles[N // tokens + S, K](
-        q, keys, values, table, offsets, ends, q if sinks is None else sinks, out, S, P, K, scale, cap or 1.0, window,
-        tokens, sizes.page, sizes.block, sizes.group, sizes.heads, D, sizes.width, bool(cap), sinks is not None,
+        q,
+        keys,
+        values,
+        table,
+        offsets,
+        ends,
+        q if sinks is None else sinks,
+        out,
+        S,
+        P,
+        K,
+        scale,
+        cap or 1.0,
+        window,
+        tokens,
+        sizes.page,
+        sizes.block,
+        sizes.group,
+        sizes.heads,
+        D,
+        sizes.width,
+        bool(cap),
+        sinks is not None,
         num_warps=_WARPS,
-    )  # fmt: skip
+    )
 
 
 class _Sizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whether Triton kernels compute on this machine's GPU what their references do: a small call of each is tried once."""
+"""Trials of Triton kernels: a small call of each shows once whether it computes on this GPU what its reference does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernels_run(trial: Callable[[str], float]) -> bool:
     Args:
       trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
     """
-    problem = kernel_problem(trial)
+    problem = trial_problem(trial)
     subject = trial.__name__.removesuffix("_error").replace("_", " ")
     if problem is None:
         log.info("Triton kernels on the GPU: %s", subject)
@@ -30,7 +30,7 @@ def kernels_run(trial: Callable[[str], float]) -> bool:
     return False
 
 
-def kernel_problem(trial: Callable[[str], float]) -> str | None:
+def trial_problem(trial: Callable[[str], float]) -> str | None:
     """Reason why kernels are not for this machine's GPU; None: they are."""
     try:
         error = trial(_PROBED)
