@@ -9,6 +9,8 @@ import tempfile
 
 from selection import starts_jax
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it once; a thread that spins takes a worker's core
+
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
 
 if "FUNRL_TEST_CACHE" in os.environ:
