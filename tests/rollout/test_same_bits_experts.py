@@ -27,7 +27,7 @@ from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 30, 7
+DRAWS, QUICK = 60, 7
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "head": 16, "mlp": 96}
 FAMILIES = {
@@ -194,11 +194,14 @@ OF_ALL = [*(family for family in FAMILIES if family != "odd sizes"), "gpt-oss", 
 
 
 def cases_of(mesh):
-    """A dtype per family; the meshes of a kind together have all."""
-    meshes = TENSOR_MESHES if mesh in TENSOR_MESHES else EXPERT_MESHES
-    families = [family for family in OF_ALL if meshes == TENSOR_MESHES or "experts" in ALL_FAMILIES[family]]
-    first = meshes.index(mesh)
-    return [(family, DTYPES[(number + first) % len(DTYPES)]) for number, family in enumerate(families)]
+    """Families with a dtype each, which the meshes of a kind take by turns; of more than two tensor ranks, half."""
+    if mesh in EXPERT_MESHES:
+        turn = EXPERT_MESHES.index(mesh)
+        families = [family for family in OF_ALL if "experts" in ALL_FAMILIES[family]]
+    else:
+        turn = TENSOR_MESHES.index(mesh)
+        families = OF_ALL[turn - 1 :: 2] if turn else OF_ALL
+    return [(family, DTYPES[(OF_ALL.index(family) + turn) % len(DTYPES)]) for family in families]
 
 
 @pytest.mark.gloo
