@@ -248,8 +248,8 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
 WARM = ("--device=cpu", "--compile=off", "--eval_prompts=128")  # with the whole warm start
 
 
-# One of each kind of advantage: a critic, a group, a greedy answer, pairs, implicit rewards. Others differ in a formula,
-# which tests/algos compares with its own; GRPO learns by Muon below.
+# One of each kind: a critic, a group, a greedy answer, pairs, implicit rewards. The others differ by a formula, which
+# tests/algos compares with loops; GRPO learns by Muon below.
 LEARNS = ("ppo", "dapo", "remax", "online_dpo", "prime", "vapo")
 
 
