@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from compiled_kernels_cache import share_kernels
 from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, scored_batch, small_job
 
@@ -172,6 +173,7 @@ def ran(cache, **how):
     Args:
       cache: XDG_CACHE_HOME.
     """
+    share_kernels(cache)
     own = cache / "torch"
     subprocess.run(["rm", "-rf", str(own)], check=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(own)}
