@@ -25,8 +25,8 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
     ),
-    "gpu": (
-        "--device=cpu --small --tests --parts=kernels,train,compile,tests --out=table",
+    "gpu": (  # tests/benchmarks/test_gpu.py has its other parts
+        "--device=cpu --small --tests --parts=compile,tests --out=table",
         rf"^\| compile \| compile a layer, 0.2M, warm \| {NUMBER} s",
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),

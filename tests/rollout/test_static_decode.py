@@ -332,6 +332,7 @@ def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monke
     class OnGpu(torch.Tensor):
         device = property(lambda self: torch.device("cuda"))
         is_cuda = property(lambda self: True)
+        is_cpu = property(lambda self: False)
         __torch_function__ = torch._C._disabled_torch_function_impl
 
     x = torch.arange(3).as_subclass(OnGpu)

@@ -186,7 +186,8 @@ class Scheduler:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
         # Neighbours have similar lengths and one adapter.
-        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]
+        if len(decoding) > 1:
+            decoding = decoding[np.argsort(self._known[decoding], kind="stable")]
         if self._adapts:
             decoding = decoding[np.argsort(self._adapters[decoding], kind="stable")]
         drafts = self._drafts(decoding)

@@ -230,13 +230,15 @@ class RunningSequences:
         source_R = device_copy(np.asarray(sources, dtype=np.int64), self._device)
         noise_R = self._noise.at(slots_R, lengths_R - self._prompts[slots_R])
         samplings = list(self._sampling_groups)
-        groups = np.unique(self._group[slots_R])
+        groups = [0] if len(samplings) == 1 else np.unique(self._group[slots_R]).tolist()
         parts = []
         order = []
-        for group in groups:  # nearly always one
-            rows = np.flatnonzero(self._group[slots_R] == group)
+        for group in groups:
+            rows = index = slice(None)
+            if len(groups) > 1:
+                rows = np.flatnonzero(self._group[slots_R] == group)
+                index = device_copy(rows, self._device)
             sampling = samplings[group]
-            index = device_copy(rows, self._device)
             noise = None if sampling.greedy else noise_R[index]
             seen = self._seen(sampling, slots_R[rows], lengths_R[rows], backend)
             parts.append(backend.sample(output_M, source_R[index], noise, sampling, seen))
