@@ -12,6 +12,7 @@ from funrl.foreign.gym_text import load_gymnasium
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
 from funrl.foreign.skyrl import load_skyrl
+from funrl.foreign.tinker import load_tinker
 from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers
 from funrl.foreign.verl import load_verl
@@ -23,6 +24,7 @@ FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "openenv": load_openenv,
     "program": load_program,
     "skyrl": load_skyrl,
+    "tinker": load_tinker,
     "trl": load_trl,
     "verifiers": load_verifiers,
     "verl": load_verl,
