@@ -9,6 +9,7 @@ from typing import Any
 from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
 from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.nemo_gym import load_nemo_gym
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
 from funrl.foreign.skyrl import load_skyrl
@@ -21,6 +22,7 @@ from funrl.loading import LoadError
 # Prefix of --env -> (what follows it, **arguments) -> environment.
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "gymnasium": load_gymnasium,
+    "nemo_gym": load_nemo_gym,
     "openenv": load_openenv,
     "program": load_program,
     "skyrl": load_skyrl,
