@@ -169,6 +169,7 @@ class _Tinker:
     """See `tinker_environment`. `builder_of` gives the builder of an example."""
 
     agents = (POLICY,)
+    scores_by_state = True  # by the environments that the episodes of a group have had
 
     def __init__(self, builder_of: Callable[[Example, Policy], Any]):
         self._builder_of = builder_of
