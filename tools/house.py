@@ -59,7 +59,7 @@ INSIDE = {
     "mesh": (OWN, "pools"),
     "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
     "rollout": (OWN, "native", "vllm", "remote"),
-    "environments": ("forms", OWN, "builtin"),
+    "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),
     "trainer": (
         "settings",

@@ -44,6 +44,7 @@ class SharedKeywords(TypedDict, total=False):
     episode_tokens: WholeValue | None
     env_timeout: NumberValue
     episode_retries: WholeValue
+    env_workers: WholeValue
     max_waiting: WholeValue
     tool_parser: TextValue | None
     tool_tokens: WholeValue

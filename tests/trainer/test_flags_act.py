@@ -174,6 +174,7 @@ TESTED = {  # flag: the test that fails where it does nothing
         ("staleness", "window", "lengths"), "cost/test_schedule_report.py::test_flags_decide_what_is_simulated"
     ),
     "env": "trainer/test_env_flags.py::test_an_environment_of_a_file",
+    "env_workers": "trainer/test_env_flags.py::test_workers_of_an_environment_change_no_bit",
     "env_args": "trainer/test_env_flags.py::test_arguments_and_prompts_of_an_environment",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }
