@@ -198,7 +198,7 @@ class Clock:
 def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatch):
     clock = Clock(until=1000.0)
     monkeypatch.setattr(channel, "time", clock)
-    monkeypatch.setattr(channel, "_store", lambda: clock)
+    monkeypatch.setattr(channel, "run_store", lambda: clock)
     with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
-        channel._wait(["answer"], 1, "an answer", 60.0)
+        channel.wait_for_keys(["answer"], 1, "an answer", 60.0)
     assert 1060 <= clock.now < 1070

@@ -98,10 +98,6 @@ def schedules_text(schedules: Schedules) -> str:
         cells = [(f"{other.staleness:g}", str(other.window), *_numbers(result)) for other, result in rules]
         best = next(split for split in splits if not split.shared)
         lines += ["", f"{_devices(best)}, by staleness and window:", *table(("S", "W", *RESULT_COLUMNS), cells)]
-    lines += [
-        "",
-        "a run loads weights between whole batches: a step takes at least the longer of generation and update",
-    ]
     return "\n".join(lines)
 
 

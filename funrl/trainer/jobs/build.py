@@ -27,6 +27,7 @@ from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.agents import (
     earlier_self,
@@ -323,6 +324,12 @@ def sync(
         for name, engine in engines.items():
             own = state.roles[name].params
             merge = base is None or name != parts.main_role
+            if isinstance(engine, RemoteEngine) and engine.in_background:
+                generator.proof.settle()  # the update has left the generators time to take the weights before it
+                role = parts.roles[name]
+                policy = deployed(role.placed, role.whole(own, frozen or {}), merge=merge)
+                engine.send(policy.tree(), generator.to_engine, state.version + 1)
+                continue
             engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
         sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)

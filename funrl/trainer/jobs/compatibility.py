@@ -77,21 +77,35 @@ def check_algorithm(
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
     staleness = settings.asynchrony.staleness
-    window = settings.asynchrony.window
     if staleness and settings.devices.place is None and not settings.estimate.dry_run:
         raise SettingsError(
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
             "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
-    if window > 1 and not settings.estimate.dry_run:
-        raise SettingsError(
-            f"--window={window}: a run trains on groups in the order in which they begin, which is --window=1; others "
-            "are simulated by --dry_run"
-        )
+    if staleness and not settings.estimate.dry_run:
+        _check_groups(algorithm, settings)
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
+
+
+def _check_groups(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse batches that are not made of groups in their order. Raises: SettingsError."""
+    staleness = settings.asynchrony.staleness
+    drops = "the algorithm's filter" if algorithm.filter is not None else ""
+    drops = "--on_reward_error=skip" if settings.rewards.on_reward_error == "skip" else drops
+    refills = settings.sampling.max_refills
+    if drops and refills > 1:
+        raise SettingsError(
+            f"--staleness={staleness}: {drops} drops rows, and prompts that are written ahead do not replace them; let "
+            "batches be smaller then (--max_refills=1), or leave --staleness out"
+        )
+    if "greedy_score" in reads(algorithm).required:
+        raise SettingsError(
+            f"--staleness={staleness}: the algorithm compares rows with greedy completions, which newer weights would "
+            "write; leave --staleness out"
+        )
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import end_requests
+from funrl.mesh.pools.transfer import transfer_group
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
@@ -30,9 +33,10 @@ def run_rank(
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
+    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None
     if generating.here:
-        error, stopped = serve_requests(job, training, generating, pool)
+        error, stopped = serve_requests(job, training, generating, pool, group)
         return Outcome({}, {}, error, stopped)
-    outcome = train_loop(job, training, observer, placed_source, pool)
+    outcome = train_loop(job, training, observer, functools.partial(placed_source, group=group), pool)
     end_requests(training, (outcome.error, outcome.stopped))
     return outcome

@@ -160,17 +160,37 @@ def run_requests(
       RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
-    mesh = engine.mesh
-    # Every tensor rank holds the same rows. One of them calls the reward functions, which may be costly or random.
-    asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
-    pending = _pending(engine, examples, rows // len(examples)) if asks else None
-    start = time.perf_counter()
+    pending = pending_rewards(engine, examples, rows // len(examples))
+    begin = time.perf_counter()
     completions = _complete_proved(engine, groups, own, finished=None if pending is None else pending.add)
+    return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+
+
+def collected_rollout(
+    engine: RewardedEngine,
+    completions: Sequence[Completion],
+    pending: PendingRewards | None,
+    *,
+    rows: int,
+    begin: float,
+) -> Rollout:
+    """Completions of all ranks with their rewards, for which this waits. Collective.
+
+    Args:
+      completions: of this replica, ascending by their numbers.
+      pending: their rewards; None: another rank asks for them, or there are none.
+      rows: number of completions of all replicas.
+      begin: when they began, by `time.perf_counter`.
+
+    Raises:
+      RewardError: as in `rollout`.
+    """
+    mesh = engine.mesh
     generated = time.perf_counter()
     with heartbeat.phase("reward"):
         collected = _collect(engine, completions, pending)
     rewarded = generated if pending is None else time.perf_counter()
-    times = (generated - start, rewarded - start, float(bool(collected.entries)))
+    times = (generated - begin, rewarded - begin, float(bool(collected.entries)))
     last_generated, last_rewarded, has_entries = raise_everywhere(collected.error, times, mesh)
     entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
     reward_s = min(
@@ -203,26 +223,6 @@ def run_requests(
         reward_s=reward_s,
         failed=table.get("failed"),
         entries=entries,
-    )
-
-
-def empty_rollout(engine: RewardedEngine) -> Rollout:
-    """A rollout without prompts."""
-    mesh = engine.mesh
-    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    scores = torch.zeros(0, len(engine.weights), dtype=torch.float64, device=mesh.device)
-    failed = None if engine.on_error == "stop" else none.bool()
-    owner = np.zeros(0, dtype=np.int64)
-    return Rollout(
-        (),
-        lengths=none,
-        finished=none.bool(),
-        score=scores.sum(1),
-        scores=scores,
-        owner=owner,
-        mesh=mesh,
-        dtype=engine.dtype,
-        failed=failed,
     )
 
 
@@ -299,8 +299,13 @@ def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndar
     return collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
 
 
-def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards:
-    """Rewards of the prompts' rows, before any is complete."""
+def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards | None:
+    """Rewards of the prompts' rows, before any is complete; None on a rank that asks for none.
+
+    Every tensor rank has the same rows. One of them calls the reward functions, which may be costly or random.
+    """
+    if engine.mesh.index("tensor") or not engine.pool.functions:
+        return None
     decode = engine.decode
     opening = functools.cache(lambda token: decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)

@@ -67,6 +67,10 @@ class Elsewhere(Protocol):
         """Completions or episodes of prompts, without what only the ranks that made them have, and their rows."""
         ...
 
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Places of the prompts whose rows come next, as many as these: others may have overtaken some."""
+        ...
+
     def samples(self, count: int) -> list[ShownSample]:
         """The first sample of each of the first prompts of the newest rows."""
         ...
