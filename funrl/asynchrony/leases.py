@@ -173,7 +173,7 @@ class Leases:
         return tuple(taken)
 
     def deliver(self, generator: str, number: int) -> Hashable | None:
-        """Accept the result of a lease; returns its unit, or None if the lease has ended and the result is discarded."""
+        """Accept the result of a lease; returns its unit, or None where the lease has ended: discard the result."""
         holder = self._holders.get(generator)
         unit = None if holder is None else holder.leases.pop(number, None)
         if unit is not None:

@@ -10,6 +10,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
+from funrl.trainer.placement.joined import joinable_source
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -25,6 +26,8 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
+    if job.settings.devices.joined:
+        return train_loop(job, mesh, observer, joinable_source, pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)

@@ -1,0 +1,150 @@
+"""Runs whose rows generators of other jobs write: the source of the ranks that train, and a generator's program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from funrl import trees
+from funrl.mesh.collectives import from_first, gather_objects
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.processes.lines import Addresses, LineError, Switchboard, new_secret, read_addresses, write_addresses
+from funrl.rollout.joined.engine import JoinedEngine
+from funrl.rollout.joined.generator import Counts, serve_run
+from funrl.trainer.checkpoints.saver import shared_folder
+from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import Clock
+
+ADDRESSES = "join.json"  # in the directory of a run
+LINE_S = 60.0  # for a generator to take or send some bytes of a message
+LOOK_S = 0.5  # between two looks for a run that can be joined
+
+
+def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
+    """The source of a run that generators join; a `MakeSource`. They find the ranks by a file in the run's directory.
+
+    Raises:
+      SettingsError: the run has no directory.
+    """
+    assert parts.generator is not None
+    engine: object = parts.generator.engine
+    assert isinstance(engine, JoinedEngine)
+    folder = shared_folder(show, parts.mesh)
+    if folder is None:
+        raise SettingsError("--place=generate:join needs --run_dir: generators find the run by a file in its directory")
+    source = make_source(job, parts, frozen, clock, show)
+    engine.note = show.note
+    mesh = parts.mesh
+    secret = from_first(new_secret() if mesh.rank == 0 else None, mesh, AXES)
+    board = Switchboard(engine.serve, secret, LINE_S)
+    hosts = gather_objects((host_name(), board.port), mesh)
+    file = Path(folder).with_name(ADDRESSES)
+    if mesh.rank == 0:
+        write_addresses(file, Addresses(hosts, secret))
+
+    def close() -> None:
+        source.close()
+        engine.close()
+        board.close()
+        if mesh.rank == 0:
+            file.unlink(missing_ok=True)
+
+    return source._replace(close=close)
+
+
+def join_run(
+    job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], leaving: threading.Event | None = None
+) -> tuple[str, Counts]:
+    """Generate for a run until it ends, or SIGTERM asks this generator to go. On every rank of the generator.
+
+    Args:
+      job: of the run, on this generator's mesh.
+      run_dir: of the run.
+      mesh: of the generator: one replica.
+      note: receives remarks.
+      leaving: set when it is to go; None: by SIGTERM and SIGINT.
+
+    Returns: "ended" or "left", and what was done.
+
+    Raises:
+      LineError: there is no run to join within --timeout.
+      ValueError: the run has another model.
+    """
+    leaving = leaving_by_signal() if leaving is None else leaving
+    parts = build(job, mesh, note)
+    assert parts.generator is not None
+    engine = parts.generator.whole
+    timeout_s = 60.0 * job.settings.waiting.timeout
+    tried = None
+    while True:
+        addresses = _found(Path(run_dir) / ADDRESSES, tried, mesh, timeout_s=timeout_s, leaving=leaving)
+        if addresses is None:
+            return "left", Counts()
+        tried = addresses.secret
+        try:
+            return serve_run(engine, addresses, timeout_s, leaving, note)
+        except LineError as error:  # the run may be started again
+            note(f"the run does not answer any more ({error}); waiting for it to be started again")
+            engine.cancel(range(1 << 20))
+
+
+def _found(
+    file: Path, tried: str | None, mesh: Mesh, *, timeout_s: float, leaving: threading.Event
+) -> Addresses | None:
+    """Addresses of a run that has not been tried yet; None where this generator is to go before there are any.
+
+    Args:
+      tried: secret of the run that does not answer any more.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found: Addresses | str | None = None
+        if mesh.rank == 0:
+            found = read_addresses(file)
+            found = None if found is not None and found.secret == tried else found
+            if found is None and leaving.is_set():
+                found = "left"
+            elif found is None and time.monotonic() > deadline:
+                found = f"{file}: no run that generators can join for {timeout_s:.0f} s; --timeout waits longer"
+        found = from_first(found, mesh, AXES)
+        if isinstance(found, Addresses):
+            return found
+        if found == "left":
+            return None
+        if found is not None:
+            raise LineError(found)
+        time.sleep(LOOK_S)
+
+
+def leaving_by_signal() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; a second signal does what it did before."""
+    leaving = threading.Event()
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGINT)}
+
+    def leave(sign: int, _: object) -> None:
+        leaving.set()
+        signal.signal(sign, before[signal.Signals(sign)])
+
+    for sign in before:
+        signal.signal(sign, leave)
+    return leaving
+
+
+def host_name() -> str:
+    """The name by which other machines call this one; the loopback where it has none."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None, socket.AF_INET)
+    except OSError:
+        return "127.0.0.1"
+    return name
