@@ -149,7 +149,7 @@ class _Offices:
 
 
 def serve_run(
-    engine: Engine, addresses: Addresses, timeout_s: float, leaving: threading.Event, note: Callable[[str], None]
+    engine: Engine, addresses: Addresses, timeout_s: float, leaving: Callable[[], bool], note: Callable[[str], None]
 ) -> tuple[str, Counts]:
     """Serve a run until it ends or this generator leaves. Collective over the engine's mesh.
 
@@ -157,7 +157,7 @@ def serve_run(
       engine: without unfinished requests.
       addresses: of the ranks that train.
       timeout_s: bound on each wait for one of them.
-      leaving: set when this generator is to go; it gives back what it has not completed.
+      leaving: true when this generator is to go; it gives back what it has not completed.
       note: receives remarks.
 
     Returns: "ended" or "left", and what was done.
@@ -186,7 +186,7 @@ def serve_run(
             beat()
             step = None
             if offices is not None:
-                step = offices.exchange(engine.room(), leaving.is_set())
+                step = offices.exchange(engine.room(), leaving())
             step = from_first(step, mesh, "tensor") or _Step()
             if step.end:
                 engine.cancel(range(0 if offices is None else offices.count))

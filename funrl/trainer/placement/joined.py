@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +11,9 @@ from pathlib import Path
 from funrl import trees
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import AXES, Mesh
+from funrl.processes.heartbeat import at_step, beat
 from funrl.processes.lines import Addresses, LineError, Switchboard, new_secret, read_addresses, write_addresses
+from funrl.processes.workers import stop_asked, stops_when_asked
 from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, serve_run
 from funrl.trainer.checkpoints.saver import shared_folder
@@ -62,60 +62,58 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     return source._replace(close=close)
 
 
-def join_run(
-    job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], leaving: threading.Event | None = None
-) -> tuple[str, Counts]:
+def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], wait_s: float) -> tuple[str, Counts]:
     """Generate for a run until it ends, or SIGTERM asks this generator to go. On every rank of the generator.
 
     Args:
       job: of the run, on this generator's mesh.
       run_dir: of the run.
       mesh: of the generator: one replica.
-      note: receives remarks.
-      leaving: set when it is to go; None: by SIGTERM and SIGINT.
+      note: receives remarks, on the first rank.
+      wait_s: seconds to wait for a run that can be joined, at the start and where it does not answer any more.
 
     Returns: "ended" or "left", and what was done.
 
     Raises:
-      LineError: there is no run to join within --timeout.
+      LineError: there is no run to join in this time.
       ValueError: the run has another model.
     """
-    leaving = leaving_by_signal() if leaving is None else leaving
     parts = build(job, mesh, note)
     assert parts.generator is not None
     engine = parts.generator.whole
-    timeout_s = 60.0 * job.settings.waiting.timeout
     tried = None
-    while True:
-        addresses = _found(Path(run_dir) / ADDRESSES, tried, mesh, timeout_s=timeout_s, leaving=leaving)
-        if addresses is None:
-            return "left", Counts()
-        tried = addresses.secret
-        try:
-            return serve_run(engine, addresses, timeout_s, leaving, note)
-        except LineError as error:  # the run may be started again
-            note(f"the run does not answer any more ({error}); waiting for it to be started again")
-            engine.cancel(range(1 << 20))
+    with stops_when_asked():
+        at_step(0)
+        while True:
+            addresses = _found(Path(run_dir) / ADDRESSES, tried, mesh, wait_s=wait_s)
+            if addresses is None:
+                return "left", Counts()
+            tried = addresses.secret
+            try:
+                return serve_run(engine, addresses, 60.0 * job.settings.waiting.timeout, stop_asked, note)
+            except LineError as error:  # the run may be started again
+                if mesh.world > 1:  # the other ranks of this generator wait for this one
+                    raise
+                note(f"the run does not answer any more ({error}); waiting for it to be started again")
+                engine.cancel(range(1 << 20))
 
 
-def _found(
-    file: Path, tried: str | None, mesh: Mesh, *, timeout_s: float, leaving: threading.Event
-) -> Addresses | None:
+def _found(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) -> Addresses | None:
     """Addresses of a run that has not been tried yet; None where this generator is to go before there are any.
 
     Args:
       tried: secret of the run that does not answer any more.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + wait_s
     while True:
         found: Addresses | str | None = None
         if mesh.rank == 0:
             found = read_addresses(file)
             found = None if found is not None and found.secret == tried else found
-            if found is None and leaving.is_set():
+            if found is None and stop_asked():
                 found = "left"
             elif found is None and time.monotonic() > deadline:
-                found = f"{file}: no run that generators can join for {timeout_s:.0f} s; --timeout waits longer"
+                found = f"{file}: no run that generators can join for {wait_s:.0f} s; a longer --wait waits longer"
         found = from_first(found, mesh, AXES)
         if isinstance(found, Addresses):
             return found
@@ -123,21 +121,8 @@ def _found(
             return None
         if found is not None:
             raise LineError(found)
+        beat()
         time.sleep(LOOK_S)
-
-
-def leaving_by_signal() -> threading.Event:
-    """An event that SIGTERM and SIGINT set; a second signal does what it did before."""
-    leaving = threading.Event()
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGINT)}
-
-    def leave(sign: int, _: object) -> None:
-        leaving.set()
-        signal.signal(sign, before[signal.Signals(sign)])
-
-    for sign in before:
-        signal.signal(sign, leave)
-    return leaving
 
 
 def host_name() -> str:
