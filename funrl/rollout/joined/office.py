@@ -214,7 +214,7 @@ class Office:
         version = self.shelf.version
         for request, done in zip(requests, completions, strict=True):
             if done.number != request.number or bool((done.versions != version).any()):
-                self._fault = (
+                self._fault = self._fault or (
                     f"generator {name} delivers request {done.number} with weights {done.versions.tolist()[:1]}; "
                     f"request {request.number} with weights {version} was leased to it"
                 )
