@@ -192,12 +192,12 @@ class Leases:
 
     def expire(self, now: float) -> tuple[Lost, ...]:
         """Take generators out of service that are silent, or hold units and make no progress, for too long."""
-        lost = []
-        for name, holder in list(self._holders.items()):
+        reasons = {}
+        for name, holder in self._holders.items():
             silent_s = now - holder.heard
             stuck_s = now - holder.moved
             if silent_s > self.rule.silent_s:
-                lost.append(self.leave(name, f"it has been silent for {silent_s:.0f} s"))
+                reasons[name] = f"it has been silent for {silent_s:.0f} s"
             elif holder.leases and stuck_s > self.rule.stuck_s:
-                lost.append(self.leave(name, f"it has made no progress for {stuck_s:.0f} s"))
-        return tuple(one for one in lost if one is not None)
+                reasons[name] = f"it has made no progress for {stuck_s:.0f} s"
+        return tuple(filter(None, (self.leave(name, reason) for name, reason in reasons.items())))

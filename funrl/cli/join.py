@@ -25,15 +25,15 @@ from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join
 from funrl.mesh.text import parse
+from funrl.processes.connections import PeerError
 from funrl.processes.environment import read_environment
-from funrl.processes.lines import LineError
 from funrl.track.records.run_directory import RunDirectory
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 
-LOOK_S = 0.5  # between two looks for the directory of a run
+RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 
 
 def join_command(argv: Sequence[str]) -> int:
@@ -55,18 +55,19 @@ def join_command(argv: Sequence[str]) -> int:
     job = joining_job(run, mesh, wait_s)
     waiting = job.settings.waiting
     try:
-        how, units, loads = launch(
+        ending, units, loads = launch(
             functools.partial(_generate, job, run, wait_s),
             job.sizes,
             job.device,
-            (*PLAIN, LineError),
+            (*PLAIN, PeerError),
             waiting=Waiting(datetime.timedelta(minutes=waiting.timeout), waiting.heartbeat, waiting.stalled_after),
         )
-    except (WorkerError, LineError, *PLAIN) as error:
+    except (WorkerError, PeerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 1
     if not read_environment():
-        print(f"{'the run has ended' if how == 'ended' else 'left the run'}: {units} groups, {loads} loads of weights")
+        event = "the run has ended" if ending == "ended" else "this generator has left the run"
+        print(f"{event}: it has written {units} groups, with {loads} versions of the weights")
     return 0
 
 
@@ -84,7 +85,7 @@ def joining_job(run: str, mesh: str, wait_s: float) -> RLJob:
     file = RunDirectory(Path(run)).config
     deadline = time.monotonic() + wait_s
     while not file.exists() and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+        time.sleep(RUN_LOOK_S)
     command = recorded_command(run, mesh)
     place = json.loads(file.read_text())["flags"].get("place")
     if not generators_join(place):
@@ -99,5 +100,5 @@ def _generate(job: RLJob, run: str, wait_s: float, mesh: Mesh) -> tuple[str, int
         if mesh.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    how, counts = join_run(job, run, mesh, note, wait_s)
-    return how, counts.units, counts.loads
+    ending, counts = join_run(job, run, mesh, note, wait_s)
+    return ending, counts.units, counts.loads

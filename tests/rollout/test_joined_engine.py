@@ -16,10 +16,10 @@ from funrl.mesh.rules import GENERATE, STORED, fully_sharded, layouts
 from funrl.mesh.text import parse
 from funrl.models import decoder_model
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.processes.lines import Addresses, LineError, Switchboard, call, new_secret
+from funrl.processes.connections import Addresses, ConnectionServer, PeerError, connect_to, new_secret
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.joined.engine import JoinedEngine, NoGeneratorError, units_of
+from funrl.rollout.joined.engine import JoinedEngine, NoGeneratorError, prompt_units
 from funrl.rollout.joined.generator import serve_run
 from funrl.rollout.joined.messages import WEIGHTS, Hello, Report, TrainerFacts
 from funrl.rollout.joined.office import Office
@@ -61,17 +61,17 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
     secret = new_secret()
 
     def served(shelf):
-        def serve(line):
-            assert line.receive() == Hello("g", WEIGHTS)
-            shelf.serve(line)
+        def serve(connection):
+            assert connection.receive() == Hello("g", WEIGHTS)
+            shelf.serve(connection)
 
-        return Switchboard(serve, secret, 5.0, HOST)
+        return ConnectionServer(serve, secret, 5.0, HOST)
 
     boards = [served(shelf) for shelf in shelves]
-    lines = [call(HOST, board.port, secret, 5.0) for board in boards]
-    for line in lines:
-        line.send(Hello("g", WEIGHTS))
-        assert line.receive().dtype == DTYPE
+    connections = [connect_to(HOST, board.port, secret, 5.0) for board in boards]
+    for connection in connections:
+        connection.send(Hello("g", WEIGHTS))
+        assert connection.receive().dtype == DTYPE
     wanted = parse(generate)
     own = layouts(MODEL.shapes, MODEL.axes, GENERATE, wanted)
     ranks = range(len(shelves), len(shelves) + Mesh(wanted).world)
@@ -79,14 +79,14 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
     for rank in range(Mesh(wanted).world):
         spec = WeightSpec(native_weights(MODEL, Mesh(wanted, rank), DTYPE).names, own, Mesh(wanted, rank), DTYPE)
         pieces = pieces_for(dict(trees.named(stored)), dict(trees.named(own)), rank, turn=rank)
-        tree, received = pull(lines, pieces, spec, 1, 5.0)
+        tree, received = pull(connections, pieces, spec, 1, 5.0)
         assert received == lower_bound_bytes(least)[ranks[rank]]
         for (name, x), (_, whole) in zip(trees.named(tree), trees.named(params), strict=True):
             box = dict(trees.named(own))[name].box(rank)
             assert torch.equal(x, whole[slices(box, tuple((0, n) for n in whole.shape))]), name
-        with pytest.raises(LineError, match="has weights 1, and 2 are needed"):
-            pull(lines, pieces, spec, 2, 0.1)
-    for closing in (*lines, *boards):
+        with pytest.raises(PeerError, match="has weights 1, and 2 are needed"):
+            pull(connections, pieces, spec, 2, 0.1)
+    for closing in (*connections, *boards):
         closing.close()
 
 
@@ -107,7 +107,7 @@ def test_a_generator_completes_what_a_native_engine_does():
     expected = complete(native, REQUESTS)
     engine, office = joined_engine()
     engine.load(engine.weights.named(params), 4)
-    board = Switchboard(engine.serve, secret := new_secret(), 5.0, HOST)
+    board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
     ended: list[Any] = []
 
     def generate():
@@ -129,8 +129,8 @@ def test_a_generator_completes_what_a_native_engine_does():
 
 
 def test_a_unit_is_the_samples_of_a_prompt():
-    assert [[request.number for request in unit] for unit in units_of(REQUESTS)] == [[0, 1], [2, 3], [4, 5]]
-    assert units_of([]) == []
+    assert [[request.number for request in unit] for unit in prompt_units(REQUESTS)] == [[0, 1], [2, 3], [4, 5]]
+    assert prompt_units([]) == []
 
 
 def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
@@ -139,7 +139,7 @@ def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
     notes = []
     engine.note = notes.append
     engine.load(engine.weights.named(weights(CONFIG)), 1)
-    with pytest.raises(NoGeneratorError, match="6 requests have waited . s for a generator, and none is in service"):
+    with pytest.raises(NoGeneratorError, match=r"6 requests have waited . s for a generator, and none is in service"):
         complete(engine, REQUESTS)
     assert notes == ["no generator is in service: 6 requests wait for funrl join RUN_DIR"]
     assert engine.unfinished() == 0
@@ -151,7 +151,7 @@ def test_new_weights_do_not_come_while_requests_are_unfinished():
     with pytest.raises(RuntimeError, match="no weights"):
         engine.submit(REQUESTS)
         engine.step()
-    with pytest.raises(RuntimeError, match="6 requests are unfinished"):
+    with pytest.raises(RuntimeError, match=r"6 requests are unfinished"):
         engine.load([], 1)
     done = engine.cancel(range(9))
     assert [x.finish for x in done] == ["cancelled"] * 6 and engine.unfinished() == 0
@@ -161,7 +161,7 @@ def test_new_weights_do_not_come_while_requests_are_unfinished():
 
 
 def asked(office, name, report):
-    """Orders of an office, asked without a line."""
+    """Orders of an office, asked without a connection."""
     return office._orders(name, report)
 
 

@@ -13,8 +13,8 @@ from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.deployed import Deployed
 from funrl.models.model import ModelConfig
+from funrl.processes.connections import Connection
 from funrl.processes.heartbeat import entered, left
-from funrl.processes.lines import Line
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec, complete
@@ -26,7 +26,7 @@ from funrl.rollout.requests import Completion, Request, check_requests, requests
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 
-WAIT_S = 0.25  # of a step, for completions
+COMPLETION_WAIT_S = 0.25  # of a step, for completions
 PROOF_S = 30.0  # for a generator to load the newest weights
 ALONE_S = 10.0  # without a generator, after which the run says that it waits
 ROOM = 1 << 20  # requests that begin at once: generators are many, and take them as they have room
@@ -89,13 +89,13 @@ class JoinedEngine:
         self._requests: dict[int, Request] = {}
         self._said_alone = False
 
-    def serve(self, line: Line) -> None:
-        """Serve a generator's line until it ends. Raises: LineError."""
-        hello: Hello = line.receive()
+    def serve(self, connection: Connection) -> None:
+        """Serve a generator's connection until it ends. Raises: PeerError."""
+        hello: Hello = connection.receive()
         if hello.purpose == WEIGHTS or self._office is None:
-            self._shelf.serve(line)
+            self._shelf.serve(connection)
         else:
-            self._office.serve(hello, line)
+            self._office.serve(hello, connection)
 
     def close(self) -> None:
         """Tell the generators that the run has ended."""
@@ -129,7 +129,7 @@ class JoinedEngine:
         self.check(requests)
         self._requests |= {request.number: request for request in requests}
         if self._office is not None:
-            self._office.open(units_of(requests))
+            self._office.open(prompt_units(requests))
 
     def step(self) -> list[Completion]:
         """Wait shortly for completions; see `Engine`. Collective over "tensor".
@@ -145,7 +145,7 @@ class JoinedEngine:
         news = None
         if self._office is not None:
             entered("completions of joined generators" if self._office.generators else "a generator to join the run")
-            news = self._with_limit(self._office.collect(WAIT_S), self._office.alone_s())
+            news = self._with_limit(self._office.collect(COMPLETION_WAIT_S), self._office.alone_s())
             left()
         news = from_first(news, self._mesh, "tensor") or Collected()
         for remark in news.remarks:
@@ -238,7 +238,7 @@ class JoinedEngine:
         return Greedy(tokens_BS.to(device), logp_BS.to(device))
 
 
-def units_of(requests: Sequence[Request]) -> list[list[Request]]:
+def prompt_units(requests: Sequence[Request]) -> list[list[Request]]:
     """Runs of consecutive requests with the same prompt."""
     units: list[list[Request]] = []
     for request in requests:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from funrl import trees
 from funrl.mesh.collectives import from_first, gather_objects
+from funrl.processes.connections import Addresses, Connection, PeerError, connect_to
 from funrl.processes.heartbeat import beat
-from funrl.processes.lines import Addresses, Line, LineError, call
 from funrl.rollout.engine import Engine
 from funrl.rollout.joined.messages import BEATS, WEIGHTS, WORK, Hello, Orders, Report, TrainerFacts
 from funrl.rollout.joined.shelf import Piece, pieces_for, pull
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.requests import Completion, Request
 
-BEAT_S = 2.0  # between two signs of life
+LIFE_S = 2.0  # between two signs of life
 
 
 class Counts(NamedTuple):
@@ -55,6 +55,14 @@ class _Unit(NamedTuple):
     done: dict[int, Completion]
 
 
+class _WeightWay(NamedTuple):
+    """Connections to all ranks that train, and the pieces of weights that this rank asks them for."""
+
+    connections: Sequence[Connection]
+    pieces: Sequence[Piece]
+    timeout_s: float
+
+
 class _Step(NamedTuple):
     """Calls of the engine before it is stepped, on all ranks of the generator."""
 
@@ -74,8 +82,8 @@ class _Progress:
 class _Offices:
     """The offices of a run as the first rank of a generator sees them."""
 
-    def __init__(self, lines: Sequence[Line], progress: _Progress, digests: bool) -> None:
-        self.lines = lines
+    def __init__(self, connections: Sequence[Connection], progress: _Progress, digests: bool) -> None:
+        self.connections = connections
         self.progress = progress
         self.asks_digests = digests
         self.version: int | None = None
@@ -102,12 +110,12 @@ class _Offices:
                 self.ready.append(unit)
 
     def exchange(self, room: int, leaving: bool) -> _Step:
-        """Report to all offices, and return what they order. Raises: LineError."""
+        """Report to all offices, and return what they order. Raises: PeerError."""
         submit: list[Request] = []
         cancel: list[int] = []
         newest = self.version
         ended = 0
-        for office, line in enumerate(self.lines):
+        for office, connection in enumerate(self.connections):
             delivered = [(unit.lease, _as_asked(unit)) for unit in self.ready if unit.office == office]
             self.ready = [unit for unit in self.ready if unit.office != office]
             report = Report(
@@ -119,7 +127,7 @@ class _Offices:
                 digests=self.digests,
                 leaving=leaving,
             )
-            orders: Orders = line.ask(report)
+            orders: Orders = connection.ask(report)
             self.delivered += len(delivered)
             dropped = set(orders.drop)
             gone = [n for n, unit in self.units.items() if unit.office == office and unit.lease in dropped]
@@ -163,36 +171,38 @@ def serve_run(
     Returns: "ended" or "left", and what was done.
 
     Raises:
-      LineError: a rank that trains is gone.
+      PeerError: a rank that trains is gone.
       ValueError: the run has another model.
     """
     mesh = engine.weights.mesh
     first = mesh.rank == 0
     name = gather_objects(f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}", mesh)[0]
     progress = _Progress()
-    with contextlib.ExitStack() as lines:
-        weight_lines, facts = _weight_lines(addresses, name, timeout_s, lines)
+    with contextlib.ExitStack() as connections:
+        opened, facts = _weight_connections(addresses, name, timeout_s, connections)
         layouts = dict(trees.named(engine.weights.layouts))
-        pieces = pieces_for(facts.stored, layouts, mesh.rank, turn=hash(name) % 4096 + mesh.rank)
+        turn = int(name[-4:], 16) + mesh.rank
+        way = _WeightWay(opened, pieces_for(facts.stored, layouts, mesh.rank, turn), timeout_s)
         offices = None
         if first:
-            work = [_line(addresses, rank, Hello(name, WORK), timeout_s, lines) for rank in facts.offices]
-            beats = [_line(addresses, rank, Hello(name, BEATS), timeout_s, lines) for rank in facts.offices]
+            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, connections) for rank in facts.offices]
+            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, connections) for rank in facts.offices]
             offices = _Offices(work, progress, facts.digests)
-            lines.enter_context(_beating(beats, progress))
+            connections.enter_context(_beating(beats, progress))
             note(f"{name} has joined; the run has {len(addresses.hosts)} ranks that train")
         counts = Counts()
         while True:
             beat()
             step = None
+            room = engine.room()
             if offices is not None:
-                step = offices.exchange(engine.room(), leaving())
+                step = offices.exchange(room, leaving())
             step = from_first(step, mesh, "tensor") or _Step()
             if step.end:
                 engine.cancel(range(0 if offices is None else offices.count))
                 return step.end, counts._replace(units=0 if offices is None else offices.delivered)
             if step.load is not None:
-                counts = _load(engine, weight_lines, pieces, step.load, timeout_s, counts)
+                counts = _load(way, engine, step.load, counts)
                 digests = engine_digests(engine) if facts.digests else None
                 if offices is not None:
                     offices.version = step.load
@@ -207,11 +217,9 @@ def serve_run(
                 offices.finish(completions)
 
 
-def _load(
-    engine: Engine, lines: Sequence[Line], pieces: Sequence[Piece], version: int, timeout_s: float, counts: Counts
-) -> Counts:
+def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> Counts:
     """Pull weights of a version and give them to the engine."""
-    tree, received = pull(lines, pieces, engine.weights, version, timeout_s)
+    tree, received = pull(way.connections, way.pieces, engine.weights, version, way.timeout_s)
     engine.load(engine.weights.named(tree), version)
     return counts._replace(loads=counts.loads + 1, bytes=counts.bytes + received)
 
@@ -222,33 +230,35 @@ def _as_asked(unit: _Unit) -> list[Completion]:
     return [x._replace(number=request.number) for x, request in zip(done, unit.requests, strict=True)]
 
 
-def _weight_lines(
-    addresses: Addresses, name: str, timeout_s: float, lines: contextlib.ExitStack
-) -> tuple[list[Line], TrainerFacts]:
-    """Lines for weights to all ranks that train, and what these say of them."""
-    opened = [_line(addresses, rank, Hello(name, WEIGHTS), timeout_s, lines) for rank in range(len(addresses.hosts))]
-    facts = [line.receive() for line in opened]
+def _weight_connections(
+    addresses: Addresses, name: str, timeout_s: float, stack: contextlib.ExitStack
+) -> tuple[list[Connection], TrainerFacts]:
+    """Connections for weights to all ranks that train, and facts of the weights."""
+    ranks = range(len(addresses.hosts))
+    opened = [_open(addresses, rank, Hello(name, WEIGHTS), timeout_s, stack) for rank in ranks]
+    facts = [connection.receive() for connection in opened]
     return opened, facts[0]
 
 
-def _line(addresses: Addresses, rank: int, hello: Hello, timeout_s: float, lines: contextlib.ExitStack) -> Line:
+def _open(addresses: Addresses, rank: int, hello: Hello, timeout_s: float, stack: contextlib.ExitStack) -> Connection:
+    """A connection to a rank that trains, which the stack closes."""
     host, port = addresses.hosts[rank]
-    line = call(host, port, addresses.secret, timeout_s)
-    lines.callback(line.close)
-    line.send(hello)
-    return line
+    connection = connect_to(host, port, addresses.secret, timeout_s)
+    stack.callback(connection.close)
+    connection.send(hello)
+    return connection
 
 
 @contextlib.contextmanager
-def _beating(lines: Sequence[Line], progress: _Progress) -> Iterator[None]:
+def _beating(connections: Sequence[Connection], progress: _Progress) -> Iterator[None]:
     """Send signs of life, in a thread of its own."""
     ended = threading.Event()
 
     def live() -> None:
-        while not ended.wait(BEAT_S):
-            for line in lines:
-                with contextlib.suppress(LineError):  # the lines for work say so too
-                    line.send(progress.iterations)
+        while not ended.wait(LIFE_S):
+            for connection in connections:
+                with contextlib.suppress(PeerError):  # the connections for work say so too
+                    connection.send(progress.iterations)
 
     thread = threading.Thread(target=live, name="beats", daemon=True)
     thread.start()

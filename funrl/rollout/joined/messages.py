@@ -12,11 +12,11 @@ from funrl.mesh.rules import Layout
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
-WORK, BEATS, WEIGHTS = "work", "beats", "weights"  # what a line is for
+WORK, BEATS, WEIGHTS = "work", "beats", "weights"  # what a connection is for
 
 
 class Hello(NamedTuple):
-    """The first message of a line.
+    """The first message of a connection.
 
     Attributes:
       generator: name of the caller.
@@ -28,7 +28,7 @@ class Hello(NamedTuple):
 
 
 class TrainerFacts(NamedTuple):
-    """Answer to the `Hello` of a line for weights.
+    """Answer to the `Hello` of a connection for weights.
 
     Attributes:
       stored: layout of each weight on the ranks that train, by name.

@@ -1,7 +1,7 @@
 """The office of a replica of the ranks that train: generators of other jobs take its requests under leases.
 
-Threads serve the lines of the generators, so that nothing waits for the trainer's own steps. The trainer opens units
-of work and collects completions.
+Threads serve the connections, so that no generator waits for the trainer's own steps. The trainer opens units of work
+and collects completions.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl.asynchrony.leases import LeaseRule, Leases, Lost
-from funrl.processes.lines import Line, LineError
+from funrl.processes.connections import Connection, PeerError
 from funrl.rollout.joined.messages import WORK, Hello, Orders, Report
 from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
-POLL_S = 0.2  # that a generator without work waits for an answer
+NEWS_S = 0.2  # that a generator without work waits for an answer
 CHECKS = 8  # of the generators, in the time after which a silent one is lost
-END_S = 3.0  # for generators to hear of the end
+FAREWELL_S = 3.0  # for generators to hear of the end
 
 
 class Collected(NamedTuple):
@@ -134,33 +134,33 @@ class Office:
         with self._lock:
             self._ended = True
             self._lock.notify_all()
-            self._lock.wait_for(lambda: not self._leases.generators, END_S)
+            self._lock.wait_for(lambda: not self._leases.generators, FAREWELL_S)
         self._closed.set()
         self._watch.join()
 
-    def serve(self, hello: Hello, line: Line) -> None:
-        """Serve a generator's line for work or beats until it ends. Raises: LineError."""
+    def serve(self, hello: Hello, connection: Connection) -> None:
+        """Serve a generator's connection for work or beats until it ends. Raises: PeerError."""
         if hello.purpose == WORK:
-            self._serve_work(hello.generator, line)
+            self._serve_work(hello.generator, connection)
             return
         while True:
-            progress = line.receive(whenever=True)
+            progress = connection.receive(whenever=True)
             with self._lock:
                 self._leases.heard(hello.generator, time.monotonic(), progress)
 
-    def _serve_work(self, name: str, line: Line) -> None:
+    def _serve_work(self, name: str, connection: Connection) -> None:
         with self._lock:
             self._enter(name, "has joined")
-        reason = "its line has ended"
+        reason = "its connection has ended"
         try:
             while True:
-                report: Report = line.receive(whenever=True)
+                report: Report = connection.receive(whenever=True)
                 orders = self._orders(name, report)
-                line.send(orders)
+                connection.send(orders)
                 if report.leaving or orders.end:
                     reason = ""
                     return
-        except LineError as error:
+        except PeerError as error:
             reason = str(error)
             raise
         finally:
@@ -182,7 +182,7 @@ class Office:
                 self._given[name] = report.version, report.digests
                 self._prove(name)
             if not report.held:
-                self._lock.wait_for(lambda: self._ended or self._lacks(report) or self._works(name, report), POLL_S)
+                self._lock.wait_for(lambda: self._ended or self._lacks(report) or self._works(name, report), NEWS_S)
             drop = [number for number in report.held if number not in known] + self._drops.pop(name, [])
             work = self._take(name, report.room) if self._works(name, report) else ()
             return Orders(self.shelf.version, work, tuple(dict.fromkeys(drop)), self._ended)

@@ -1,8 +1,8 @@
 """Weights of the ranks that train, for generators of other jobs to pull: no rank that trains waits for one.
 
 Each rank that trains keeps a copy of its own parts in host memory and sends what it is asked for. A generator's rank
-asks for each element that it needs once, from one of the ranks that hold it. A pull is of one version: one that dies
-is given up by both sides, and begun again by the generator.
+asks for each element that it needs once, from one of the ranks that hold it. A pull is of one version: both sides end
+one that fails, and the generator begins it again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from funrl import trees
 from funrl.mesh.plan import Box, slices, volume
 from funrl.mesh.rules import Layout
 from funrl.models.weight_dtypes import weight_dtype
-from funrl.processes.lines import Line, LineError
+from funrl.processes.connections import Connection, PeerError
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.joined.messages import PullRequest, TrainerFacts
 
-RETRY_S = 0.05  # until all ranks that train have the same version
+VERSION_RETRY_S = 0.05  # until all ranks that train have the same version
 PULLS = 8  # ranks that are asked at the same time
 
 
@@ -69,21 +69,21 @@ class Shelf:
             self._parts = parts
             self.version = version
 
-    def serve(self, line: Line) -> None:
-        """Answer pulls of a line until it ends. Raises: LineError."""
-        line.send(self.facts)
+    def serve(self, connection: Connection) -> None:
+        """Answer pulls of a connection until it ends. Raises: PeerError."""
+        connection.send(self.facts)
         while True:
-            request: PullRequest = line.receive(whenever=True)
+            request: PullRequest = connection.receive(whenever=True)
             with self._lock:
                 version = self.version
                 parts = self._parts
-            line.send(version)
+            connection.send(version)
             if version != request.version:
                 continue
             for name, box in request.pieces:
                 piece = parts[name][slices(box, self._boxes[name])].contiguous()
                 if piece.numel():
-                    line.send_raw(as_bytes(piece))
+                    connection.send_raw(as_bytes(piece))
 
 
 class Piece(NamedTuple):
@@ -133,19 +133,19 @@ def pieces_for(stored: Mapping[str, Layout], wanted: Mapping[str, Layout], rank:
 
 
 def pull(
-    lines: Sequence[Line], pieces: Sequence[Piece], spec: WeightSpec, version: int, timeout_s: float
+    connections: Sequence[Connection], pieces: Sequence[Piece], spec: WeightSpec, version: int, timeout_s: float
 ) -> tuple[trees.Tree, int]:
     """Weights of a version in an engine's layouts on this rank, and the bytes received.
 
     Args:
-      lines: to all ranks that train, by their numbers.
+      connections: to all ranks that train, by their numbers.
       pieces: of `pieces_for`.
       spec: of the engine.
       version: to pull.
       timeout_s: bound on the time until all ranks have this version.
 
     Raises:
-      LineError: a rank does not answer, or has another version to the end.
+      PeerError: a rank does not answer, or has another version to the end.
     """
     layouts = dict(trees.named(spec.layouts))
     own = {name: layout.box(spec.mesh.rank) for name, layout in layouts.items()}
@@ -159,19 +159,19 @@ def pull(
 
     def from_rank(rank: int) -> int:
         some = by_rank[rank]
-        line = lines[rank]
+        connection = connections[rank]
         request = PullRequest(version, [(piece.name, piece.box) for piece in some])
         deadline = time.monotonic() + timeout_s
-        while (there := line.ask(request)) != version:
+        while (there := connection.ask(request)) != version:
             if time.monotonic() > deadline or (there is not None and there > version):
-                raise LineError(f"rank {rank} has weights {there}, and {version} are needed")
-            time.sleep(RETRY_S)
+                raise PeerError(f"rank {rank} has weights {there}, and {version} are needed")
+            time.sleep(VERSION_RETRY_S)
         count = 0
         for piece in some:
             target = out[piece.name][slices(piece.box, own[piece.name])]
             whole = target.is_contiguous()
             part = target if whole else torch.empty(target.shape, dtype=target.dtype)
-            line.receive_raw(as_bytes(part))
+            connection.receive_raw(as_bytes(part))
             if not whole:
                 target.copy_(part)
             count += volume(piece.box) * part.element_size()

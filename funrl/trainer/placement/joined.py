@@ -11,8 +11,15 @@ from pathlib import Path
 from funrl import trees
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import AXES, Mesh
+from funrl.processes.connections import (
+    Addresses,
+    ConnectionServer,
+    PeerError,
+    new_secret,
+    read_addresses,
+    write_addresses,
+)
 from funrl.processes.heartbeat import at_step, beat
-from funrl.processes.lines import Addresses, LineError, Switchboard, new_secret, read_addresses, write_addresses
 from funrl.processes.workers import stop_asked, stops_when_asked
 from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, serve_run
@@ -26,8 +33,8 @@ from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 
 ADDRESSES = "join.json"  # in the directory of a run
-LINE_S = 60.0  # for a generator to take or send some bytes of a message
-LOOK_S = 0.5  # between two looks for a run that can be joined
+MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
+ADDRESS_LOOK_S = 0.5  # between two looks for a run that can be joined
 
 
 def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
@@ -46,8 +53,8 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     engine.note = show.note
     mesh = parts.mesh
     secret = from_first(new_secret() if mesh.rank == 0 else None, mesh, AXES)
-    board = Switchboard(engine.serve, secret, LINE_S)
-    hosts = gather_objects((host_name(), board.port), mesh)
+    board = ConnectionServer(engine.serve, secret, MESSAGE_S)
+    hosts = gather_objects((own_host_name(), board.port), mesh)
     file = Path(folder).with_name(ADDRESSES)
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
@@ -75,7 +82,7 @@ def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], 
     Returns: "ended" or "left", and what was done.
 
     Raises:
-      LineError: there is no run to join in this time.
+      PeerError: there is no run to join in this time.
       ValueError: the run has another model.
     """
     parts = build(job, mesh, note)
@@ -85,20 +92,20 @@ def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], 
     with stops_when_asked():
         at_step(0)
         while True:
-            addresses = _found(Path(run_dir) / ADDRESSES, tried, mesh, wait_s=wait_s)
+            addresses = _new_addresses(Path(run_dir) / ADDRESSES, tried, mesh, wait_s=wait_s)
             if addresses is None:
                 return "left", Counts()
             tried = addresses.secret
             try:
                 return serve_run(engine, addresses, 60.0 * job.settings.waiting.timeout, stop_asked, note)
-            except LineError as error:  # the run may be started again
+            except PeerError as error:  # the run may be started again
                 if mesh.world > 1:  # the other ranks of this generator wait for this one
                     raise
                 note(f"the run does not answer any more ({error}); waiting for it to be started again")
                 engine.cancel(range(1 << 20))
 
 
-def _found(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) -> Addresses | None:
+def _new_addresses(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) -> Addresses | None:
     """Addresses of a run that has not been tried yet; None where this generator is to go before there are any.
 
     Args:
@@ -106,26 +113,26 @@ def _found(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) -> Addre
     """
     deadline = time.monotonic() + wait_s
     while True:
-        found: Addresses | str | None = None
+        news: Addresses | str | None = None
         if mesh.rank == 0:
-            found = read_addresses(file)
-            found = None if found is not None and found.secret == tried else found
-            if found is None and stop_asked():
-                found = "left"
-            elif found is None and time.monotonic() > deadline:
-                found = f"{file}: no run that generators can join for {wait_s:.0f} s; a longer --wait waits longer"
-        found = from_first(found, mesh, AXES)
-        if isinstance(found, Addresses):
-            return found
-        if found == "left":
+            news = read_addresses(file)
+            news = None if news is not None and news.secret == tried else news
+            if news is None and stop_asked():
+                news = "left"
+            elif news is None and time.monotonic() > deadline:
+                news = f"{file}: no run that generators can join for {wait_s:.0f} s; a longer --wait waits longer"
+        news = from_first(news, mesh, AXES)
+        if isinstance(news, Addresses):
+            return news
+        if news == "left":
             return None
-        if found is not None:
-            raise LineError(found)
+        if news is not None:
+            raise PeerError(news)
         beat()
-        time.sleep(LOOK_S)
+        time.sleep(ADDRESS_LOOK_S)
 
 
-def host_name() -> str:
+def own_host_name() -> str:
     """The name by which other machines call this one; the loopback where it has none."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:

@@ -39,8 +39,8 @@ class DeviceSettings:
     )
     place: str | None = flag(
         None,
-        "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
-        "those of --mesh; generate:join, generators of other jobs (funrl join)",
+        "ranks that train and that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two; "
+        "generate:join: other jobs",
         example="generate:1",
         chosen="all do both",
         kinds=RL,
