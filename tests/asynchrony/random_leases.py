@@ -8,7 +8,7 @@ generator that is silent is out of service in time, and the run ends.
 
 import random
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from funrl.asynchrony.leases import Lease, LeaseRule, Leases
 
@@ -51,7 +51,7 @@ class World:
         pick = self.random = random.Random(seed)
         self.rule = LeaseRule(silent_s=pick.choice([3, 8]), stuck_s=pick.choice([15, 40]))
         self.leases = kind(self.rule)
-        self.units = [("group", number) for number in range(pick.randint(1, 40))]
+        self.units: list[Any] = [("group", number) for number in range(pick.randint(1, 40))]
         self.dies = pick.choice([0.0, 0.02, 0.1])
         self.stops = pick.choice([0.0, 0.02, 0.1])
         self.hangs = pick.choice([0.0, 0.01])

@@ -32,18 +32,19 @@ def generator_job(job):
     return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
 
 
-def signals_itself(sign, iterations, mark):
-    """Let this process send itself a signal in the middle of its work, after so many iterations of its engine."""
+def signals_itself(ends, mark):
+    """Let this process send itself a signal in the middle of its work: a signal, and the iteration of its engine."""
+    sign, iterations = ends
     step = NativeEngine.step
     count = 0
 
-    def counting(engine):
+    def counting(self):
         nonlocal count
         count += 1
         if count == iterations:
             Path(mark).touch()
             os.kill(os.getpid(), sign)
-        return step(engine)
+        return step(self)
 
     NativeEngine.step = counting
 
@@ -54,7 +55,7 @@ def generate(job, run_dir, name, ends, after):
     with open(Path(run_dir) / f"{name}.log", "a", buffering=1) as file:
         try:
             if ends is not None:
-                signals_itself(*ends, Path(run_dir) / f"{name}.signal")
+                signals_itself(ends, Path(run_dir) / f"{name}.signal")
             deadline = time.monotonic() + WAIT_S
             while after is not None and not (Path(run_dir) / f"{after}.signal").exists():
                 assert time.monotonic() < deadline
