@@ -208,16 +208,23 @@ def survive(folder: Path, steps: int, kills: int, outages: int, stops: bool, see
 
 
 def stop_one(generators: Generators, folder: Path) -> float:
-    """Stop a generator until the run has named it, and let it go on; returns the seconds until then."""
-    process = generators.alive[0]
-    begin = time.time()
+    """Stop a generator until the run has named it, and let it go on; returns the seconds until then.
+
+    Meanwhile it is the only one, so that the run does not end without it.
+    """
+    process, *others = generators.alive
     os.kill(process.pid, signal.SIGSTOP)
+    begin = time.time()
+    for other in others:
+        generators.kill(other)
     while time.time() < begin + LIMIT_S + 10:
         for when, kind, value in events(folder):
             if kind == "note" and when > begin and f":{process.pid}-" in value and "has been silent" in value:
                 os.kill(process.pid, signal.SIGCONT)
                 if when - begin > LIMIT_S:
                     raise Lost(f"the stopped generator was named after {when - begin:.0f} s")
+                for _ in others:
+                    generators.join()
                 return when - begin
         time.sleep(0.05)
     raise Lost("the stopped generator was not named")
