@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests:tests/trainer python tests/join_chaos.py                     # 60 steps, 50 kills
     PYTHONPATH=.:tests:tests/trainer python tests/join_chaos.py --steps=6 --kills=4
 
-Episodes of the calculator, with one rank that trains and two generators in processes of their own. Each that is killed
+Episodes of the calculator, with one rank that trains and three generators in processes of their own. Each one killed
 with SIGKILL is replaced by a new one, five times only after the run has been without any. One is stopped with SIGSTOP:
 the run has to say so within 30 seconds, and takes it back when it goes on. Each request has to arrive once, and
 samples, metrics and weights have to be those, bit by bit, of a run whose rank generates itself.
@@ -38,9 +38,10 @@ STOPS = flags.DEFINE_boolean("stops", True, "stop a generator once")
 SEED = flags.DEFINE_integer("chaos_seed", 0, "of the moments")
 LIMIT_S = 30.0  # to name a generator that is stopped
 RUN_S = 1800.0  # of the whole run
-IN_SERVICE = 2
+IN_SERVICE = 3
 OWN = ("memory/", "sync/bytes")
-TASK = {"task": "calculator", "reward": None, "episode_turns": 3}
+TASK: dict[str, Any] = {"task": "calculator", "reward": None, "episode_turns": 3, "max_new_tokens": 12}
+TASK |= {"batch_prompts": 8, "samples_per_prompt": 4}
 
 
 class Lost(AssertionError):
@@ -133,9 +134,14 @@ class Generators:
     def join(self) -> None:
         name = f"g{self.count}"
         self.count += 1
-        process = FORK.Process(target=generate, args=(self.job, self.folder, name, None, None), daemon=True)
+        process = FORK.Process(target=generate, args=(self.job, self.folder, name, None, None), name=name, daemon=True)
         process.start()
         self.alive.append(process)
+
+    def in_service(self) -> list[Any]:
+        """Those that have joined the run."""
+        logs = {process: self.folder / f"{process.name}.log" for process in self.alive}
+        return [process for process, log in logs.items() if log.exists() and "has joined" in log.read_text()]
 
     def kill(self, process: Any) -> None:
         process.kill()
@@ -171,12 +177,12 @@ def survive(folder: Path, steps: int, kills: int, outages: int, stops: bool, see
             if time.monotonic() > deadline:
                 raise Lost(f"the run stands at step {newest_step(folder / 'run')} after {RUN_S:.0f} s")
             step = newest_step(folder / "run")
-            if step >= stop_at:
+            if step >= stop_at and generators.in_service():
                 named_s = stop_one(generators, folder / "run")
                 stop_at = steps + 1
-            if killed < kills and step >= moments[killed][0]:
+            if killed < kills and step >= moments[killed][0] and (joined := generators.in_service()):
                 time.sleep(moments[killed][1])
-                victims = list(generators.alive) if killed in without else [draw.choice(generators.alive)]
+                victims = list(generators.alive) if killed in without else [draw.choice(joined)]
                 for victim in victims:
                     generators.kill(victim)
                 if killed in without:
@@ -212,7 +218,8 @@ def stop_one(generators: Generators, folder: Path) -> float:
 
     Meanwhile it is the only one, so that the run does not end without it.
     """
-    process, *others = generators.alive
+    process = generators.in_service()[0]
+    others = [other for other in generators.alive if other is not process]
     os.kill(process.pid, signal.SIGSTOP)
     begin = time.time()
     for other in others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import end_requests
+from funrl.processes.torchrun import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
@@ -26,6 +27,8 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
+    if (remark := shutdown_remark(shutdown_s())) is not None:
+        observer.note(remark)
     if job.settings.devices.joined:
         return train_loop(job, mesh, observer, joinable_source, pool)
     if placement is None:
