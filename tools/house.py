@@ -58,7 +58,7 @@ OWN = ""
 INSIDE = {
     "mesh": (OWN, "pools"),
     "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
-    "rollout": (OWN, "native", "vllm", "remote"),
+    "rollout": (OWN, "native", "vllm", "remote", "joined"),
     "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),
     "trainer": (

@@ -10,6 +10,7 @@ funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
+funrl join RUN_DIR
 funrl replay RUN_DIR --rows
 funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
@@ -53,6 +54,7 @@ EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flag
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
+    "join": "funrl.cli.join:join_command",
     "replay": "funrl.cli.replay:replay_command",
     "bisect": "funrl.cli.bisect:bisect_command",
     "doctor": "funrl.cli.doctor:doctor",

@@ -28,6 +28,7 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse, text
 from funrl.track.records.run_directory import RunDirectory
@@ -185,7 +186,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
 
 def _trained_on(place: str, mesh: str) -> str:
     """The mesh that a recorded run was trained on, whose other ranks generated."""
-    return text(read_placement(place, parse(mesh)).train.sizes)
+    sizes = training_sizes(place, parse(mesh)) if generators_join(place) else None
+    return text(sizes or read_placement(place, parse(mesh)).train.sizes)
 
 
 def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:

@@ -33,6 +33,7 @@ COMMANDS = {
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
+    "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "replay": SmallCommand(
         "Repeat of a run, compared bit by bit",
         "funrl replay RUN_DIR [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",

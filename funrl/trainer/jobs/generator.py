@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from funrl import trees
+from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -18,6 +19,10 @@ from funrl.models.model import Layer
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.joined.engine import JoinedEngine, LateProof
+from funrl.rollout.joined.messages import TrainerFacts
+from funrl.rollout.joined.office import Office
+from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.joint_engine import JointEngine
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, native_engine
@@ -102,6 +107,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         they are merged.
     """
     mesh = generating_mesh(job, placed.mesh)
+    if job.settings.devices.joined:
+        return _joined_generator(job, mesh, placed)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
     settings = job.settings
@@ -147,6 +154,22 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     adapter = RemoteEngine(factors, requests, digests=digests)
     base = AdaptedBase(cast(NativeEngine, engine), to_engine)
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
+
+
+def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
+    """The generator of other jobs, which take weights as they are stored, adapters merged."""
+    names = native_weights(placed.model, mesh, job.dtype).names
+    weights = WeightSpec(names, placed.stored, placed.mesh, job.dtype)
+    offices = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
+    digests = job.settings.engines.verify_sync
+    shelf = Shelf(weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, offices, digests))
+    limit_s = 60.0 * job.settings.waiting.timeout
+    office = None
+    if mesh.index("tensor") == 0:
+        office = Office(LeaseRule(stuck_s=limit_s), shelf)
+    engine = JoinedEngine(placed.model.config, mesh, shelf, weights, office, limit_s=limit_s)
+    to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
+    return Generator(engine, mesh, to_engine, proof=LateProof())
 
 
 def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:

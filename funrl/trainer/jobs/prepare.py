@@ -126,7 +126,7 @@ def rl_job(
             f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
             "ended; leave one out"
         )
-    if settings.devices.place is not None and settings.run.save_rollouts and task.environment is not None:
+    if settings.devices.placement is not None and settings.run.save_rollouts and task.environment is not None:
         raise SettingsError(
             f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "
             "ranks that write no files; leave one out"

@@ -8,11 +8,13 @@ from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import end_requests
 from funrl.mesh.pools.transfer import transfer_group
+from funrl.processes.torchrun import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
+from funrl.trainer.placement.joined import joinable_source
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -28,6 +30,10 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
+    if (remark := shutdown_remark(shutdown_s())) is not None:
+        observer.note(remark)
+    if job.settings.devices.joined:
+        return train_loop(job, mesh, observer, joinable_source, pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import Placement, read_placement
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
 from funrl.role_kinds import ROLES
@@ -38,8 +39,8 @@ class DeviceSettings:
     )
     place: str | None = flag(
         None,
-        "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
-        "those of --mesh",
+        "ranks that train and that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two; "
+        "generate:join: other jobs",
         example="generate:1",
         chosen="all do both",
         kinds=RL,
@@ -107,18 +108,29 @@ class DeviceSettings:
 
     @functools.cached_property
     def placement(self) -> Placement | None:
-        """The pools of ranks, parsed once; None: every rank trains and generates. Raises: MeshError."""
-        return None if self.place is None else read_placement(self.place, read_mesh(self.mesh).chosen)
+        """The pools of ranks, parsed once; None: all ranks of the run do the same. Raises: MeshError."""
+        if self.place is None or self.joined:
+            return None
+        return read_placement(self.place, read_mesh(self.mesh).chosen)
+
+    @property
+    def joined(self) -> bool:
+        """True if generators of other jobs generate, and every rank of the run trains."""
+        return generators_join(self.place)
 
     @property
     def written(self) -> str:
         """The mesh to train on, or the pools, for people."""
+        if self.joined:
+            return f"place {self.place}"
         return f"mesh {self.mesh}" if self.placement is None else f"place {self.placement}"
 
     @functools.cached_property
     def train(self) -> MeshFlag:
         """The mesh to train on, parsed once. Raises: MeshError."""
         placement = self.placement
+        if self.place is not None and self.joined:
+            return MeshFlag("place", self.place, training_sizes(self.place, read_mesh(self.mesh).chosen))
         return read_mesh(self.mesh) if placement is None else MeshFlag("place", str(placement), placement.train.sizes)
 
     @functools.cached_property

@@ -33,11 +33,14 @@ def check_placement(settings: Settings, place: str) -> None:
     if flags.mesh != "dp1" and names_train(place):
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
     agents = parse_agents(settings.environments.agents)
+    joined = flags.joined
     apart = {
         f"--engine={settings.engines.engine}": settings.engines.engine != "native",
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
         f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
-        **{f"--{name}": True for name in scorers_of(settings)},
+        **{f"--{name}": not joined for name in scorers_of(settings)},
+        f"--staleness={settings.asynchrony.staleness}": joined and settings.asynchrony.staleness,
+        "--router_replay": joined and settings.routers.router_replay,
     }
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
         raise SettingsError(
