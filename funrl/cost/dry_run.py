@@ -217,13 +217,14 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
         episodes = None
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
-            engine, _ = engine_bytes(job, parts, parts.generator)
+            engine, shared = engine_bytes(job, parts, parts.generator)
             served = rests | {"weights": rests["weights"] + agents}
             held = engine + sum(served.values())
             phases["generate"], episodes = with_waiting(
                 job, parts.generator, phases["generate"], tokens, held, hardware
             )
-            phases = {name: plus(costs, {"weights": engine + agents}) for name, costs in phases.items()}
+            copied = engine + shared if pool == "generate" else engine  # nothing is the trainer's there
+            phases = {name: plus(costs, {"weights": copied + agents}) for name, costs in phases.items()}
             phases["reshard"] = resharding(job, parts, parts.generator, served)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
@@ -234,6 +235,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
+        if pool == "train":
+            phases.pop(MOVES[0], None)  # rows come from the other ranks
         if pool == "generate":
             phases = {pool: plus(phases[pool], {kind: -nbytes for kind, nbytes in rests.items()})}
     return Estimate(
