@@ -9,14 +9,15 @@ from typing import Any
 from funrl.algos.core import Algorithm
 from funrl.cost.device_calls import device_calls
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.placement.place_search import place_search
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.placement.transfers import pool_transfers
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.reports.dry_json import as_object
+from funrl.cost.reports.places_report import places_json, places_text
 from funrl.cost.reports.pools_report import PlacedRun, pools_report
 from funrl.cost.reports.schedule_report import (
-    lengths_of,
     placed_schedules,
     schedules_object,
     schedules_of,
@@ -25,7 +26,7 @@ from funrl.cost.reports.schedule_report import (
 )
 from funrl.cost.reports.search_needs import needs_of
 from funrl.cost.reports.search_report import search_json, search_text
-from funrl.cost.schedules.splits import Workload
+from funrl.cost.schedules.splits import Workload, lengths_of
 from funrl.cost.search.mesh_search import Traced, search
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.costs import MEMORY_KINDS
@@ -63,6 +64,12 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
         return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool)
 
+    if settings.devices.place is not None and settings.devices.train.wanted is not None:
+        check_settings(settings)
+        result = place_search(settings, algorithm, HARDWARE[str(settings.estimate.hardware)])
+        chosen = with_flags(settings, **result.candidates[0].flags)
+        best = dry_run(chosen, lambda: algorithm)
+        return places_json(result, best) if settings.estimate.json else places_text(result, line, best)
     if (placement := settings.devices.placement) is not None:
         check_settings(settings)
         hardware = HARDWARE[str(settings.estimate.hardware)]

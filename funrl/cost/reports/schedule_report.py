@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
@@ -12,12 +11,14 @@ from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.dry_run import plain_job
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.rates import duration_text
-from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, parse_lengths
+from funrl.cost.schedules.lengths import LengthLaw
 from funrl.cost.schedules.simulation import AsyncRun, Simulated
 from funrl.cost.schedules.splits import (
     DeviceSplit,
     Workload,
     async_run,
+    lengths_of,
+    rule_of,
     shared_split,
     simulate_rule,
     simulate_split,
@@ -107,23 +108,6 @@ def placed_schedules(
     except ValueError:  # such as a number of devices that the mesh does not divide
         pass
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), _tried_rules(run, rule))
-
-
-def rule_of(settings: Settings) -> AdmissionRule:
-    """The rule of admission that the flags give."""
-    return AdmissionRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
-
-
-def lengths_of(settings: Settings, most: int) -> LengthLaw:
-    """The law of --lengths, or half of the greatest length in the mean.
-
-    Args:
-      most: tokens of the longest completion.
-    """
-    text = settings.estimate.lengths
-    if text is None:
-        return law_of_mean(most / 2, most)
-    return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
 
 
 def _tried_rules(run: AsyncRun, rule: AdmissionRule) -> list[tuple[AdmissionRule, Simulated]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.schedules.engine_times import engine_times
-from funrl.cost.schedules.lengths import LengthLaw
+from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, parse_lengths
 from funrl.cost.schedules.simulation import AsyncRun, Simulated, rows_together, simulate_run
 from funrl.cost.schedules.update_times import UpdateTimes
 from funrl.cost.search.closed_form import training_bytes
@@ -18,6 +19,7 @@ from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
 from funrl.cost.tracing.turns import turns_of
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.settings.settings import Settings
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
@@ -52,6 +54,23 @@ class DeviceSplit(NamedTuple):
     shared: bool
     fits: bool
     result: Simulated
+
+
+def rule_of(settings: Settings) -> AdmissionRule:
+    """The rule of admission that the flags give."""
+    return AdmissionRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+
+
+def lengths_of(settings: Settings, most: int) -> LengthLaw:
+    """The law of --lengths, or half of the greatest length in the mean.
+
+    Args:
+      most: tokens of the longest completion.
+    """
+    text = settings.estimate.lengths
+    if text is None:
+        return law_of_mean(most / 2, most)
+    return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
 
 
 def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from funrl.mesh.pools.placement import Placement, read_placement
-from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.role_kinds import ROLES
 from funrl.trainer.settings.declaration import (
     RL,
@@ -39,7 +39,7 @@ class DeviceSettings:
     place: str | None = flag(
         None,
         "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
-        "those of --mesh",
+        "those of --mesh; auto:8 chooses by a dry run",
         example="generate:1",
         chosen="all do both",
         kinds=RL,
@@ -107,19 +107,30 @@ class DeviceSettings:
 
     @functools.cached_property
     def placement(self) -> Placement | None:
-        """The pools of ranks, parsed once; None: every rank trains and generates. Raises: MeshError."""
-        return None if self.place is None else read_placement(self.place, read_mesh(self.mesh).chosen)
+        """The pools of ranks, parsed once; None: every rank trains and generates, or auto:N. Raises: MeshError."""
+        if self.place is None or self._wanted is not None:
+            return None
+        return read_placement(self.place, read_mesh(self.mesh).chosen)
+
+    @property
+    def _wanted(self) -> int | None:
+        """N of --place=auto:N. Raises: MeshError."""
+        return None if self.place is None else wanted_devices(self.place, "place")
 
     @property
     def written(self) -> str:
         """The mesh to train on, or the pools, for people."""
-        return f"mesh {self.mesh}" if self.placement is None else f"place {self.placement}"
+        return f"mesh {self.mesh}" if self.place is None else f"place {self.placement or self.place}"
 
     @functools.cached_property
     def train(self) -> MeshFlag:
         """The mesh to train on, parsed once. Raises: MeshError."""
         placement = self.placement
-        return read_mesh(self.mesh) if placement is None else MeshFlag("place", str(placement), placement.train.sizes)
+        if placement is not None:
+            return MeshFlag("place", str(placement), placement.train.sizes)
+        if self.place is not None and self._wanted is not None:
+            return MeshFlag("place", self.place, parse(f"dp{self._wanted}"), wanted=self._wanted)
+        return read_mesh(self.mesh)
 
     @functools.cached_property
     def generate(self) -> MeshFlag | None:
