@@ -30,7 +30,7 @@ def check_placement(settings: Settings, place: str) -> None:
         raise SettingsError(
             f"--generate_mesh={flags.generate_mesh} does nothing: --place={place} gives the mesh to generate on"
         )
-    if flags.mesh != "dp1" and names_train(place):
+    if flags.mesh != "dp1" and (names_train(place) or flags.placement is None):
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
     agents = parse_agents(settings.environments.agents)
     joined = flags.joined
