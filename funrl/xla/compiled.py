@@ -36,6 +36,12 @@ class Timed(NamedTuple):
     trace: float
     compile: float
 
+    @property
+    def text(self) -> str:
+        """A line for people."""
+        times = f"traced in {self.trace:.1f} s, compiled in {self.compile:.1f} s"
+        return f"XLA, {self.name}: {self.nodes} operators, {times}"
+
 
 class Compiled:
     """A function of trees of tensors, in JAX; the results are new tensors.
@@ -59,8 +65,7 @@ class Compiled:
           XlaError: the function cannot be lowered.
         """
         leaves = trees.leaves(args)
-        structure = str(trees.map(lambda _: 0, args))
-        key = (structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
+        key = signature(args)
         with jax.enable_x64(True):
             arrays = [to_jax(x) for x in leaves]
             if key not in self._programs:
@@ -76,10 +81,13 @@ class Compiled:
         run = jax.jit(lowered(program)).lower(*arrays).compile()
         took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
         self.made.append(took)
-        self.note(
-            f"XLA, {took.name}: {took.nodes} operators, traced in {took.trace:.1f} s, compiled in {took.compile:.1f} s"
-        )
+        self.note(took.text)
         return program, run
+
+
+def signature(args: trees.Tree) -> Any:
+    """Structure, shapes and dtypes of a tree of tensors: trees of one signature have one program."""
+    return str(trees.map(lambda _: 0, args)), tuple((tuple(x.shape), x.dtype) for x in trees.leaves(args))
 
 
 def to_jax(x: Tensor) -> jax.Array:
