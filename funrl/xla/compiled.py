@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.xla.interpret import lowered
+from funrl.xla.operators.result import JAX_DTYPES
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)
+TORCH_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
 
 
 class Timed(NamedTuple):
@@ -50,16 +52,40 @@ class Compiled:
       made: of every program so far, how long it took.
     """
 
-    def __init__(self, fn: Callable[..., trees.Tree], name: str, note: Callable[[str], None] = _log.info) -> None:
-        """Take a pure function; see `trace_program` for what it may do. `note` receives how long programs took."""
+    def __init__(
+        self,
+        fn: Callable[..., trees.Tree],
+        name: str,
+        note: Callable[[str], None] = _log.info,
+        donated: Sequence[int] = (),
+    ) -> None:
+        """Take a pure function; see `trace_program` for what it may do.
+
+        Args:
+          fn: the function.
+          name: for messages.
+          note: receives how long programs took.
+          donated: numbers of the arguments whose memory the results may take over; their arrays are JAX's own.
+        """
         self.fn = fn
         self.name = name
         self.note = note
+        self.donated = tuple(donated)
         self.made: list[Timed] = []
         self._programs: dict[Any, tuple[Program, Callable]] = {}
 
     def __call__(self, *args: trees.Tree) -> trees.Tree:
         """The results for these trees of tensors.
+
+        Raises:
+          XlaError: the function cannot be lowered.
+        """
+        results = self.arrays(*args)
+        with jax.enable_x64(True):
+            return trees.map(to_torch, results)
+
+    def arrays(self, *args: trees.Tree) -> trees.Tree:
+        """The results as arrays of JAX, for trees of tensors or of such arrays, which stay where they are.
 
         Raises:
           XlaError: the function cannot be lowered.
@@ -71,14 +97,15 @@ class Compiled:
             if key not in self._programs:
                 self._programs[key] = self._make(args, arrays)
             program, run = self._programs[key]
-            results = run(*arrays)
-            return trees.fill(program.results, [to_torch(x) for x in results])
+            return trees.fill(program.results, run(*arrays))
 
     def _make(self, args: tuple[trees.Tree, ...], arrays: list[jax.Array]) -> tuple[Program, Callable]:
         start = time.perf_counter()
-        program = trace_program(self.fn, *args, name=self.name)
+        program = trace_program(self.fn, *trees.map(example_of, args), name=self.name)
+        counts = [len(trees.leaves(x)) for x in args]
+        donated = [i for n in self.donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
         traced = time.perf_counter()
-        run = jax.jit(lowered(program)).lower(*arrays).compile()
+        run = jax.jit(lowered(program), donate_argnums=tuple(donated)).lower(*arrays).compile()
         took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
         self.made.append(took)
         self.note(took.text)
@@ -90,8 +117,15 @@ def signature(args: trees.Tree) -> Any:
     return str(trees.map(lambda _: 0, args)), tuple((tuple(x.shape), x.dtype) for x in trees.leaves(args))
 
 
-def to_jax(x: Tensor) -> jax.Array:
-    """A tensor as an array of JAX, which shares its memory where it can."""
+def example_of(x: Tensor | jax.Array) -> Tensor:
+    """A tensor of the shape and dtype of an array, with any numbers; a tensor is its own."""
+    return x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=TORCH_DTYPES[x.dtype])
+
+
+def to_jax(x: Tensor | jax.Array) -> jax.Array:
+    """A tensor as an array of JAX, which shares its memory where it can; an array as it is."""
+    if isinstance(x, jax.Array):
+        return x
     return jax.dlpack.from_dlpack(x.detach().contiguous())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,8 +69,9 @@ def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """
     shape = tuple(sizes[axis] for axis in AXES)
     count = math.prod(shape)
-    with contextlib.suppress(RuntimeError):  # JAX has begun, with a number of devices that stays
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has begun, with a number of devices that stays
+            jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
     if len(jax.devices()) < count:
         devices = f"{len(jax.devices())} {jax.devices()[0].platform} devices"
         raise XlaError(
