@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -176,6 +176,37 @@ def paged_attention_reference(
         options = {"scale": scale, "cap": cap, "sinks_H": sinks_H}
         outs.append(attention_reference(q_NHD[None, begin:stop], keys, values, seen[None], **options)[0])
     return torch.cat(outs)
+
+
+def static_paged_attention(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    paging: Paging,
+    window: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """`paged_attention` of equally many tokens of each row of `paging.table_SP`, whose pages are all read.
+
+    It is made of core operators, for programs that are traced. A sequence may have several rows, and shapes alone say
+    how many tokens a row has.
+
+    Args:
+      options: `scale`, `cap` and `sinks_H`.
+    """
+    page = cache[0].shape[1]
+    rows, pages = paging.table_SP.shape
+    for new, x in zip((k_NKD, v_NKD), cache, strict=True):
+        x.view(-1, *x.shape[2:]).index_copy_(0, paging.places_N, new)
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    k_RSKD, v_RSKD = (x[paging.table_SP.long()].flatten(1, 2).to(wide) for x in cache)
+    q_RTHD = q_NHD.unflatten(0, (rows, -1)).to(wide)
+    behind_RTS = paging.positions_N.view(rows, -1, 1) - torch.arange(pages * page, device=q_NHD.device)
+    seen_RTS = behind_RTS >= 0
+    if window is not None:
+        seen_RTS = seen_RTS & (behind_RTS < window)
+    return attention_reference(q_RTHD, k_RSKD, v_RSKD, seen_RTS, **options).flatten(0, 1).to(q_NHD.dtype)
 
 
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.

@@ -13,7 +13,7 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
-from funrl.compiled_kernels.paged_attention import paged_attention
+from funrl.compiled_kernels.paged_attention import paged_attention, static_paged_attention
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -158,7 +158,8 @@ class Attention:
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
             keys, values = context.kv_cache
-            return paged_attention(*new, (keys, values), context.paging, self.window, **options).unsqueeze(0)
+            attend = static_paged_attention if context.blockwise else paged_attention
+            return attend(*new, (keys, values), context.paging, self.window, **options).unsqueeze(0)
         if context.offsets is not None:
             new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
             options["blockwise"] = context.blockwise

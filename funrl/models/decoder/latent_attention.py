@@ -167,6 +167,8 @@ class LatentAttention:
         latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
+            if context.blockwise:
+                raise ModelError("latent attention to pages has no static shapes: decode it in torch")
             cached = (context.kv_cache[0], context.paging, latent.value, scale)
 
             def attend_cache(up_HMR: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ on a CPU. The scheduler knows neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from funrl.compiled_kernels import decode_step
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
-from funrl.compiled_kernels.kernel_library import KernelError, library
+from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
@@ -26,12 +27,14 @@ from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model
-from funrl.rollout.native.decode_state import RowAdapters
+from funrl.rollout.native.cache_sizes import page_tokens
+from funrl.rollout.native.decode_state import DecodeForm, DecodeState, RowAdapters, decode_pass
 from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
 ROUTE = torch.int16  # dtype of recorded ids of experts
+log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
 SampledRows = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
 
@@ -231,6 +234,12 @@ class TorchBackend:
             self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
         return self._adapted[first]
 
+    def decode(
+        self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare_page: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`decode_pass` with these weights and this cache."""
+        return decode_pass(self, state, rows_B, form=form, spare_page=spare_page)
+
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
@@ -365,3 +374,34 @@ def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
         except KernelError as error:
             return str(error)
     return problem
+
+
+def best_backend(
+    model: Model,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    layer: Layer | None,
+    *,
+    packed: bool,
+    record_routes: bool,
+    note: Callable[[str], None],
+) -> PackedBackend | TorchBackend:
+    """The compiled decoding step where it can run a model, else the training model.
+
+    Args:
+      layer: a replacement of `model.layer`; None: that one.
+      packed: use the compiled decoding step where there is one.
+      record_routes: let completions have the experts that their tokens went to.
+      note: receives the reason why the compiled decoding step is not used.
+    """
+    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    if layer not in (None, model.layer):
+        problem = "the layer is replaced"
+    if problem is None:
+        return PackedBackend(model, dtype)
+    # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
+    (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+        f"generation runs in torch: {problem}"
+    )
+    tokens = page_tokens(mesh.device.type)
+    return TorchBackend(model, mesh, dtype, layer=layer, page_tokens=tokens, record_routes=record_routes)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem
+from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, best_backend, packed_problem
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
@@ -61,6 +60,7 @@ class NativeOptions(NamedTuple):
       engines: number of engines that share the free memory for their caches.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
+      make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
     """
 
     max_rows: int = 512
@@ -71,6 +71,7 @@ class NativeOptions(NamedTuple):
     record_routes: bool = False
     engines: int = 1
     static: bool | None = None
+    make_backend: Callable[[Model, Mesh, torch.dtype, int], Backend] | None = None
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -416,24 +417,11 @@ def native_engine(
     if not model.pages:
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
-    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
-    if layer not in (None, model.layer):
-        problem = "the layer is replaced"
-    if problem is None:
-        backend = PackedBackend(model, dtype)
+    if options.make_backend is not None:
+        backend = options.make_backend(model, mesh, dtype, page_tokens(mesh.device.type))
     else:
-        # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
-        (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
-            f"generation runs in torch: {problem}"
-        )
-        backend = TorchBackend(
-            model,
-            mesh,
-            dtype,
-            layer=layer,
-            page_tokens=page_tokens(mesh.device.type),
-            record_routes=options.record_routes,
-        )
+        packed, routes = options.packed, options.record_routes
+        backend = best_backend(model, mesh, dtype, layer, packed=packed, record_routes=routes, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:

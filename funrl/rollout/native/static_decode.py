@@ -13,7 +13,7 @@ from torch import Tensor
 from funrl.models.model import Model
 from funrl.rollout.native.backends import Backend, TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
-from funrl.rollout.native.decode_state import STOP, DecodeForm, DecodeState, decode_pass, empty_state
+from funrl.rollout.native.decode_state import STOP, DecodeForm, DecodeState, empty_state
 from funrl.rollout.native.host_copy import HostCopy, device_copy
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
@@ -68,7 +68,7 @@ class StaticDecode:
         adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
         form = DecodeForm(rows, self._read_pages(slots), groups, adapters)
         rows_B = self._rows_of(slots, rows)
-        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare_page=pages))
+        sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, pages))
         self._lengths[slots] += 1
         return HostCopy(sampled)
 

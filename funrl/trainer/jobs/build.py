@@ -39,12 +39,12 @@ from funrl.trainer.jobs.agents import (
 )
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
-from funrl.trainer.lowered.backend import with_backend
+from funrl.trainer.lowered.backend import with_backend, with_devices
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.optimizer import make_optimizer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
@@ -144,8 +144,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
     """`build` for a run that trains: with its pool, and with roles whose steps its backend computes."""
-    parts = build(job, mesh, note)._replace(pool=pool)
-    return parts._replace(roles=with_backend(parts.roles, job.settings, note))
+    parts = build(job, with_devices(mesh, job.settings), note)._replace(pool=pool)
+    return parts._replace(roles=with_backend(parts.roles, job, note))
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -169,10 +169,9 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     if loss is None:
         return role
     first_step = settings.optimization.critic_warmup_steps + 1 if kind.generates else 1
-    updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
     return role._replace(
         loss=loss,
-        optimizer=make_optimizer(settings, job.rates[name], updates, placed),
+        optimizer=optimizer_of(job, name, placed, first_step),
         mask=kind.mask,
         first_step=first_step,
         metric=job.kind_of_role(name).loss_metric(name) if samples else "train/loss",

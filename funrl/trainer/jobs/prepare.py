@@ -11,7 +11,7 @@ from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
@@ -37,7 +37,7 @@ from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
 from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
-from funrl.trainer.lowered.backend import check_backend
+from funrl.trainer.lowered.backend import check_backend, check_devices_of_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
@@ -84,7 +84,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_settings(settings, given=given.objects)
     settings = located(settings)
     sizes, device = devices_of(settings)
-    check_backend(settings, sizes, device)
+    check_backend(settings, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     check_algorithm(algorithm, settings, given=given.objects)
@@ -95,6 +95,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     with blaming(f"model={settings.models.model}"):
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
+    check_devices_of_backend(settings, models)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)
     devices = Devices(sizes, generating, device)
@@ -219,6 +220,8 @@ def readers_of(algorithm: Algorithm, roles: Models, task: Task | Texts) -> dict[
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
     sizes = settings.devices.train.chosen
+    if settings.models.backend != "torch":  # one process drives all devices
+        sizes = dict.fromkeys(AXES, 1)
     device = settings.devices.device or device_type()
     if device == "cuda" and (problem := gpu_problem()) is not None:
         raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")

@@ -58,26 +58,33 @@ class Companion(NamedTuple):
 
 
 class StepPrograms(Protocol):
-    """Programs of another backend that compute what the steps of a role do in torch, on torch's tensors."""
+    """Programs of another backend that compute what the steps of a role do in torch, on torch's tensors.
+
+    Attributes:
+      lanes: number of micro-batches that are computed at a time, by the devices that have rows of their own.
+    """
+
+    @property
+    def lanes(self) -> int: ...
 
     def value_and_grad(
         self,
         params: trees.Tree,
         role: Role,
-        rows: Batch,
+        group: Sequence[Batch],
         denominators: Sequence[Tensor],
         frozen: Mapping[str, trees.Tree] | None,
         chosen: Choices | None,
     ) -> tuple[Any, trees.Tree]:
-        """`trees.value_and_grad` of `step.objective`."""
+        """`trees.value_and_grad` of `step.objective` on `lanes` micro-batches: values [lanes], and sums of the rest."""
         ...
 
     def update(self, role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
         """`step.updated`."""
         ...
 
-    def outputs(self, role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
-        """`score.outputs`."""
+    def outputs(self, role: Role, params: trees.Tree, group: Sequence[Batch]) -> Sequence[Sequence[Tensor]]:
+        """`score.outputs` of `lanes` micro-batches."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +14,7 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.micro_batch import unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.micro import MicroBatch, own_micro_batches, row_cost
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
 
@@ -67,9 +67,7 @@ def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: C
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
     whole: list[Tensor] = []
-    programs = role.programs
-    for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)):
-        outs = outputs(role, params, piece.batch) if programs is None else programs.outputs(role, params, piece.batch)
+    for piece, outs in _pieces_with_outputs(role, params, rows, token_budget):
         if not whole:
             shape = rows.batch.tokens.shape
             dtypes = [out.dtype if out.is_floating_point() else TOKEN_INT for out in outs]
@@ -78,6 +76,19 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
             unpack_tokens(out, piece.at, all_rows)
         beat()
     return dict(zip(role.writes, whole, strict=True))
+
+
+def _pieces_with_outputs(
+    role: Role, params: trees.Tree, rows: Rows, token_budget: int
+) -> Iterator[tuple[MicroBatch, Sequence[Tensor]]]:
+    """This rank's micro-batches, each with the fields that one role writes."""
+    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed))
+    if role.programs is None:
+        for piece in pieces:
+            yield piece, outputs(role, params, piece.batch)
+        return
+    for group in zip(*[pieces] * role.programs.lanes, strict=True):
+        yield from zip(group, role.programs.outputs(role, params, [piece.batch for piece in group]), strict=True)
 
 
 def outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
