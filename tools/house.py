@@ -57,7 +57,7 @@ ORDER = (
 OWN = ""
 INSIDE = {
     "mesh": (OWN, "pools"),
-    "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
+    "models": (OWN, "decoder", "vision", "huggingface", "huggingface/configs"),
     "rollout": (OWN, "native", "vllm", "remote"),
     "environments": ("forms", OWN, "builtin"),
     "xla": ("operators", OWN),

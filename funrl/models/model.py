@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -126,6 +127,11 @@ class Inputs(NamedTuple):
       routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
         its router says. None: so everywhere.
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
+      axial_positions: [B, T, 3] int64, three positions of each token, for rotary frequencies that take one of several;
+        None: they are `positions`.
+      inserted: [M, D] hidden states that some tokens have instead of their embeddings; None: none has.
+      inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
+      pictures: those of the rows, as the model's own `read_fields` gives them.
     """
 
     tokens: Tensor
@@ -135,6 +141,10 @@ class Inputs(NamedTuple):
     paging: Paging | None = None
     routes: Tensor | None = None
     split: bool = False
+    axial_positions: Tensor | None = None
+    inserted: Tensor | None = None
+    inserted_at: Tensor | None = None
+    pictures: Any = None
 
 
 class RouterLoad(NamedTuple):
@@ -325,6 +335,7 @@ class Abilities(NamedTuple):
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
+      unsampled: ids of tokens that are never sampled: they have the probability 0.
     """
 
     cost: ModelCost
@@ -336,6 +347,7 @@ class Abilities(NamedTuple):
     logit_cap: float | None = None
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
+    unsampled: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:
@@ -371,6 +383,8 @@ class Model:
       rebuild: `(config)` -> the same architecture of another size.
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
+      read_fields: `(batch, inputs)` -> the inputs with what the model reads of further fields of a batch; None: it
+        reads none.
     """
 
     config: ModelConfig
@@ -385,6 +399,7 @@ class Model:
     rebuild: Callable[[Any], Model]
     abilities: Abilities
     adapters: Adapters | None = None
+    read_fields: Callable[[Batch, Inputs], Inputs] | None = None
 
     @property
     def generates(self) -> bool:

@@ -244,6 +244,8 @@ class Placed:
         routes = batch.get("routes")
         routers = self.model.abilities.routers
         inputs = inputs_of(batch)._replace(split=self._splits(batch))
+        if self.model.read_fields is not None:
+            inputs = self.model.read_fields(batch, inputs)
         if routes is not None and routers is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)

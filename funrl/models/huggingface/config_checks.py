@@ -110,6 +110,12 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return
+    vision = FAMILIES[name].vision
+    if vision is not None:
+        for part in ("text_config", "vision_config"):
+            if not isinstance(raw.get(part, {}), Mapping):
+                raise ModelError(f"{part} is {_short(raw[part])}, it must be an object")
+        raw = {**raw, **vision.text(raw)}
     for fields, text, holds in RULES:
         for field in fields:
             if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
