@@ -178,9 +178,8 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
     distinct = {id(layer): layer for layer in layers}
     # Layers share rotations and masks: each is made once.
     axial = inputs.axial_positions
-    ropes = {
-        rope: rope and rope.rotations(positions, dtype, axial) for rope in {x.mixer.rope for x in distinct.values()}
-    }
+    kinds = {layer.mixer.rope for layer in distinct.values()}
+    ropes = {rope: rope and rope.rotations(positions, dtype, axial) for rope in kinds}
     contexts = {}
     masks: dict[int | None, Tensor] = {}
     for number, layer in distinct.items():

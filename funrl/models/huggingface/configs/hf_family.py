@@ -18,7 +18,7 @@ def _nothing(_: object) -> dict[str, Any]:
 
 
 class VisionFamily(NamedTuple):
-    """What a family that sees pictures has beside its text model.
+    """Parts that a family that sees pictures has beside its text model.
 
     Attributes:
       text: fields of config.json -> those of the text model, as config.json of such a model has them.
