@@ -13,6 +13,7 @@ from funrl.data.order import places_in_order
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError
+from funrl.kinds import OwnedLines
 
 RESERVED = ("completion",)  # arguments that every reward function gets
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Example(NamedTuple):
       source: its file, and line or row.
       messages: messages of a chat prompt; None for a text.
       conversational: whether the record's own prompt is a chat, not a text that the format turns into one.
+      owned: values that it owns, such as its pictures; with a model that reads such, all examples have some.
     """
 
     tokens: list[int]
@@ -54,6 +56,7 @@ class Example(NamedTuple):
     source: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
     conversational: bool = False
+    owned: OwnedLines | None = None
 
 
 def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:

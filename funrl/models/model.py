@@ -131,7 +131,7 @@ class Inputs(NamedTuple):
         None: they are `positions`.
       inserted: [M, D] hidden states that some tokens have instead of their embeddings; None: none has.
       inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
-      pictures: those of the rows, as the model's own `read_fields` gives them.
+      pictures: those of the rows, as `OwnedValues.read` gives them.
     """
 
     tokens: Tensor
@@ -303,6 +303,36 @@ class ModelCost:
         return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
 
 
+class PromptStates(NamedTuple):
+    """Hidden states and positions of a prompt that owns values.
+
+    Attributes:
+      inserted_MD: hidden states that some of its tokens have instead of their embeddings.
+      inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
+      positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
+      shrink: by how much the positions of tokens behind the prompt are below their numbers.
+    """
+
+    inserted_MD: Tensor
+    inserted_at_T: Tensor
+    positions_T3: Tensor
+    shrink: int
+
+
+class OwnedValues(NamedTuple):
+    """Values that rows of a model may own besides their tokens.
+
+    Attributes:
+      none: by ragged field, the lines of a row that owns nothing.
+      read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
+      encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+    """
+
+    none: Mapping[str, Tensor]
+    read: Callable[[Batch, Inputs], Inputs]
+    encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+
+
 class Routers(NamedTuple):
     """Routers of a model with experts.
 
@@ -383,8 +413,7 @@ class Model:
       rebuild: `(config)` -> the same architecture of another size.
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
-      read_fields: `(batch, inputs)` -> the inputs with what the model reads of further fields of a batch; None: it
-        reads none.
+      owned: values that rows of it may own, such as pictures; None: rows are tokens.
     """
 
     config: ModelConfig
@@ -399,7 +428,7 @@ class Model:
     rebuild: Callable[[Any], Model]
     abilities: Abilities
     adapters: Adapters | None = None
-    read_fields: Callable[[Batch, Inputs], Inputs] | None = None
+    owned: OwnedValues | None = None
 
     @property
     def generates(self) -> bool:

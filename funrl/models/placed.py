@@ -24,6 +24,7 @@ from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes
 from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
 from funrl.models.split_residual import all_tokens
+from funrl.models.unsampled import with_unsampled, without_unsampled
 from funrl.models.value_head import HEADS
 from funrl.models.weight_dtypes import weight_dtypes
 
@@ -104,6 +105,9 @@ class Placed:
         (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
         after_N = self._own_next(batch.tokens)[at_N].long()
+        unsampled = self.model.abilities.unsampled
+        if unsampled:
+            topk_NK = with_unsampled(topk_NK, unsampled, after_N)
         scores = linear_logprob(
             hidden_ND,
             w_VD,
@@ -114,7 +118,11 @@ class Placed:
             topk_TK=topk_NK,
             cap=self.model.abilities.logit_cap,
         )
+        if unsampled:
+            scores = without_unsampled(scores, len(unsampled))
         if teacher is not None:
+            if unsampled:
+                raise ModelError("a divergence from a teacher is not computed for a model with tokens never sampled")
             with torch.no_grad():
                 (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
             caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
@@ -244,8 +252,8 @@ class Placed:
         routes = batch.get("routes")
         routers = self.model.abilities.routers
         inputs = inputs_of(batch)._replace(split=self._splits(batch))
-        if self.model.read_fields is not None:
-            inputs = self.model.read_fields(batch, inputs)
+        if self.model.owned is not None:
+            inputs = self.model.owned.read(batch, inputs)
         if routes is not None and routers is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)

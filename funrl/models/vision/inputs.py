@@ -6,25 +6,20 @@ its pictures, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl.batch import Batch, schema_of
-from funrl.fields import Field
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
 from funrl.models.vision.grids import Grid, token_places
 
+# ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each in patches
 PATCHES = "patches"
 GRIDS = "grids"
-PICTURE_FIELDS: Mapping[str, Field] = {
-    PATCHES: Field("ragged", "source", "patches [3, side, side] of the row's pictures, 0 to 255", dtype="int"),
-    GRIDS: Field("ragged", "source", "height and width of each of the row's pictures, in patches", dtype="int"),
-}
 
 
 class Pictures(NamedTuple):
@@ -50,7 +45,7 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
     """
     if PATCHES not in schema_of(batch) or batch.get(PATCHES) is None:
         return inputs
-    grids = tuple((int(height), int(width)) for height, width in batch.get(GRIDS).values.tolist())
+    grids = grids_of(batch.get(GRIDS).values)
     patches_PCHW = batch.get(PATCHES).values
     if not grids:
         blank = patches_PCHW.new_zeros(tower.merge**2, CHANNELS, tower.patch, tower.patch)
@@ -58,6 +53,11 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
         return inputs._replace(pictures=Pictures(blank, ((tower.merge, tower.merge),)), inserted_at=nowhere_BT)
     at_BT, positions_BT3 = place_tokens(tower, inputs, grids)
     return inputs._replace(pictures=Pictures(patches_PCHW, grids), inserted_at=at_BT, axial_positions=positions_BT3)
+
+
+def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
+    """Height and width of each picture as numbers of the host."""
+    return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
 
 
 def place_tokens(tower: TowerConfig, inputs: Inputs, grids: tuple[Grid, ...]) -> tuple[Tensor, Tensor]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.model import Apply, Inputs, Layer, Model, Output
-from funrl.models.vision.config import TowerConfig, VisionLanguageConfig, with_tower
-from funrl.models.vision.inputs import Pictures, picture_inputs
+from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptStates
+from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig, with_tower
+from funrl.models.vision.grids import token_places
+from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, picture_inputs, place_tokens
 from funrl.models.vision.tower import apply_tower, init_tower, tower_axes, tower_shapes
 
 VISION = "vision"  # part of the tree of weights
@@ -47,7 +50,14 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
         abilities=model.abilities._replace(
             compiled_step="it sees pictures", exact_sums="it sees pictures", unsampled=tower.unsampled
         ),
-        read_fields=functools.partial(picture_inputs, tower),
+        owned=OwnedValues(
+            none={
+                PATCHES: torch.zeros(0, CHANNELS, tower.patch, tower.patch, dtype=torch.uint8),
+                GRIDS: torch.zeros(0, 2, dtype=torch.int64),
+            },
+            read=functools.partial(picture_inputs, tower),
+            encode=functools.partial(_encode, tower),
+        ),
     )
 
 
@@ -60,6 +70,16 @@ def _init(
     model: Model, tower: TowerConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> trees.Tree:
     return {**model.init(generator, dtype), VISION: init_tower(tower, model.config.embed, generator, dtype)}
+
+
+def _encode(tower: TowerConfig, params: trees.Tree, tokens_T: Tensor, values: Mapping[str, Tensor]) -> PromptStates:
+    """States of a prompt with pictures."""
+    grids = grids_of(values[GRIDS])
+    at_1T, positions_1T3 = place_tokens(tower, Inputs(tokens_T.cpu().unsqueeze(0)), grids)
+    patches_PCHW = values[PATCHES].to(trees.leaves(params)[0].device)
+    hidden_MD = apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids))
+    shrink = int(token_places(grids, tower.merge).shrink_M.sum())
+    return PromptStates(hidden_MD, at_1T[0], positions_1T3[0], shrink)
 
 
 def _seeing(model: Model, tower: TowerConfig) -> Apply:

@@ -86,7 +86,8 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> T
     device = patches_PCHW.device
     indices = tower_indices(pictures.grids, tower)
     patch = params["embed"]["patch"]
-    x_PD = normalized(patches_PCHW, patch.dtype).flatten(1) @ patch.sum(2).flatten(1).T
+    frames_PCFHW = normalized(patches_PCHW, patch.dtype).unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
+    x_PD = frames_PCFHW.flatten(1) @ patch.flatten(1).T
     x_PD = x_PD[torch.from_numpy(indices.order_P).to(device)]
     rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), patch.dtype)
     layers = params["layers"]
