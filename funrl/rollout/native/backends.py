@@ -214,7 +214,10 @@ class TorchBackend:
         if work.adapters is not None:
             number_N = device_copy(np.repeat(work.adapters, work.counts), device)
             adapters = RowAdapters(tuple(np.unique(work.adapters).tolist()), number_N)
-        owned = {} if work.requests is None else self._owned.inputs(work, work.requests, self._params)
+        owned = {}
+        if work.requests is not None:
+            numbers = np.asarray(work.counts), np.asarray(work.ends)
+            owned = self._owned.inputs(work.requests, *numbers, params=self._params)
         return self.hidden(work.tokens_N, paging, adapters, owned)[sampled_M]
 
     def hidden(

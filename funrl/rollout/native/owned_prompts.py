@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.model import Model, PromptStates
 from funrl.rollout.requests import Request
-
-if TYPE_CHECKING:
-    from funrl.rollout.native.backends import PassWork
 
 
 class OwnedPrompts:
@@ -28,17 +24,18 @@ class OwnedPrompts:
         """Forget all states, as the weights that made them are gone."""
         self._states.clear()
 
-    def inputs(self, work: PassWork, requests: Sequence[Request | None], params: trees.Tree) -> dict[str, Tensor]:
+    def inputs(
+        self, requests: Sequence[Request | None], counts_S: np.ndarray, ends_S: np.ndarray, params: trees.Tree
+    ) -> dict[str, Tensor]:
         """Fields of `Inputs` for the tokens of a pass.
 
         Args:
-          work: the pass.
-          requests: of its sequences, as `PassWork.requests`.
+          requests: of its sequences; None: a prompt owns no values.
+          counts_S, ends_S: new tokens of each sequence, and its length with them.
           params: weights of the model.
         """
-        device = work.tokens_N.device
-        counts_S = np.asarray(work.counts)
-        begins_S = np.asarray(work.ends) - counts_S
+        device = trees.leaves(params)[0].device
+        begins_S = ends_S - counts_S
         firsts_S = np.cumsum(counts_S) - counts_S
         states = [None if request is None else self._of(request, params) for request in requests]
         shrink_S = np.array([0 if state is None else state.shrink for state in states])
