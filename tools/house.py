@@ -57,7 +57,7 @@ ORDER = (
 OWN = ""
 INSIDE = {
     "mesh": (OWN, "pools"),
-    "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
+    "models": (OWN, "decoder", "vision", "huggingface", "huggingface/configs"),
     "rollout": (OWN, "native", "vllm", "remote", "joined"),
     "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from funrl.models.placed import Placed, place
     from funrl.models.remat import rematerialized
     from funrl.models.value_head import with_value_head
+    from funrl.models.vision.model import with_vision
 
 _FILES = {
     "Config": "decoder.config",
@@ -34,6 +35,7 @@ _FILES = {
     "rematerialized": "remat",
     "with_fields": "flat",
     "with_value_head": "value_head",
+    "with_vision": "vision.model",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "rematerialized",
     "with_fields",
     "with_value_head",
+    "with_vision",
 ]
 
 

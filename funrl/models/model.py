@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -126,6 +127,11 @@ class Inputs(NamedTuple):
       routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
         its router says. None: so everywhere.
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
+      axial_positions: [B, T, 3] int64, three positions of each token, for rotary frequencies that take one of several;
+        None: they are `positions`.
+      inserted: [M, D] hidden states that some tokens have instead of their embeddings; None: none has.
+      inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
+      pictures: those of the rows, as `OwnedValues.read` gives them.
     """
 
     tokens: Tensor
@@ -135,6 +141,10 @@ class Inputs(NamedTuple):
     paging: Paging | None = None
     routes: Tensor | None = None
     split: bool = False
+    axial_positions: Tensor | None = None
+    inserted: Tensor | None = None
+    inserted_at: Tensor | None = None
+    pictures: Any = None
 
 
 class RouterLoad(NamedTuple):
@@ -293,6 +303,36 @@ class ModelCost:
         return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
 
 
+class PromptStates(NamedTuple):
+    """Hidden states and positions of a prompt that owns values.
+
+    Attributes:
+      inserted_MD: hidden states that some of its tokens have instead of their embeddings.
+      inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
+      positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
+      shrink: by how much the positions of tokens behind the prompt are below their numbers.
+    """
+
+    inserted_MD: Tensor
+    inserted_at_T: Tensor
+    positions_T3: Tensor
+    shrink: int
+
+
+class OwnedValues(NamedTuple):
+    """Values that rows of a model may own besides their tokens.
+
+    Attributes:
+      none: by ragged field, the lines of a row that owns nothing.
+      read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
+      encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+    """
+
+    none: Mapping[str, Tensor]
+    read: Callable[[Batch, Inputs], Inputs]
+    encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+
+
 class Routers(NamedTuple):
     """Routers of a model with experts.
 
@@ -325,6 +365,7 @@ class Abilities(NamedTuple):
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
+      unsampled: ids of tokens that are never sampled: they have the probability 0.
     """
 
     cost: ModelCost
@@ -336,6 +377,7 @@ class Abilities(NamedTuple):
     logit_cap: float | None = None
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
+    unsampled: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:
@@ -376,6 +418,7 @@ class Model:
       rebuild: `(config)` -> the same architecture of another size.
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
+      owned: values that rows of it may own, such as pictures; None: rows are tokens.
     """
 
     config: ModelConfig
@@ -390,6 +433,7 @@ class Model:
     rebuild: Callable[[Any], Model]
     abilities: Abilities
     adapters: Adapters | None = None
+    owned: OwnedValues | None = None
 
     @property
     def generates(self) -> bool:

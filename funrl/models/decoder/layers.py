@@ -91,6 +91,7 @@ class Rope:
       interleaved: neighbours are the pairs that are rotated, not numbers half a head apart.
       query_growth: rotated queries at position p have a factor 1 + query_growth log(1 + floor(p / original)), with
         `original` of `scaling`.
+      axes: for each frequency which of a token's three positions it takes, where it has three; (): there is one.
     """
 
     size: int
@@ -98,15 +99,24 @@ class Rope:
     scaling: RopeScaling | None = None
     interleaved: bool = False
     query_growth: float = 0.0
+    axes: tuple[int, ...] = ()
 
-    def rotations(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """Rotations of tokens at these positions."""
+    def rotations(self, positions: Tensor, dtype: torch.dtype, axial: Tensor | None = None) -> Rotary:
+        """Rotations of tokens at these positions.
+
+        Args:
+          positions: one of each token.
+          dtype: of the result.
+          axial: [..., 3] positions of each token; None: all three are `positions`.
+        """
         wide = torch.promote_types(dtype, torch.float32)
+        axes = () if axial is None else self.axes
+        where = axial if axial is not None and axes else positions
         scaling = self.scaling
         turns = frequencies(self.size, self.theta, scaling, dtype=wide, device=positions.device)
         if scaling is None:
-            return rotary(positions, turns, dtype)
-        rope = rotary(positions, turns, dtype, amplitude=scaling.amplitude)
+            return rotary(where, turns, dtype, axes=axes)
+        rope = rotary(where, turns, dtype, amplitude=scaling.amplitude, axes=axes)
         return with_query_growth(rope, positions, scaling.original, self.query_growth) if self.query_growth else rope
 
 

@@ -7,8 +7,8 @@ on a CPU. The scheduler knows neither.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from funrl.models.model import Inputs, Layer, Model
 from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.native.decode_state import DecodeForm, DecodeState, RowAdapters, decode_pass
 from funrl.rollout.native.host_copy import device_copy
+from funrl.rollout.native.owned_prompts import OwnedPrompts
+from funrl.rollout.requests import Request
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -49,6 +51,7 @@ class PassWork(NamedTuple):
       table_SP: int32 pages of each sequence in order, on the CPU.
       sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
       adapters: number of each sequence's adapter, -1: it has none; None: no sequence has one.
+      requests: of each sequence whose prompt owns values; None: no prompt does.
     """
 
     tokens_N: Tensor
@@ -57,6 +60,7 @@ class PassWork(NamedTuple):
     table_SP: Tensor
     sampled_positions: Sequence[int] | np.ndarray
     adapters: np.ndarray | None = None
+    requests: Sequence[Request | None] | None = None
 
 
 class Backend(Protocol):
@@ -151,6 +155,7 @@ class TorchBackend:
         self._unembed_VD: Tensor | None = None
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
+        self._owned = OwnedPrompts(model)
         self.spare_pages = 0
 
     def load(self, params: trees.Tree) -> None:
@@ -165,6 +170,7 @@ class TorchBackend:
     def drop(self) -> None:
         self._params = self._unembed_VD = None
         self._adapted.clear()
+        self._owned.clear()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from trees.named(self._params)
@@ -211,11 +217,25 @@ class TorchBackend:
         if work.adapters is not None:
             number_N = device_copy(np.repeat(work.adapters, work.counts), device)
             adapters = RowAdapters(tuple(np.unique(work.adapters).tolist()), number_N)
-        return self.hidden(work.tokens_N, paging, adapters)[sampled_M]
+        owned = {}
+        if work.requests is not None:
+            numbers = np.asarray(work.counts), np.asarray(work.ends)
+            owned = self._owned.inputs(work.requests, *numbers, params=self._params)
+        return self.hidden(work.tokens_N, paging, adapters, owned)[sampled_M]
 
-    def hidden(self, tokens_N: Tensor, paging: Paging, adapters: RowAdapters | None = None) -> Tensor:
-        """Hidden states [N, D] of new tokens, whose keys and values are written."""
-        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging)
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        paging: Paging,
+        adapters: RowAdapters | None = None,
+        owned: Mapping[str, Any] = {},
+    ) -> Tensor:
+        """Hidden states [N, D] of new tokens, whose keys and values are written.
+
+        Args:
+          owned: further inputs of prompts that own values.
+        """
+        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, **owned)
         params = self._params if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
@@ -244,7 +264,11 @@ class TorchBackend:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        return all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
+        logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
+        unsampled = self.model.abilities.unsampled
+        if unsampled:
+            logits_RV[:, list(unsampled)] = -torch.inf
+        return logits_RV
 
     @property
     def by_kernel(self) -> bool:

@@ -228,6 +228,8 @@ class NativeEngine:
                     f"the cache of {limit * self._backend.page_bytes / 1e9:.3g} GB has {limit}: give it more "
                     "(--kv_cache_gb), or let prompts and completions be shorter"
                 )
+            if request.owned is not None and self.model.owned is None:
+                raise ValueError(f"prompt {request.number} has pictures, and the model reads text only")
             if request.sampling.stop_strings and self._sequences.decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
 

@@ -45,8 +45,9 @@ class RunningSequence:
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter share pages."""
-        return ROOT - 1 - self.adapter
+        """Content before its first page: texts of one adapter and of the same owned values share pages."""
+        owned = self.request.owned
+        return ROOT - 1 - self.adapter - (0 if owned is None else (1 + owned.digest) << 64)
 
     @property
     def untouched(self) -> bool:
@@ -54,8 +55,8 @@ class RunningSequence:
         return len(self.text) == len(self.request.prompt)
 
     def is_sibling(self, other: RunningSequence) -> bool:
-        """True if `other` has the same prompt and adapter, and has sampled nothing yet."""
-        equal = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
+        """True if `other` has the same prompt, owned values and adapter, and has sampled nothing yet."""
+        equal = other.untouched and self.root == other.root and len(self.text) == len(other.text)
         return equal and bool((self.text == other.text).all())
 
     @property

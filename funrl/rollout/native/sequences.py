@@ -70,7 +70,7 @@ class RunningSequences:
         self._noise = SlotNoise(device)
         self.serials = self.lengths.copy()
         self._assignments = 0
-        self.needs_sync = self.any_at_limit = False
+        self.needs_sync = self.any_at_limit = self._owns = False
         if slots:
             self._add_slots(slots)
 
@@ -94,6 +94,7 @@ class RunningSequences:
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
         sequence.known_before, sequence.adapter = request.computed, adapter
+        self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence
 
@@ -145,6 +146,11 @@ class RunningSequences:
     def holder(self, slot: int) -> RunningSequence | None:
         """The sequence that holds a slot; None: the slot is free."""
         return self._by_slot[slot]
+
+    def owners_of(self, slots: np.ndarray) -> list[Request | None] | None:
+        """Requests of some slots, None where a prompt owns no values; None: none has owned any."""
+        held = [self._by_slot[slot] for slot in slots.tolist()] if self._owns else []
+        return [x.request if x is not None and x.request.owned is not None else None for x in held] or None
 
     def full(self, slots: np.ndarray) -> np.ndarray:
         """True for slots whose sequence has reached its limit of tokens."""

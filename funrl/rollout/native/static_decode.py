@@ -130,4 +130,6 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
+    if model.owned is not None:
+        return "prompts may own pictures, whose positions are made on the host"
     return None

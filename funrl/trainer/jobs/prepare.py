@@ -9,6 +9,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.data.pictures import picture_form, with_picture_form
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
@@ -87,6 +88,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_backend(settings, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
+    with blaming(f"model={settings.models.model}"):
+        tokenizer = with_picture_form(tokenizer, picture_form(model.config, settings.models.model))
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)

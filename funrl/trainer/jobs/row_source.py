@@ -60,6 +60,7 @@ from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSc
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
@@ -438,4 +439,5 @@ def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     if further:
         mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
     table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
-    return rows_of(mine._replace(length=table["length"]), owner, mesh)
+    rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
+    return with_owned(rows, [example.owned for example in own], examples[0].owned)

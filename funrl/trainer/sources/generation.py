@@ -33,6 +33,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
+from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -135,7 +136,8 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    groups = RequestGroups([example.tokens for example in examples], sampling, seed)
+    owned = [example.owned for example in examples]
+    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
     return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
 
 
@@ -415,7 +417,9 @@ def to_rows(
         routes=routes.to(device) if choices else None,
         failed=done.failed,
     )
-    return rows_of(batch, done.owner, done.mesh)
+    rows = rows_of(batch, done.owner, done.mesh)
+    owned = [example.owned for example in examples]
+    return with_owned(rows, [owned[number // samples] for number in own.tolist()], next(iter(owned), None))
 
 
 def first_texts(
