@@ -89,7 +89,9 @@ class MeshPlace:
 
     def at_origin(self, name: str) -> Role:
         """A role as the rank at the origin has it, for its layouts."""
-        return self.role(name, traced_mesh(self.sizes, {axis: torch.zeros((), dtype=torch.int64) for axis in self.sizes}))
+        return self.role(
+            name, traced_mesh(self.sizes, {axis: torch.zeros((), dtype=torch.int64) for axis in self.sizes})
+        )
 
     def specs_of_frozen(self, frozen: Mapping[str, trees.Tree]) -> trees.Tree:
         """PartitionSpecs of weights that do not learn, by the names of their roles."""
@@ -174,9 +176,7 @@ class MeshPrograms:
         stored = self.place.at_origin(self.name).stored
         specs = RoleState(stored, layouts_of(state.opt_state, stored))
         specs = trees.map(spec_of, specs)
-        program = self._program(
-            "update", role.prefix, make, lambda *_: (specs.params, specs, WHOLE), lambda _: specs
-        )
+        program = self._program("update", role.prefix, make, lambda *_: (specs.params, specs, WHOLE), lambda _: specs)
         return program(grads, state, norm)
 
     def outputs(self, role: Role, params: trees.Tree, group: Sequence[Batch]) -> Sequence[Sequence[Tensor]]:
