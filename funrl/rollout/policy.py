@@ -343,7 +343,7 @@ class Policy:
         return await self.completer(trajectory.agent)(tokens, sampling, seed, computed)
 
     def completer(self, agent: str) -> Complete:
-        """What completes the prompts of an agent."""
+        """The function that completes the prompts of an agent."""
         return self._frozen[agent] if self._model(agent) else self._complete
 
     def _model(self, agent: str) -> str:
