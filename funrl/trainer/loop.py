@@ -270,7 +270,7 @@ def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepReco
     """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
     if saver.rows.due(state.step) and len(record.rows.owner):
         with trainer.clock.phase("save_rollouts"):
-            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source.episodes)
+            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source)
 
 
 def begin_run(

@@ -41,6 +41,7 @@ from funrl.trainer.loop import (
     score_batch,
     skipped_batch,
 )
+from funrl.trainer.placement.logged import LoggedGroups, logged_source
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
@@ -81,17 +82,18 @@ def replay(
     step: int | None,
     mesh: Mesh,
     observer: Observer,
-    logged: LoggedEnvironment | None = None,
+    logged: LoggedEnvironment | LoggedGroups | None = None,
 ) -> list[Replayed]:
     """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
 
-    Without a checkpoint before it the run is repeated from its first step.
+    Without a checkpoint before it the run is repeated from its first step; so is one with logged groups, of which some
+    begin before the checkpoint.
 
     Args:
       job: of the run; its mesh may be another one.
       step: to repeat; None: all steps from the first to the last whose rows are saved.
-      logged: the environment of the job. Then rows are generated again, and compared with the saved ones; None: saved
-        rows are trained on, and nothing is generated.
+      logged: the environment of the job, or the groups of an asynchronous run. Then rows are generated again, and
+        compared with the saved ones; None: saved rows are trained on, and nothing is generated.
 
     Returns: the comparison of each step, the same on every rank.
 
@@ -104,11 +106,13 @@ def replay(
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:
             trainer, state = begin_run(_without_engine(job), mesh, observer, replay_source(folder))
+        elif isinstance(logged, LoggedGroups):
+            trainer, state = begin_run(job, mesh, observer, logged_source(logged))
         else:
             trainer, state = begin_run(job, mesh, observer)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)
-        if before is not None and step is not None:
+        if before is not None and step is not None and not isinstance(logged, LoggedGroups):
             check_facts(before, job)
             check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
             state = _loaded(before, trainer, state, layouts, server)
@@ -124,7 +128,8 @@ def replay(
             if logged is None:
                 trainer, state, differences = _trained_again(trainer, state, saved)
             else:
-                logged.open(read_episodes(folder, number))
+                if isinstance(logged, LoggedEnvironment):
+                    logged.open(read_episodes(folder, number))
                 trainer, state, differences = _generated_again(trainer, state, saved, logged)
             differences += _compare_weights(trainer, state, saved)
             if number == last and after is not None:
@@ -168,14 +173,14 @@ def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Tr
 
 
 def _generated_again(
-    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment
+    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment | LoggedGroups
 ) -> tuple[Trainer, State, list[Difference]]:
-    """One step whose rows are generated with the answers of a log."""
+    """One step whose rows are generated with the answers of a log, or as its log of groups says."""
     trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))
     stages = record.stages
     metrics = {name: value for stage in stages.values() for name, value in stage.items()}
     observed = trainer.source.observed(state.source, metrics)
-    differences = _unlike_turns(logged, trainer.parts.mesh)
+    differences = _unlike_turns(logged, trainer.parts.mesh) if isinstance(logged, LoggedEnvironment) else []
     fields = stage_fields(record.drawn, record.rows)
     differences += _compare_rows(record.drawn, fields["drawn"], saved, "drawn")
     differences += _compare_rows(record.rows, fields["scored"], saved, "scored")

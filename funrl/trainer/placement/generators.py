@@ -148,6 +148,10 @@ class Generators:
         del position, steps
         self.step = step
 
+    def log(self) -> list[tuple[Any, ...]] | None:
+        """The groups of the newest batch; None: it was not made of groups that were written ahead."""
+        return None
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch."""
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +176,21 @@ class GroupGenerators(Generators):
         """The first samples of the batch; see `Elsewhere`."""
         return [sample for _, group in self._taken for sample in group.shown][:count]
 
+    def log(self) -> list[tuple[Any, ...]]:
+        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`."""
+        assert self.plan is not None
+        places = self._admission.rule.places
+        return [
+            (
+                self.plan.position + number,
+                self.plan.position + number // places * places,
+                group.generator,
+                group.switches,
+                sorted(group.tokens.items()),
+            )
+            for number, group in self._taken
+        ]
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch and of the weights that were sent before it."""
         sender = self.engine.sender
@@ -218,9 +233,9 @@ class GroupGenerators(Generators):
         limit = ProgressLimit(limit_of(self.mesh), waits_for)
         taken: list[int] = []
         while True:
-            self._admit()
             while (number := self._board.next_finished()) is not None:
                 self._written[number] = self._board.collect(number)
+                self._admit()  # a group that has ended may have begun since the last one
                 self._admission = self._admission.finish([number])
                 beat()
                 pauses = Pauses(1)
@@ -247,15 +262,23 @@ class GroupGenerators(Generators):
 
     def _metrics_of(self, waited_s: float) -> dict[str, float]:
         """Metrics of the groups that were taken."""
-        newest = self.engine.version or 0
         tokens: collections.Counter[int] = collections.Counter()
         for _, group in self._taken:
             tokens.update(group.tokens)
-        ages = {newest - version: count for version, count in tokens.items()}
-        count = sum(ages.values())
         waited = sum(group.waited_s for _, group in self._taken) / self._board.replicas
-        metrics = {"wait/trainer_s": waited_s, "wait/generator_s": waited}
-        if count:
-            metrics["age/mean"] = sum(age * number for age, number in ages.items()) / count
-            metrics["age/max"] = float(max(ages))
-        return metrics
+        waits = {"wait/trainer_s": waited_s, "wait/generator_s": waited}
+        return waits | age_metrics(tokens, self.engine.version or 0)
+
+
+def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:
+    """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
+
+    Args:
+      tokens: version -> tokens that it sampled.
+      newest: version of the weights that train on them.
+    """
+    count = sum(tokens.values())
+    if not count:
+        return {}
+    mean = sum((newest - version) * number for version, number in tokens.items()) / count
+    return {"age/mean": mean, "age/max": float(newest - min(tokens))}

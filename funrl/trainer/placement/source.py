@@ -59,7 +59,7 @@ def placed_source(
         rows, state, metrics = next_rows(state, step)
         return rows, state, metrics | generators.metrics()
 
-    return source._replace(next_rows=at_step, move=generators.move, close=generators.close)
+    return source._replace(next_rows=at_step, move=generators.move, close=generators.close, log=generators.log)
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:
