@@ -14,6 +14,10 @@ ROOT = Path(__file__).parents[2]
 NUMBER = r"\d[\d,.]*"
 PROGRAMS = {  # program: its flags, and a line of its table
     "algos": ("--rows=16 --tokens=64 --rounds=1", rf"^rloo +{NUMBER} +{NUMBER}"),
+    "async": (
+        "--staleness=0,1 --seconds=0.01 --steps=4 --prompts=2 --samples=2 --turns=1",
+        rf"^split, S=1 +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
+    ),
     "certificate": ("--rounds=2 --embed=64 --layers=1 --lines=3", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "checkpoint": ("--gb=0.01 --rounds=2 --step_s=0.1", rf"^write +{NUMBER} s +{NUMBER} GB/s"),
     "data_plane": ("--rows=256 --longest=256 --budget=512 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
