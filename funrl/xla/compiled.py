@@ -21,7 +21,7 @@ from funrl.xla.operators.result import JAX_DTYPES
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)
-TORCH_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
+_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
 
 
 class Timed(NamedTuple):
@@ -119,7 +119,7 @@ def signature(args: trees.Tree) -> Any:
 
 def example_of(x: Tensor | jax.Array) -> Tensor:
     """A tensor of the shape and dtype of an array, with any numbers; a tensor is its own."""
-    return x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=TORCH_DTYPES[x.dtype])
+    return x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=_DTYPES[x.dtype])
 
 
 def to_jax(x: Tensor | jax.Array) -> jax.Array:

@@ -71,7 +71,8 @@ def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     count = math.prod(shape)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # JAX has begun, with a number of devices that stays
-            jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+            before: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", max(count, before))
     if len(jax.devices()) < count:
         devices = f"{len(jax.devices())} {jax.devices()[0].platform} devices"
         raise XlaError(
@@ -88,9 +89,9 @@ class DeviceCopies:
     that a program has made not at all.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        """Take the sizes of the mesh. Raises: XlaError, there are fewer devices."""
-        self.mesh = devices_of_mesh(sizes)
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        """Begin without a copy."""
+        self.mesh = mesh
         self._copies: Any = WeakTensorKeyDictionary()
 
     def sent(self, x: Tensor, spec: PartitionSpec) -> jax.Array:
@@ -179,29 +180,36 @@ class MeshProgram:
 
     def _made(self, args: tuple[trees.Tree, ...]) -> _Executable:
         start = time.perf_counter()
+        mapped = self.mapped(args)
+        traced = time.perf_counter()
+        sent = [self.copies.sent(x, spec) for x, spec in zip(trees.leaves(args), mapped.given, strict=True)]
+        run = jax.jit(mapped.run).lower(*sent).compile()
+        took = Timed(self.name, mapped.nodes, traced - start, time.perf_counter() - traced)
+        self.made.append(took)
+        self.texts.append(run.as_text() or "")
+        self.note(took.text)
+        return mapped._replace(run=run)
+
+    def mapped(self, args: tuple[trees.Tree, ...]) -> _Executable:
+        """The function of whole arrays, traced for arguments of these shapes, and not compiled."""
+        mesh = self.copies.mesh
         given = tuple(spec for _, spec in trees.named(tuple(self.given(*args))))
-        program = self.traced(args, given)
+        program = self._traced(args, given, dict(mesh.shape))
         out = tuple(spec for _, spec in trees.named(self.results(program.results)))
         body = lowered(program)
-        traced = time.perf_counter()
-        mapped = jax.shard_map(
+        run = jax.shard_map(
             lambda *shards: body(*_place_on_mesh(), *shards),
-            mesh=self.copies.mesh,
+            mesh=mesh,
             in_specs=given,
             out_specs=out,
             check_vma=False,
         )
-        sent = [self.copies.sent(x, spec) for x, spec in zip(trees.leaves(args), given, strict=True)]
-        run = jax.jit(mapped).lower(*sent).compile()
-        took = Timed(self.name, len(program.graph.graph.nodes), traced - start, time.perf_counter() - traced)
-        self.made.append(took)
-        self.texts.append(run.as_text() or "")
-        self.note(took.text)
-        return _Executable(run, given, out, program.results)
+        return _Executable(run, given, out, program.results, len(program.graph.graph.nodes))
 
-    def traced(self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec]) -> Program:
+    def _traced(
+        self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec], sizes: Mapping[str, int]
+    ) -> Program:
         """The program as the rank at the origin sees it; its first arguments are its place on each axis."""
-        sizes = dict(self.copies.mesh.shape)
         leaves = trees.leaves(args)
         shards = [
             torch.empty(_shard_shape(x, spec, sizes), dtype=x.dtype) for x, spec in zip(leaves, given, strict=True)
@@ -215,12 +223,20 @@ class MeshProgram:
 
 
 class _Executable(NamedTuple):
-    """A compiled program, the PartitionSpecs of its arguments and results, and the tree of its results."""
+    """A program on a mesh.
+
+    Attributes:
+      run: the function of whole arrays.
+      given, out: PartitionSpecs of its arguments and results.
+      results: the tree of its results.
+      nodes: operators of its graph.
+    """
 
     run: Callable[..., Sequence[jax.Array]]
     given: tuple[PartitionSpec, ...]
     out: tuple[PartitionSpec, ...]
     results: trees.Tree
+    nodes: int
 
 
 def _place_on_mesh() -> list[jax.Array]:

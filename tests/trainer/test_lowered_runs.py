@@ -58,10 +58,12 @@ def test_a_run_goes_on_in_the_other_backend():
 @pytest.mark.parametrize(
     "flags,says",
     [
-        ({"mesh": "dp2"}, "--backend=xla computes on one device so far: leave --mesh=dp2 out"),
+        ({"mesh": "sp4,tp2"}, "give an sp that divides the 2 query heads of the policy on a device, and no ring"),
+        ({"mesh": "dp4", "generate_mesh": "dp4"}, "from one process, which generates too: leave --generate_mesh=dp4"),
+        ({"mesh": "ep2"}, "--mesh=ep2: ep2: a dense decoder has nothing to split over the expert axis"),
         ({"remat": "selective"}, "--backend=xla has --remat=none and --remat=full"),
     ],
-    ids=["mesh", "remat"],
+    ids=["ring", "generate", "dense", "remat"],
 )
 def test_flags_that_the_backend_lacks_are_refused(flags, says):
     pytest.importorskip("jax")
@@ -73,7 +75,7 @@ def test_layers_of_other_code_are_refused():
     pytest.importorskip("jax")
     settings = settings_of(backend="xla", model="somewhere", model_code="hf")
     with pytest.raises(SettingsError, match="--backend=xla lowers funrl's own layers: leave --model_code=hf out"):
-        backend.check_backend(settings, {"data": 1}, "cpu")
+        backend.check_backend(settings, "cpu")
 
 
 def test_jax_is_named_where_it_is_missing(monkeypatch):

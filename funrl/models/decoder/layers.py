@@ -152,7 +152,8 @@ class Context(NamedTuple):
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       routes_BTK: the experts that tokens go to; None: as the router says.
       split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
-      blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of pages.
+      blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of
+        pages.
     """
 
     layer: DecoderLayer

@@ -400,32 +400,46 @@ def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
     return problem
 
 
-def best_backend(
+class BackendOptions(Protocol):
+    """Options of an engine that choose its backend; see `NativeOptions`."""
+
+    @property
+    def packed(self) -> bool: ...
+
+    @property
+    def record_routes(self) -> bool: ...
+
+    @property
+    def make_backend(self) -> MakeBackend | None: ...
+
+
+MakeBackend = Callable[[Model, Mesh, torch.dtype, int], Backend]
+
+
+def backend_of(
     model: Model,
     mesh: Mesh,
     dtype: torch.dtype,
+    options: BackendOptions,
     layer: Layer | None,
-    *,
-    packed: bool,
-    record_routes: bool,
     note: Callable[[str], None],
-) -> PackedBackend | TorchBackend:
-    """The compiled decoding step where it can run a model, else the training model.
+) -> Backend:
+    """The backend that is given; else the compiled decoding step where it can run a model, or the training model.
 
     Args:
       layer: a replacement of `model.layer`; None: that one.
-      packed: use the compiled decoding step where there is one.
-      record_routes: let completions have the experts that their tokens went to.
       note: receives the reason why the compiled decoding step is not used.
     """
-    problem = packed_problem(model, mesh, dtype) if packed else "it was not asked for"
+    tokens = page_tokens(mesh.device.type)
+    if options.make_backend is not None:
+        return options.make_backend(model, mesh, dtype, tokens)
+    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
     if layer not in (None, model.layer):
         problem = "the layer is replaced"
     if problem is None:
         return PackedBackend(model, dtype)
     # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
-    (note if packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+    (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
         f"generation runs in torch: {problem}"
     )
-    tokens = page_tokens(mesh.device.type)
-    return TorchBackend(model, mesh, dtype, layer=layer, page_tokens=tokens, record_routes=record_routes)
+    return TorchBackend(model, mesh, dtype, layer=layer, page_tokens=tokens, record_routes=options.record_routes)

@@ -23,7 +23,14 @@ from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, best_backend, packed_problem
+from funrl.rollout.native.backends import (
+    Backend,
+    MakeBackend,
+    PackedBackend,
+    TorchBackend,
+    backend_of,
+    packed_problem,
+)
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
@@ -71,7 +78,7 @@ class NativeOptions(NamedTuple):
     record_routes: bool = False
     engines: int = 1
     static: bool | None = None
-    make_backend: Callable[[Model, Mesh, torch.dtype, int], Backend] | None = None
+    make_backend: MakeBackend | None = None
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -419,11 +426,7 @@ def native_engine(
     if not model.pages:
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
-    if options.make_backend is not None:
-        backend = options.make_backend(model, mesh, dtype, page_tokens(mesh.device.type))
-    else:
-        packed, routes = options.packed, options.record_routes
-        backend = best_backend(model, mesh, dtype, layer, packed=packed, record_routes=routes, note=note)
+    backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:

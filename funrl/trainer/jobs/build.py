@@ -25,6 +25,7 @@ from funrl.models.lora import decoder_of, first_trained, on_base
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights
+from funrl.optim import Transformation
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
 from funrl.rollout.remote.engine import RemoteEngine
@@ -40,8 +41,9 @@ from funrl.trainer.jobs.agents import (
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.learning_rates import optimizer_of
-from funrl.trainer.jobs.sharding import splits_residual, stored_rules
+from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import with_backend, with_devices
+from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
@@ -83,7 +85,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
-    mode = settings.models.compile
+    mode = settings.models.compile if settings.models.backend == "torch" else "off"
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -145,7 +147,20 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
     """`build` for a run that trains: with its pool, and with roles whose steps its backend computes."""
     parts = build(job, with_devices(mesh, job.settings), note)._replace(pool=pool)
-    return parts._replace(roles=with_backend(parts.roles, job, note))
+    return parts._replace(roles=with_backend(parts.roles, job.settings, note, on_mesh(job, parts.roles)))
+
+
+def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
+    """The roles of a run, which has them on one process, as they are on a mesh of devices that it drives."""
+
+    def place_role(name: str, mesh: Mesh) -> Placed:
+        shared = name not in job.models  # stored as the weights that the run begins with
+        return relaid(job.settings, roles[name].placed, job.main_role if shared else name, mesh, part=shared)
+
+    def optimize(name: str, placed: Placed) -> Transformation:
+        return optimizer_of(job, name, placed, roles[name].first_step)
+
+    return OnMesh(place_role, optimize, job.settings.devices.remat)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:

@@ -37,8 +37,8 @@ from funrl.trainer.jobs.models import Models, agent_models, first_model, located
 from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
-from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
-from funrl.trainer.lowered.backend import check_backend, check_devices_of_backend
+from funrl.trainer.jobs.sharding import check_driven, generate_sizes, rank_memory
+from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
@@ -98,7 +98,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     with blaming(f"model={settings.models.model}"):
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
-    check_devices_of_backend(settings, models)
+    check_driven(settings, models)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)
     devices = Devices(sizes, generating, device)

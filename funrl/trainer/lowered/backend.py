@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 
-from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rules import layouts
 from funrl.mesh.text import AXES
-from funrl.models import Model
-from funrl.models.decoder.sequence_parallel import is_ring
-from funrl.trainer.jobs.job import Job
-from funrl.trainer.jobs.sharding import check_layouts, stored_rules
-from funrl.trainer.settings.declaration import SettingsError, blaming
+from funrl.rollout.native.backends import MakeBackend
+from funrl.trainer.lowered.on_mesh import OnMesh
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.roles import Role
 
@@ -53,35 +48,17 @@ def device_sizes(settings: Settings) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) if settings.models.backend == "torch" else settings.devices.train.chosen
 
 
-def check_devices_of_backend(settings: Settings, models: Mapping[str, Model]) -> None:
-    """Check that models can be laid out on the devices that one process drives.
+def make_engine_backend(settings: Settings) -> MakeBackend | None:
+    """Maker of the backend of a native engine; None: its other options choose one.
 
-    Args:
-      models: of every role.
-
-    Raises:
-      SettingsError, MeshError: a dim does not divide, or attention over a split row goes round a ring.
+    An engine decodes in JAX with --compile=on. It does neither draft tokens nor record experts there.
     """
-    sizes = device_sizes(settings)
-    if Mesh(sizes).world == 1:
-        return
-    mesh = f"mesh={settings.devices.mesh}"
-    with blaming(mesh):
-        check_layouts(models, settings, sizes, dict.fromkeys(AXES, 1))
-    for role, model in models.items():
-        if is_ring(settings.devices.sequence_parallel, model.abilities.heads // sizes["tensor"], sizes):
-            raise SettingsError(
-                f"--backend=xla with --{mesh}: the steps of ring attention depend on numbers; give an sp that divides "
-                f"the {model.abilities.heads // sizes['tensor']} query heads of the {role} on a device, and no ring"
-            )
-        for name, layout in trees.named(layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)):
-            for length, axes in zip(layout.shape, layout.spec, strict=True):
-                parts = math.prod(sizes[axis] for axis in axes)
-                if length % parts:
-                    raise SettingsError(
-                        f"--backend=xla with --{mesh}: {name} of the {role} has a dim of {length}, which does not "
-                        f"divide over {parts} devices of {', '.join(axes)}; choose sizes that divide it"
-                    )
+    wanted = settings.models.backend == "xla" and settings.models.compile == "on"
+    if not wanted or settings.engines.speculate or settings.routers.router_replay:
+        return None
+    from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
+
+    return XlaBackend
 
 
 def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
@@ -90,9 +67,15 @@ def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
     return mesh if Mesh(sizes).world == 1 else dataclasses.replace(mesh, driven=sizes)
 
 
-def with_backend(roles: Mapping[str, Role], job: Job, note: Callable[[str], None]) -> dict[str, Role]:
-    """The roles of a run, with programs where its backend is not torch; `note` receives how long each took to make."""
-    settings = job.settings
+def with_backend(
+    roles: Mapping[str, Role], settings: Settings, note: Callable[[str], None], on_mesh: OnMesh
+) -> dict[str, Role]:
+    """The roles of a run, with programs where its backend is not torch.
+
+    Args:
+      note: receives how long each program took to make.
+      on_mesh: what the job says of the roles on a mesh of several devices.
+    """
     if settings.models.backend == "torch":
         return dict(roles)
     sizes = device_sizes(settings)
@@ -102,6 +85,7 @@ def with_backend(roles: Mapping[str, Role], job: Job, note: Callable[[str], None
         programs = XlaPrograms(settings.devices.remat, note)
         return {name: role._replace(programs=programs) for name, role in roles.items()}
     from funrl.trainer.lowered.mesh_programs import MeshPlace, MeshPrograms
+    from funrl.xla.meshes import DeviceCopies, devices_of_mesh
 
-    place = MeshPlace(job, roles, sizes, note)
+    place = MeshPlace(on_mesh, roles, DeviceCopies(devices_of_mesh(sizes)), note)
     return {name: role._replace(programs=MeshPrograms(place, name)) for name, role in roles.items()}

@@ -1,7 +1,7 @@
 """A backend of the native engine whose passes run in JAX: weights and pages stay on the device.
 
-Each pass is a program of static shapes. A pass that only decodes is `decode_pass`, traced. In another pass each sequence
-has rows of a page's length for its new tokens, the last of them filled up with tokens that write to a spare page.
+Each pass is a program of static shapes. A pass that only decodes is `decode_pass`, traced. In another pass the new
+tokens of each sequence are in rows of a page's length, the last filled up with tokens that write to a spare page.
 """
 
 from __future__ import annotations

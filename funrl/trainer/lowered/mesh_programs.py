@@ -1,7 +1,7 @@
 """The programs of a role's steps on a mesh of JAX's devices, which one process drives.
 
-The host sees one rank: all rows and whole weights. A program is what a rank of the mesh computes in torch, on the shards
-that the layouts of its role give it; each of its calls takes a micro-batch for every device that has rows of its own.
+The host sees one rank: all rows and whole weights. A program is what a rank of the mesh computes in torch, on the
+shards that the layouts of its role give it; a call takes a micro-batch for every device that has rows of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ from funrl.algos.metrics import Max
 from funrl.batch import Batch, as_dict, kind_of, schema_of
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import ROW_AXES, Mesh
-from funrl.mesh.rules import COMPUTE, layouts
 from funrl.mesh.sums import sum_rest
-from funrl.models.lora import decoder_of
 from funrl.models.placed import Placed
 from funrl.optim import layouts_of
-from funrl.trainer.jobs.job import Job
-from funrl.trainer.jobs.learning_rates import optimizer_of
-from funrl.trainer.jobs.sharding import splits_residual, stored_rules
+from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.lowered.static_rows import static_length
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import Choices
@@ -38,7 +34,7 @@ from funrl.xla.layers import as_one_operator
 from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of, traced_mesh
 
 OWN_ROWS = PartitionSpec(ROW_AXES)
-WHOLE = PartitionSpec()
+ON_ALL = PartitionSpec()
 
 
 class MeshPlace:
@@ -50,12 +46,14 @@ class MeshPlace:
       note: receives how long programs took to be made.
     """
 
-    def __init__(self, job: Job, roles: Mapping[str, Role], sizes: Mapping[str, int], note: Callable[[str], None]):
+    def __init__(
+        self, on_mesh: OnMesh, roles: Mapping[str, Role], copies: DeviceCopies, note: Callable[[str], None]
+    ) -> None:
         """Take the roles as the host has them."""
-        self.job = job
+        self.on_mesh = on_mesh
         self.roles = roles
-        self.sizes = dict(sizes)
-        self.copies = DeviceCopies(sizes)
+        self.sizes: dict[str, int] = dict(copies.mesh.shape)
+        self.copies = copies
         self.note = note
 
     def role(self, name: str, mesh: Mesh) -> Role:
@@ -65,27 +63,13 @@ class MeshPlace:
         if companion is not None:
             companion = companion._replace(placed=self.placed(companion.name, mesh))
         placed = self.placed(name, mesh)
-        optimizer = None if role.loss is None else optimizer_of(self.job, name, placed, role.first_step)
+        optimizer = None if role.loss is None else self.on_mesh.optimize(name, placed)
         return role._replace(placed=placed, companion=companion, optimizer=optimizer, programs=None)
 
     def placed(self, name: str, mesh: Mesh) -> Placed:
         """The model of a role on the mesh."""
-        settings = self.job.settings
-        placed = self.roles[name].placed
-        model = placed.model
-        shared = name not in self.job.models  # the base of adapters, which is stored as the main role's weights are
-        rules = stored_rules(settings, self.job.main_role if shared else name)
-        stored, compute = (layouts(model.shapes, model.axes, table, mesh.sizes) for table in (rules, COMPUTE))
-        if shared:
-            stored, compute = ({part: decoder_of(tree)[part] for part in placed.stored} for tree in (stored, compute))
-        return dataclasses.replace(
-            placed,
-            mesh=mesh,
-            stored=stored,
-            compute=compute,
-            layer=as_one_operator(model.layer, settings.devices.remat),
-            splits=splits_residual(settings, mesh.sizes, accelerator=False),
-        )
+        placed = self.on_mesh.place(name, mesh)
+        return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, self.on_mesh.remat))
 
     def at_origin(self, name: str) -> Role:
         """A role as the rank at the origin has it, for its layouts."""
@@ -151,12 +135,12 @@ class MeshPrograms:
         used = {name: tree for name, tree in (frozen or {}).items() if name in needed}
 
         def given(params, fields, denominators, frozen, chosen):
-            own = (specs, specs_of_rows(fields), replicated(denominators), self.place.specs_of_frozen(frozen))
-            return (*own, replicated(chosen))
+            own = (specs, specs_of_rows(fields), on_all_devices(denominators), self.place.specs_of_frozen(frozen))
+            return (*own, on_all_devices(chosen))
 
         def results(tree):
             (_, rest), _ = tree
-            return (OWN_ROWS, replicated(rest)), specs
+            return (OWN_ROWS, on_all_devices(rest)), specs
 
         program = self._program("gradient", role.prefix, make, given, results)
         return program(params, stacked(group, self.place.sizes), tuple(denominators), used, chosen)
@@ -176,7 +160,7 @@ class MeshPrograms:
         stored = self.place.at_origin(self.name).stored
         specs = RoleState(stored, layouts_of(state.opt_state, stored))
         specs = trees.map(spec_of, specs)
-        program = self._program("update", role.prefix, make, lambda *_: (specs.params, specs, WHOLE), lambda _: specs)
+        program = self._program("update", role.prefix, make, lambda *_: (specs.params, specs, ON_ALL), lambda _: specs)
         return program(grads, state, norm)
 
     def outputs(self, role: Role, params: trees.Tree, group: Sequence[Batch]) -> Sequence[Sequence[Tensor]]:
@@ -212,9 +196,9 @@ class MeshPrograms:
         return self._programs[what]
 
 
-def replicated(tree: trees.Tree) -> trees.Tree:
+def on_all_devices(tree: trees.Tree) -> trees.Tree:
     """PartitionSpecs of what every device has whole."""
-    return trees.map(lambda _: WHOLE, tree)
+    return trees.map(lambda _: ON_ALL, tree)
 
 
 def specs_of_rows(fields: Mapping[str, Tensor]) -> dict[str, PartitionSpec]:
