@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from funrl.data.json_lines import DataError
 from funrl.kinds import OwnedLines, owned_lines
@@ -104,18 +105,19 @@ def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
     if named == "images" and (isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__")):
         raise DataError(f"'images' must be a list of pictures, not {type(given).__name__}")
     pictures = list(given) if named != "image" else [given]
-    inner = [
-        part["image"]
-        for name in ("prompt", "messages")
-        for message in (record.get(name) if isinstance(record.get(name), list) else [])
-        for part in (message["content"] if isinstance(message.get("content"), list) else [])
-        if part.get("image") is not None
-    ]
+    inner = [x for name in ("prompt", "messages") for x in _inner_pictures(record.get(name))]
     if inner and pictures:
         raise DataError(f"the messages have pictures of their own, and so has the field {named!r}; leave one out")
     if (inner or pictures) and picture_form_of(tokenizer) is None:
         raise DataError("the record has pictures, and the model reads text only; leave them out, or give another model")
     return inner or pictures
+
+
+def _inner_pictures(messages: Any) -> list[Any]:
+    """The pictures that parts of messages hold themselves."""
+    contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if part.get("image") is not None]
 
 
 def marked(prompt: Any, tokenizer: Any) -> Any:
@@ -255,9 +257,9 @@ def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, 
     if (width, height) != picture.size:
         picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     grid = (height // tower.patch, width // tower.patch)
-    blocks = (grid[0] // tower.merge, tower.merge, tower.patch, grid[1] // tower.merge, tower.merge, tower.patch, 3)
-    patches = np.asarray(picture, dtype=np.uint8).reshape(blocks).transpose(0, 3, 1, 4, 6, 2, 5)
-    return np.ascontiguousarray(patches).reshape(-1, 3, tower.patch, tower.patch), grid
+    order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
+    sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}
+    return np.ascontiguousarray(rearrange(np.asarray(picture, dtype=np.uint8), order, **sides)), grid
 
 
 def fitting_size(height: int, width: int, form: PictureForm) -> tuple[int, int]:

@@ -210,10 +210,8 @@ class Scheduler:
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
         adapters = self._adapters[slots] if self._adapts else None
-        requests = self._sequences.owners_of(slots)
-        work = PassWork(
-            tokens, counts, ends, table_SP, sampled_positions=positions, adapters=adapters, requests=requests
-        )
+        owners = self._sequences.owners_of(slots)
+        work = PassWork(tokens, counts, ends, table_SP, sampled_positions=positions, adapters=adapters, requests=owners)
         return PassPlan(work, sampling_slots, sources, ahead=ahead if drafts.any() else None, copies=copies)
 
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ _TOWER_LAYER = {
 def text_of_qwen2_5_vl(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model: those of text_config, or of config.json itself, as older files have them."""
     text = {name: x for name, x in raw.items() if name not in ("text_config", "vision_config")}
-    text |= {name: x for name, x in (raw.get("text_config") or {}).items() if name != "model_type" and x is not None}
+    text |= {name: x for name, x in (raw.get("text_config") or {}).items() if name != "model_type"}
     rope = text.get("rope_parameters") or text.get("rope_scaling")
     if rope and rope.get("type", rope.get("rope_type")) in ("mrope", "default"):
         text.pop("rope_scaling", None)
