@@ -9,6 +9,7 @@ and Ctrl-C let it go: what it has not completed goes to others.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -86,10 +87,12 @@ def joining_job(run: str, mesh: str, wait_s: float) -> RLJob:
     deadline = time.monotonic() + wait_s
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(RUN_LOOK_S)
-    command = recorded_command(run, mesh)
-    place = json.loads(file.read_text())["flags"].get("place")
-    if not generators_join(place):
+    recorded = {}
+    with contextlib.suppress(OSError, ValueError):  # which the next call explains
+        recorded = json.loads(file.read_text())
+    if "flags" in recorded and not generators_join(recorded["flags"].get("place")):
         raise SettingsError(f'{run}: its ranks generate themselves; start it with --place="train:dp1 generate:join"')
+    command = recorded_command(run, mesh)
     job = prepare(command.settings, command.compose)
     assert isinstance(job, RLJob)
     return job

@@ -2,10 +2,11 @@
 
 import functools
 import signal
+import time
 
 import pytest
 import torch
-from joined_runs import KILLED, joined, trained
+from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
 
@@ -14,6 +15,7 @@ from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.rollout.joined.office import Office
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import generator as jobs_generator
 from funrl.trainer.placement import joined as placement_joined
 from funrl.trainer.placement.ranks import run_rank
@@ -127,6 +129,31 @@ def test_every_kind_of_run_has_the_same_bits(name, tmp_path):
     ended, exits = joined(tmp_path, ONE, compose, **settings)
     same(ended, alone(compose, **together))
     assert exits == {"one": 0}
+
+
+@pytest.mark.slow
+def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp_path):
+    settings = {"steps": 6, "save_every": "1", "place": PLACE, "run_dir": str(tmp_path)}
+    job = small_job(GRPO, **settings)
+    with generators(job, tmp_path, ONE) as started:
+        first = FORK.Process(target=trained, args=(job, tmp_path))
+        first.start()
+        deadline = time.monotonic() + 120
+        while len(complete_checkpoints(str(tmp_path / "checkpoints"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first.kill()
+        first.join()
+        steps = max(complete_checkpoints(str(tmp_path / "checkpoints")))
+        ended = trained(small_job(GRPO, **settings, resume=True), tmp_path)
+    _, _, weights = ended
+    _, plain, own = alone(steps=6)
+    for (_, a), (_, b) in zip(ended[1].steps, plain.steps[steps:], strict=True):
+        assert a["actor/grad_norm"] == b["actor/grad_norm"]
+    for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True):
+        assert torch.equal(a, b)
+    assert started["one"].exitcode == 0
+    assert "the run does not answer any more" in (tmp_path / "one.log").read_text()
 
 
 @pytest.mark.parametrize(
