@@ -33,6 +33,7 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.settings import with_flags
 
 RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 
@@ -93,7 +94,7 @@ def joining_job(run: str, mesh: str, wait_s: float) -> RLJob:
     if "flags" in recorded and not generators_join(recorded["flags"].get("place")):
         raise SettingsError(f'{run}: its ranks generate themselves; start it with --place="train:dp1 generate:join"')
     command = recorded_command(run, mesh)
-    job = prepare(command.settings, command.compose)
+    job = prepare(with_flags(command.settings, generate_mesh=mesh), command.compose)
     assert isinstance(job, RLJob)
     return job
 

@@ -48,9 +48,9 @@ def test_generators_join_a_run_and_one_of_them_leaves(mesh, tmp_path):
     try:
         wait_for(runs["joined"] / "join.json")
         leaving.send_signal(signal.SIGTERM)
-        texts = [process.communicate(timeout=300) for process in processes]
+        texts = [process.communicate(timeout=150) for process in processes]
         processes.append(started("grpo", *SMALL, *together, f"--run_dir={runs['plain']}"))
-        texts.append(processes[-1].communicate(timeout=300))
+        texts.append(processes[-1].communicate(timeout=150))
     finally:
         for process in processes:
             process.kill()
