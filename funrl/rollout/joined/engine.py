@@ -69,6 +69,7 @@ class JoinedEngine:
 
     Attributes:
       weights: as they are laid out on the ranks that train.
+      mesh: of the replicas.
       version, paused: as in `Engine`.
     """
 
@@ -89,7 +90,7 @@ class JoinedEngine:
         self.paused = False
         self.note: Callable[[str], None] = lambda text: None
         self._config = config
-        self._mesh = mesh
+        self.mesh = mesh
         self._shelf = shelf
         self._office = office
         self._limit_s = limit_s
@@ -195,7 +196,7 @@ class JoinedEngine:
             entered("completions of joined generators" if self._office.generators else "a generator to join the run")
             news = self._with_limit(self._office.collect(timeout_s), self._office.alone_s())
             left()
-        news = from_first(news, self._mesh, "tensor") or Collected()
+        news = from_first(news, self.mesh, "tensor") or Collected()
         for remark in news.remarks:
             self.note(remark)
         if news.fault:
