@@ -9,6 +9,7 @@ and Ctrl-C let it go: what it has not completed goes to others.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -32,6 +33,7 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.settings import with_flags
 
 RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 
@@ -86,11 +88,13 @@ def joining_job(run: str, mesh: str, wait_s: float) -> RLJob:
     deadline = time.monotonic() + wait_s
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(RUN_LOOK_S)
-    command = recorded_command(run, mesh)
-    place = json.loads(file.read_text())["flags"].get("place")
-    if not generators_join(place):
+    recorded = {}
+    with contextlib.suppress(OSError, ValueError):  # which the next call explains
+        recorded = json.loads(file.read_text())
+    if "flags" in recorded and not generators_join(recorded["flags"].get("place")):
         raise SettingsError(f'{run}: its ranks generate themselves; start it with --place="train:dp1 generate:join"')
-    job = prepare(command.settings, command.compose)
+    command = recorded_command(run, mesh)
+    job = prepare(with_flags(command.settings, generate_mesh=mesh), command.compose)
     assert isinstance(job, RLJob)
     return job
 

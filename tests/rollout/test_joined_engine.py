@@ -179,6 +179,8 @@ def test_work_is_given_to_generators_with_the_newest_weights_that_have_proved_it
     asked(office, "g", Report(3, 4, 0, [(lease, done), (lease, done)]))
     assert [x.number for x in engine.step()] == [0, 1] and not engine.step()
     office.withdraw([2])
+    assert not asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
+    office.withdraw([3])
     assert asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
     office.close()
 

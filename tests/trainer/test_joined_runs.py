@@ -2,18 +2,21 @@
 
 import functools
 import signal
+import time
 
 import pytest
 import torch
-from joined_runs import KILLED, joined, trained
+from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
 
 from funrl import trees
+from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.rollout.joined.office import Office
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import generator as jobs_generator
 from funrl.trainer.placement import joined as placement_joined
 from funrl.trainer.placement.ranks import run_rank
@@ -129,11 +132,69 @@ def test_every_kind_of_run_has_the_same_bits(name, tmp_path):
     assert exits == {"one": 0}
 
 
+STALE = {"minibatches": 1, "steps": 5}
+
+
+def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_path, monkeypatch):
+    ledger = Ledger(monkeypatch)
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    ended, exits = joined(folders[0], ONE, rollout_is, staleness=1, **STALE)
+    wanted = {"first": ((signal.SIGKILL, 23), None), "second": (None, "first")}
+    again, others = joined(folders[1], wanted, rollout_is, staleness=1, **STALE)
+    same(again, ended)
+    assert exits == {"one": 0} and others == {"first": KILLED, "second": 0}
+    ledger.assert_once()
+    steps = [metrics for _, metrics in ended[1].steps]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+    assert ended[1].shown[0] == alone(rollout_is, **STALE)[1].shown[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(staleness, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    ended, _ = joined(folders[0], ONE, rollout_is, staleness=staleness, **STALE)
+    again, _ = joined(folders[1], ONE, rollout_is, staleness=staleness, place="train:dp2 generate:join", **STALE)
+    assert ended[1].shown == again[1].shown
+    for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp_path):
+    settings = {"steps": 6, "save_every": "1", "place": PLACE, "run_dir": str(tmp_path)}
+    job = small_job(GRPO, **settings)
+    with generators(job, tmp_path, ONE) as started:
+        first = FORK.Process(target=trained, args=(job, tmp_path))
+        first.start()
+        deadline = time.monotonic() + 120
+        while len(complete_checkpoints(str(tmp_path / "checkpoints"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first.kill()
+        first.join()
+        steps = max(complete_checkpoints(str(tmp_path / "checkpoints")))
+        ended = trained(small_job(GRPO, **settings, resume=True), tmp_path)
+    _, _, weights = ended
+    _, plain, own = alone(steps=6)
+    for (_, a), (_, b) in zip(ended[1].steps, plain.steps[steps:], strict=True):
+        assert a["actor/grad_norm"] == b["actor/grad_norm"]
+    for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True):
+        assert torch.equal(a, b)
+    assert started["one"].exitcode == 0
+    assert "the run does not answer any more" in (tmp_path / "one.log").read_text()
+
+
 @pytest.mark.parametrize(
     "settings,problem",
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
-        ({"staleness": 1}, "--staleness=1 with --place=generate:join"),
+        ({"staleness": 1, "task": "calculator", "reward": None}, "environments run on the ranks that"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
         ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
         ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),

@@ -14,7 +14,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.deployed import Deployed
 from funrl.models.model import ModelConfig
 from funrl.processes.connections import Connection
-from funrl.processes.heartbeat import entered, left
+from funrl.processes.heartbeat import beat, entered, left
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec, complete
@@ -30,6 +30,9 @@ COMPLETION_WAIT_S = 0.25  # of a step, for completions
 PROOF_S = 30.0  # for a generator to load the newest weights
 ALONE_S = 10.0  # without a generator, after which the run says that it waits
 ROOM = 1 << 20  # requests that begin at once: generators are many, and take them as they have room
+
+
+_Key = tuple[tuple[int, ...], Sampling, tuple[int, ...]]
 
 
 class NoGeneratorError(RuntimeError):
@@ -52,6 +55,10 @@ class JoinedDigests(NamedTuple):
 
     office: Office | None
 
+    def ready(self) -> bool:
+        """Return True: generators load the weights when they come, and rows of others do not arrive."""
+        return True
+
     def compare(self) -> bool:
         """Return whether a generator has proved the weights; one that has others fails in `JoinedEngine.step`."""
         return self.office is None or self.office.proved(PROOF_S)
@@ -62,6 +69,7 @@ class JoinedEngine:
 
     Attributes:
       weights: as they are laid out on the ranks that train.
+      mesh: of the replicas.
       version, paused: as in `Engine`.
     """
 
@@ -82,11 +90,16 @@ class JoinedEngine:
         self.paused = False
         self.note: Callable[[str], None] = lambda text: None
         self._config = config
-        self._mesh = mesh
+        self.mesh = mesh
         self._shelf = shelf
         self._office = office
         self._limit_s = limit_s
         self._requests: dict[int, Request] = {}
+        self._count = 0  # requests so far, which the office knows by numbers of their own
+        self._asked: dict[int, int] = {}  # the office's number of a request -> its number here
+        self._pending: set[int] = set()  # the office's numbers of those whose completions have not arrived
+        self._ahead: dict[_Key, range] = {}  # the office's numbers of units that are not asked for yet
+        self._early: dict[int, Completion] = {}  # completions of these
         self._said_alone = False
 
     def serve(self, connection: Connection) -> None:
@@ -105,11 +118,17 @@ class JoinedEngine:
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Put weights on the shelf, from which generators take them; see `Engine`.
 
+        Waits until all requests of `write_ahead` are complete, as a unit is completed by one version.
+
         Raises:
-          RuntimeError: requests are unfinished: a unit is completed by one version.
+          RuntimeError: further requests are unfinished.
+          SyncError, NoGeneratorError: as in `step`.
         """
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished: new weights come when there is none")
+        while self._pending:
+            beat()
+            self._receive(COMPLETION_WAIT_S)
         self.version = None
         self._shelf.put(named_weights, version)
         if self._office is not None:
@@ -128,8 +147,28 @@ class JoinedEngine:
         """Take requests; see `Engine`."""
         self.check(requests)
         self._requests |= {request.number: request for request in requests}
+        for unit in prompt_units(requests):
+            numbers = self._ahead.pop(_key_of(unit), None)
+            numbers = self._open(unit) if numbers is None else numbers
+            self._asked |= {number: request.number for number, request in zip(numbers, unit, strict=True)}
+
+    def write_ahead(self, requests: Sequence[Request]) -> None:
+        """Let generators complete requests that are submitted later, with the weights of now, unless they do already.
+
+        The later requests have the same prompts, sampling and seeds; their numbers may be others.
+        """
+        for unit in prompt_units(requests):
+            if _key_of(unit) not in self._ahead:
+                self._ahead[_key_of(unit)] = self._open(unit)
+
+    def _open(self, unit: Sequence[Request]) -> range:
+        """Give a unit to the office; returns its numbers there."""
+        numbers = range(self._count, self._count + len(unit))
+        self._count += len(unit)
+        self._pending |= set(numbers)
         if self._office is not None:
-            self._office.open(prompt_units(requests))
+            self._office.open([[x._replace(number=number) for number, x in zip(numbers, unit, strict=True)]])
+        return numbers
 
     def step(self) -> list[Completion]:
         """Wait shortly for completions; see `Engine`. Collective over "tensor".
@@ -142,21 +181,30 @@ class JoinedEngine:
             return []
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
+        early = self._early.keys() & self._asked.keys()
+        self._receive(0.0 if early else COMPLETION_WAIT_S)
+        done = [self._early.pop(number) for number in sorted(self._early.keys() & self._asked.keys())]
+        completions = [completion._replace(number=self._asked.pop(completion.number)) for completion in done]
+        for completion in completions:
+            del self._requests[completion.number]
+        return completions
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take completions that have arrived, waited for if there are none. Collective over "tensor"."""
         news = None
         if self._office is not None:
             entered("completions of joined generators" if self._office.generators else "a generator to join the run")
-            news = self._with_limit(self._office.collect(COMPLETION_WAIT_S), self._office.alone_s())
+            news = self._with_limit(self._office.collect(timeout_s), self._office.alone_s())
             left()
-        news = from_first(news, self._mesh, "tensor") or Collected()
+        news = from_first(news, self.mesh, "tensor") or Collected()
         for remark in news.remarks:
             self.note(remark)
         if news.fault:
             raise SyncError(news.fault)
         if news.alone:
             raise NoGeneratorError(news.alone)
-        for done in news.completions:
-            del self._requests[done.number]
-        return list(news.completions)
+        self._early |= {done.number: done for done in news.completions if done.number in self._pending}
+        self._pending -= {done.number for done in news.completions}
 
     def _with_limit(self, news: Collected, alone_s: float) -> Collected | None:
         """News with a remark or a fault where no generator is in service; None: there are none."""
@@ -164,13 +212,13 @@ class JoinedEngine:
             self._said_alone = False
         if alone_s > self._limit_s:
             alone = (
-                f"{len(self._requests)} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
+                f"{len(self._pending)} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
                 "start one with funrl join RUN_DIR, or wait longer with --timeout, in minutes"
             )
             news = news._replace(alone=alone)
         elif alone_s > ALONE_S and not self._said_alone:
             self._said_alone = True
-            remark = f"no generator is in service: {len(self._requests)} requests wait for funrl join RUN_DIR"
+            remark = f"no generator is in service: {len(self._pending)} requests wait for funrl join RUN_DIR"
             news = news._replace(remarks=(*news.remarks, remark))
         return news if any(news) else None
 
@@ -193,8 +241,13 @@ class JoinedEngine:
         """Cancel requests; see `Engine`. The generators' tokens so far are lost."""
         gone = [number for number in dict.fromkeys(numbers) if number in self._requests]
         requests = [self._requests.pop(number) for number in gone]
+        ended = [there for there, number in self._asked.items() if number not in self._requests]
+        for there in ended:
+            del self._asked[there]
+            self._pending.discard(there)
+            self._early.pop(there, None)
         if self._office is not None:
-            self._office.withdraw(gone)
+            self._office.withdraw(ended)
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         empty = torch.zeros(0, dtype=dtype)
         whole = torch.zeros(0, dtype=torch.int64)
@@ -236,6 +289,12 @@ class JoinedEngine:
         tokens_BS = torch.stack([completion.tokens for completion in done])
         logp_BS = torch.stack([completion.raw_logp for completion in done])
         return Greedy(tokens_BS.to(device), logp_BS.to(device))
+
+
+def _key_of(unit: Sequence[Request]) -> _Key:
+    """Identity of a unit, whatever its numbers are."""
+    first = unit[0]
+    return tuple(first.prompt), first.sampling, tuple(request.seed for request in unit)
 
 
 def prompt_units(requests: Sequence[Request]) -> list[list[Request]]:

@@ -172,9 +172,13 @@ def serve_run(
 
     Raises:
       PeerError: a rank that trains is gone.
-      ValueError: the run has another model.
+      ValueError: the run has another model, or the mesh has several replicas.
     """
     mesh = engine.weights.mesh
+    if mesh.size(mesh.row_axes) > 1:
+        raise ValueError(
+            f"a generator is one replica, and {mesh} has {mesh.size(mesh.row_axes)}; start as many of them"
+        )
     first = mesh.rank == 0
     name = gather_objects(f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}", mesh)[0]
     progress = _Progress()
@@ -193,14 +197,12 @@ def serve_run(
         counts = Counts()
         while True:
             beat()
-            step = None
             room = engine.room()
-            if offices is not None:
-                step = offices.exchange(room, leaving())
+            step = None if offices is None else offices.exchange(room, leaving())
             step = from_first(step, mesh, "tensor") or _Step()
             if step.end:
                 engine.cancel(range(0 if offices is None else offices.count))
-                return step.end, counts._replace(units=0 if offices is None else offices.delivered)
+                return step.end, counts if offices is None else counts._replace(units=offices.delivered)
             if step.load is not None:
                 counts = _load(way, engine, step.load, counts)
                 digests = engine_digests(engine) if facts.digests else None

@@ -86,9 +86,10 @@ class Office:
             self._lock.notify_all()
 
     def withdraw(self, numbers: Iterable[int]) -> None:
-        """Forget requests, with all of their units."""
+        """Forget requests. A unit is taken from its generator when all of its requests are forgotten."""
         with self._lock:
-            units = {self._unit_of[number] for number in numbers if number in self._unit_of}
+            touched = [self._unit_of.pop(number) for number in numbers if number in self._unit_of]
+            units = {x for x in touched if not any(r.number in self._unit_of for r in self._units[x])}
             for name, leases in self._leases.withdraw(units).items():
                 self._drops.setdefault(name, []).extend(leases)
             for unit in units:
@@ -210,6 +211,7 @@ class Office:
         unit = self._leases.deliver(name, number)
         if not isinstance(unit, int):
             return
+        wanted = [request.number in self._unit_of for request in self._units[unit]]
         requests = self._forget(unit)
         version = self.shelf.version
         for request, done in zip(requests, completions, strict=True):
@@ -218,7 +220,7 @@ class Office:
                     f"generator {name} delivers request {done.number} with weights {done.versions.tolist()[:1]}; "
                     f"request {request.number} with weights {version} was leased to it"
                 )
-        self._completions += completions
+        self._completions += [done for done, known in zip(completions, wanted, strict=True) if known]
         self._lock.notify_all()
 
     def _prove(self, name: str) -> None:

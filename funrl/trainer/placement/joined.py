@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from funrl import trees
+from funrl.data.order import take_next
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import AXES, Mesh
+from funrl.mesh.sums import own_range
 from funrl.processes.connections import (
     Addresses,
     ConnectionServer,
@@ -23,14 +27,17 @@ from funrl.processes.heartbeat import at_step, beat
 from funrl.processes.workers import stop_asked, stops_when_asked
 from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, serve_run
+from funrl.rollout.requests import RequestGroups
+from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.saver import shared_folder
 from funrl.trainer.jobs.build import Parts, build
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.jobs.row_source import filter_of, make_source
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows
 
 ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
@@ -43,7 +50,7 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     Raises:
       SettingsError: the run has no directory.
     """
-    assert parts.generator is not None
+    assert isinstance(job, RLJob) and parts.generator is not None
     engine: object = parts.generator.engine
     assert isinstance(engine, JoinedEngine)
     folder = shared_folder(show, parts.mesh)
@@ -59,6 +66,16 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
 
+    ahead = RowsAhead(job, engine)
+
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        rows, state, metrics = source.next_rows(state, step)
+        ahead.write(state["prompts_consumed"], step)
+        return rows, state, metrics
+
+    def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+        return ahead.aged(source.move(rows, to, mesh))
+
     def close() -> None:
         source.close()
         engine.close()
@@ -66,7 +83,59 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
         if mesh.rank == 0:
             file.unlink(missing_ok=True)
 
-    return source._replace(close=close)
+    if not job.settings.asynchrony.staleness:
+        return source._replace(close=close)
+    return source._replace(next_rows=next_rows, move=move, close=close)
+
+
+class RowsAhead:
+    """Rows of later steps, which generators write during the update of this one."""
+
+    def __init__(self, job: RLJob, engine: JoinedEngine) -> None:
+        """Begin with none.
+
+        Args:
+          job: the run, with --staleness.
+          engine: of its generators.
+        """
+        self.job = job
+        self.engine = engine
+
+    def write(self, consumed: int, step: int) -> None:
+        """Let generators write the rows of as many steps after `step` as --staleness says, this replica's share.
+
+        Where a filter may take further prompts for a step, only the next one's prompts are known.
+
+        Args:
+          consumed: prompts taken up to `step`.
+          step: whose rows are complete.
+        """
+        run = self.job.settings.run
+        staleness = self.job.settings.asynchrony.staleness
+        known = staleness if filter_of(self.job) is None else min(staleness, 1)
+        mesh = self.engine.mesh
+        for _ in range(min(known, run.steps - step)):
+            taken = take_next(self.job.task.prompts, run.batch_prompts, run.seed, position=consumed)
+            prompts = [self.job.task.prompts[place].tokens for place in taken.places.tolist()]
+            groups = RequestGroups(prompts, self.job.sampling, derived_seed(run.seed, consumed))
+            share = own_range(len(groups), mesh, mesh.row_axes)
+            for group in groups[share.start : share.stop]:
+                self.engine.write_ahead(group)
+            consumed = taken.end
+
+    def aged(self, rows: Rows) -> Rows:
+        """Rows that say which of their tokens are of other weights than the newest.
+
+        Raises:
+          RuntimeError: a token that was sampled is older than it may be.
+        """
+        staleness = self.job.settings.asynchrony.staleness
+        mask_bT = rows.batch.mask
+        age_bT = (self.engine.version or 0) - rows.batch.version
+        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
+        if oldest > staleness:
+            raise RuntimeError(f"a token is {oldest} versions old; --staleness={staleness}")
+        return rows.with_fields(stale=mask_bT & (age_bT != 0))
 
 
 def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], wait_s: float) -> tuple[str, Counts]:
