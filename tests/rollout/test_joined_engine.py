@@ -90,7 +90,7 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
         closing.close()
 
 
-def joined_engine(rule=LeaseRule(), limit_s=60.0, digests=False):  # noqa: B008
+def joined_engine(rule=LeaseRule(silent_s=600), limit_s=60.0, digests=False):  # noqa: B008
     """An engine of a run with one rank, and its office."""
     stored = layouts(MODEL.shapes, MODEL.axes, STORED, SINGLE.sizes)
     names = native_weights(MODEL, SINGLE, DTYPE).names
