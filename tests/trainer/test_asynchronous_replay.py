@@ -10,7 +10,7 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.saved_rows import open_rows
-from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
 
@@ -30,7 +30,8 @@ def trained(folder, job, mesh):
 
 
 def repeated(folder, job, mesh):
-    return replay(job, folder, None, mesh, Quiet(), read_groups(folder))
+    source = functools.partial(logged_source, read_groups(folder))
+    return replay(job, folder, None, mesh, Quiet(), source)
 
 
 @pytest.mark.parametrize("name", quick(RUNS, ["strict"]))

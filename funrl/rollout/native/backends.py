@@ -26,6 +26,7 @@ from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model
+from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.native.decode_state import RowAdapters
 from funrl.rollout.native.host_copy import device_copy
 from funrl.rollout.sampling import sample_tokens
@@ -365,3 +366,11 @@ def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
         except KernelError as error:
             return str(error)
     return problem
+
+
+def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
+    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
+    if packed and packed_problem(model, mesh, dtype) is None:
+        return PackedBackend(model, dtype).page_bytes
+    assert model.init_cache is not None
+    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -38,14 +37,6 @@ DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU com
 log = logging.getLogger(__name__)
 
 
-def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
-    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
-    if packed and packed_problem(model, mesh, dtype) is None:
-        return PackedBackend(model, dtype).page_bytes
-    assert model.init_cache is not None
-    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
-
-
 class NativeOptions(NamedTuple):
     """Options of an engine.
 
@@ -61,6 +52,7 @@ class NativeOptions(NamedTuple):
       engines: number of engines that share the free memory for their caches.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
+      keep_cache: leave keys and values of running requests as older weights computed them; later ones share none.
     """
 
     max_rows: int = 512
@@ -71,6 +63,7 @@ class NativeOptions(NamedTuple):
     record_routes: bool = False
     engines: int = 1
     static: bool | None = None
+    keep_cache: bool = False
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -113,6 +106,7 @@ class NativeEngine:
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._cache_bytes = options.cache_bytes
+        self._keep_cache = options.keep_cache
         self._free_share = FREE_SHARE / options.engines
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
@@ -142,7 +136,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._renew_cache()
         self._backend.drop()
         self.version = None
         self._backend.load(shards(self.weights, named_weights))
@@ -175,7 +169,7 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._drop_cache()
+        self._renew_cache()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
         self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
@@ -378,6 +372,15 @@ class NativeEngine:
         self._pages = pages
         self._backend.resize(pages)
         self._scheduler.resize(pages)
+
+    def _renew_cache(self) -> None:
+        """Have keys and values computed by the next weights, those of running requests unless they are kept."""
+        if not (self._keep_cache and self._pages):
+            return self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._poll()
+        self._sequences.epoch += 1
+        if self._static is not None:
+            self._static.drop()
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""

@@ -28,6 +28,7 @@ class RunningSequence:
       recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
+      epoch: of the sequences when it began; see `RunningSequences`.
     """
 
     request: Request
@@ -42,11 +43,12 @@ class RunningSequence:
     recomputed: int = 0
     lookup: PromptLookup | None = None
     adapter: int = -1
+    epoch: int = 0
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter share pages."""
-        return ROOT - 1 - self.adapter
+        """Content before its first page: texts of one adapter and epoch share pages."""
+        return ROOT - 1 - self.adapter - (self.epoch << 32)
 
     @property
     def untouched(self) -> bool:
@@ -55,7 +57,8 @@ class RunningSequence:
 
     def is_sibling(self, other: RunningSequence) -> bool:
         """True if `other` has the same prompt and adapter, and has sampled nothing yet."""
-        equal = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
+        alike = (self.adapter, self.epoch) == (other.adapter, other.epoch)
+        equal = other.untouched and alike and len(self.text) == len(other.text)
         return equal and bool((self.text == other.text).all())
 
     @property

@@ -88,6 +88,7 @@ def native_options(job: Job) -> NativeOptions:
         speculate=engines.speculate,
         record_routes=job.settings.routers.router_replay,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
+        keep_cache=job.settings.asynchrony.keep_cache,
     )
 
 

@@ -61,7 +61,12 @@ def admission_rule(job: RLJob) -> AdmissionRule:
 
 
 class GroupGenerators(Generators):
-    """The ranks that write groups, as those that train see them; an `Elsewhere`."""
+    """The ranks that write groups, as those that train see them; an `Elsewhere`.
+
+    Attributes:
+      plan: of the groups; None: before the first step.
+      keeps_cache: whether replicas keep keys and values of older weights.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class GroupGenerators(Generators):
         super().__init__(engine, mesh, show, early=early, staleness=rule.most_age)
         self.plan: GroupPlan | None = None
         self._schedule = schedule
+        self.keeps_cache = False
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board_holds
@@ -176,9 +182,16 @@ class GroupGenerators(Generators):
         """The first samples of the batch; see `Elsewhere`."""
         return [sample for _, group in self._taken for sample in group.shown][:count]
 
-    def log(self) -> list[tuple[Any, ...]]:
-        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`."""
-        assert self.plan is not None
+    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""
+        stale_bT = super().stale(version_bT, mask_bT)
+        older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
+        return stale_bT | older_b1 if self.keeps_cache else stale_bT
+
+    def log(self) -> list[tuple[Any, ...]] | None:
+        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
+        if self.plan is None or self.keeps_cache:
+            return None
         places = self._admission.rule.places
         return [
             (

@@ -48,7 +48,15 @@ def placed_source(
         generators = Generators(engine, parts.mesh, show, early=early)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        generators = GroupGenerators(engine, parts.mesh, show, rule=admission_rule(job), early=early, schedule=schedule)
+        generators = GroupGenerators(
+            engine,
+            parts.mesh,
+            show,
+            rule=admission_rule(job),
+            early=early,
+            schedule=schedule,
+        )
+        generators.keeps_cache = job.settings.asynchrony.keep_cache
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
