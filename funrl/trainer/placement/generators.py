@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.batch import as_dict, declare, kind_of, schema_of
 from funrl.data.mixture import Mixture
 from funrl.data.prompts import Example
@@ -151,6 +152,14 @@ class Generators:
     def log(self) -> list[tuple[Any, ...]] | None:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None
+
+    def saved(self, state: trees.Tree) -> trees.Tree:
+        """The source's state with what a resumed run needs to know of the ranks that generate."""
+        return state
+
+    def restored(self, state: trees.Tree) -> trees.Tree:
+        """The state without it, which is taken in."""
+        return state
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch."""
