@@ -235,6 +235,10 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
+        (
+            {"staleness": 1, "reward": "exact", "on_reward_error": "skip"},
+            "let batches be smaller then (--max_refills=1)",
+        ),
         ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
         ({"save_rollouts": 1, "task": "calculator", "reward": None}, "the episodes are on ranks that write no files"),
     ],
