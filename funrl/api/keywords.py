@@ -90,6 +90,7 @@ class TrainKeywords(SharedKeywords, total=False):
     overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
+    keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None

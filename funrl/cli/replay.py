@@ -40,7 +40,8 @@ from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.placement.logged import LoggedGroups, read_groups
+from funrl.trainer.loop import MakeSource
+from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
@@ -97,11 +98,11 @@ class Repeat(NamedTuple):
 
     run_dir: str
     step: int | None
-    logged: LoggedEnvironment | LoggedGroups | None
+    logged: LoggedEnvironment | MakeSource | None
 
 
-def _logged(command: Command, run: str) -> LoggedEnvironment | LoggedGroups | None:
-    """The environment that answers as the log of a run says, or the groups of an asynchronous run.
+def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None:
+    """The environment that answers as the log of a run says, or the source of an asynchronous run's groups.
 
     None: a run without either, whose rows alone are saved.
 
@@ -110,7 +111,7 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | LoggedGroups | No
     """
     groups = read_groups(run)
     if not has_environment(command.settings):
-        return groups
+        return None if groups is None else functools.partial(logged_source, groups)
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
@@ -184,7 +185,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     placed = recorded.get("place")
-    by_turns = {"place": None, "staleness": 0, "window": 1}
+    by_turns = {"place": None, "staleness": 0, "window": 1, "keep_cache": False}
     together = {} if placed is None else by_turns | {"mesh": _trained_on(placed, recorded.get("mesh", ""))}
     changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed

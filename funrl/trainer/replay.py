@@ -41,7 +41,6 @@ from funrl.trainer.loop import (
     score_batch,
     skipped_batch,
 )
-from funrl.trainer.placement.logged import LoggedGroups, logged_source
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
@@ -82,18 +81,18 @@ def replay(
     step: int | None,
     mesh: Mesh,
     observer: Observer,
-    logged: LoggedEnvironment | LoggedGroups | None = None,
+    logged: LoggedEnvironment | MakeSource | None = None,
 ) -> list[Replayed]:
     """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
 
-    Without a checkpoint before it the run is repeated from its first step; so is one with logged groups, of which some
-    begin before the checkpoint.
+    Without a checkpoint before it the run is repeated from its first step; so is one by a source
+    that repeats an asynchronous run, some of whose rows begin before the checkpoint.
 
     Args:
       job: of the run; its mesh may be another one.
       step: to repeat; None: all steps from the first to the last whose rows are saved.
-      logged: the environment of the job, or the groups of an asynchronous run. Then rows are generated again, and
-        compared with the saved ones; None: saved rows are trained on, and nothing is generated.
+      logged: the environment of the job, or a source that repeats what the run has generated. Then rows are
+        generated again, and compared with the saved ones; None: saved rows are trained on, and nothing is generated.
 
     Returns: the comparison of each step, the same on every rank.
 
@@ -106,13 +105,13 @@ def replay(
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:
             trainer, state = begin_run(_without_engine(job), mesh, observer, replay_source(folder))
-        elif isinstance(logged, LoggedGroups):
-            trainer, state = begin_run(job, mesh, observer, logged_source(logged))
-        else:
+        elif isinstance(logged, LoggedEnvironment):
             trainer, state = begin_run(job, mesh, observer)
+        else:
+            trainer, state = begin_run(job, mesh, observer, logged)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)
-        if before is not None and step is not None and not isinstance(logged, LoggedGroups):
+        if before is not None and step is not None and (logged is None or isinstance(logged, LoggedEnvironment)):
             check_facts(before, job)
             check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
             state = _loaded(before, trainer, state, layouts, server)
@@ -173,7 +172,7 @@ def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Tr
 
 
 def _generated_again(
-    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment | LoggedGroups
+    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment | MakeSource
 ) -> tuple[Trainer, State, list[Difference]]:
     """One step whose rows are generated with the answers of a log, or as its log of groups says."""
     trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))

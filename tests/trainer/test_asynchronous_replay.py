@@ -1,6 +1,7 @@
 """An asynchronous run is written and trained again, from the log of its groups, with the same bits."""
 
 import functools
+import shutil
 
 import pytest
 from selection import quick
@@ -9,8 +10,9 @@ from small_runs import Quiet, small_job
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.saved_rows import open_rows
-from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
 
@@ -30,7 +32,8 @@ def trained(folder, job, mesh):
 
 
 def repeated(folder, job, mesh):
-    return replay(job, folder, None, mesh, Quiet(), read_groups(folder))
+    source = functools.partial(logged_source, read_groups(folder))
+    return replay(job, folder, None, mesh, Quiet(), source)
 
 
 @pytest.mark.parametrize("name", quick(RUNS, ["strict"]))
@@ -54,6 +57,28 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_each_group_once(tmp_path):
+    settings = {
+        **SETTINGS,
+        **RUNS["window, two replicas"][0],
+        "save_rollouts": 1,
+        "save_every": "1",
+        "keep_checkpoints": 5,
+    }
+    job = small_job(rollout_is, **settings)
+    launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    for step, path in complete_checkpoints(tmp_path / "checkpoints").items():
+        if step > 2:
+            shutil.rmtree(path)
+    again = small_job(rollout_is, **settings, resume=True, run_dir=str(tmp_path))
+    error, steps = launch(functools.partial(trained, tmp_path, again), again.launched, "cpu")
+    assert error is None and [step for step, _ in steps] == [3, 4, 5]
+    log = read_groups(tmp_path)
+    assert log is not None
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
 
 
 def test_a_run_by_turns_has_no_log_of_groups(tmp_path):

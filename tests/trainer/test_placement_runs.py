@@ -151,6 +151,12 @@ def test_no_token_is_older_than_the_staleness(name):
 
 
 @pytest.mark.slow
+def test_runs_may_keep_caches():
+    ended = run(rollout_is, staleness=2, keep_cache=True, **STALE)
+    check_ages([metrics for _, metrics in ended.observer.steps], 2)
+
+
+@pytest.mark.slow
 def test_many_steps_ahead_and_evaluations_between_them_end():
     ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 9}))
     assert ended.observer.steps[-1][0] == 9
@@ -229,6 +235,10 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
+        (
+            {"staleness": 1, "reward": "exact", "on_reward_error": "skip"},
+            "let batches be smaller then (--max_refills=1)",
+        ),
         ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
         ({"save_rollouts": 1, "task": "calculator", "reward": None}, "the episodes are on ranks that write no files"),
     ],

@@ -216,13 +216,15 @@ class Pauses:
 class ProgressLimit:
     """Limit of the seconds for which other ranks may make no progress while this one waits for them."""
 
-    def __init__(self, limit_s: float | None, waits_for: str) -> None:
+    def __init__(self, limit_s: float | None, waits_for: str, key: str = PROGRESS) -> None:
         """Begin to wait.
 
         Args:
           limit_s: seconds without progress; None: no limit.
           waits_for: name of what comes, for the error.
+          key: whose value in the store changes with progress.
         """
+        self.key = key
         self.limit_s = limit_s
         self.waits_for = waits_for
         self.progress = b""
@@ -235,7 +237,7 @@ class ProgressLimit:
             return
         self.looked = now
         store = run_store()
-        if store.check([PROGRESS]) and (newest := store.get(PROGRESS)) != self.progress:
+        if store.check([self.key]) and (newest := store.get(self.key)) != self.progress:
             self.progress = newest
             self.since = now
         if now - self.since > self.limit_s:

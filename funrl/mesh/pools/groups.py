@@ -14,21 +14,33 @@ from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_
 
 GROUPS_KEY = "funrl/groups"
 PLAN_KEY = f"{GROUPS_KEY}/plan"
+WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 
 
 class GroupPlan(NamedTuple):
-    """Groups of a run, or of its rest where it was resumed.
+    """Groups of a run, or of its rest where it was resumed. Group 0 is the first of the first batch.
 
     Attributes:
-      position: of the first group's prompt in the order of prompts.
-      count: number of groups.
+      position: of group 0's prompt in the order of prompts.
+      count: number of groups from 0 on.
       step: whose batch the first groups are.
+      fresh: number of the first group that was never begun before the run was resumed.
+      again: numbers below it of groups that were overtaken by others and are not trained on yet.
     """
 
     position: int
     count: int
     step: int
+    fresh: int = 0
+    again: tuple[int, ...] = ()
+
+    def number_of(self, ticket: int) -> int | None:
+        """The group of a ticket; None: there are no more."""
+        number = self.fresh + ticket - len(self.again)
+        if ticket < len(self.again):
+            return self.again[ticket]
+        return number if number < self.count else None
 
 
 class GroupBoard:
@@ -89,7 +101,7 @@ class GroupBoard:
         return read_value(PLAN_KEY) if run_store().check([PLAN_KEY]) else None
 
     def take_ticket(self) -> int:
-        """Number of the next group, which no other replica gets."""
+        """Number for `GroupPlan.number_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
 
     def hold(self, version: int) -> None:
@@ -102,6 +114,10 @@ class GroupBoard:
         write_value(f"{GROUPS_KEY}/{number}", value)
         place = store.add(f"{GROUPS_KEY}/delivered", 1) - 1
         store.set(f"{FINISHED_KEY}/{place}", str(number))
+
+    def show_work(self) -> None:
+        """Show those that wait for groups that this replica works on some."""
+        run_store().add(WORK_KEY, 1)
 
     # both
 

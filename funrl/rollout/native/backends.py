@@ -443,3 +443,11 @@ def backend_of(
         f"generation runs in torch: {problem}"
     )
     return TorchBackend(model, mesh, dtype, layer=layer, page_tokens=tokens, record_routes=options.record_routes)
+
+
+def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
+    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
+    if packed and packed_problem(model, mesh, dtype) is None:
+        return PackedBackend(model, dtype).page_bytes
+    assert model.init_cache is not None
+    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.mesh.collectives import pmax
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
@@ -26,12 +25,10 @@ from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.native.backends import (
     Backend,
     MakeBackend,
-    PackedBackend,
     TorchBackend,
     backend_of,
-    packed_problem,
 )
-from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, page_tokens, pass_tokens
+from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes, pass_tokens
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
@@ -42,14 +39,6 @@ from funrl.rollout.requests import Completion, Request, check_requests
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
 log = logging.getLogger(__name__)
-
-
-def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
-    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
-    if packed and packed_problem(model, mesh, dtype) is None:
-        return PackedBackend(model, dtype).page_bytes
-    assert model.init_cache is not None
-    return trees.nbytes(model.init_cache(mesh, 1, page_tokens(mesh.device.type), dtype, torch.device("meta")))
 
 
 class NativeOptions(NamedTuple):
@@ -68,6 +57,7 @@ class NativeOptions(NamedTuple):
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
       make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
+      keep_cache: leave keys and values of running requests as older weights computed them; later ones share none.
     """
 
     max_rows: int = 512
@@ -79,6 +69,7 @@ class NativeOptions(NamedTuple):
     engines: int = 1
     static: bool | None = None
     make_backend: MakeBackend | None = None
+    keep_cache: bool = False
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -121,6 +112,7 @@ class NativeEngine:
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._cache_bytes = options.cache_bytes
+        self._keep_cache = options.keep_cache
         self._free_share = FREE_SHARE / options.engines
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
@@ -150,7 +142,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._renew_cache()
         self._backend.drop()
         self.version = None
         self._backend.load(shards(self.weights, named_weights))
@@ -183,7 +175,7 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._drop_cache()
+        self._renew_cache()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
         self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
@@ -388,6 +380,15 @@ class NativeEngine:
         self._pages = pages
         self._backend.resize(pages)
         self._scheduler.resize(pages)
+
+    def _renew_cache(self) -> None:
+        """Have keys and values computed by the next weights, those of running requests unless they are kept."""
+        if not (self._keep_cache and self._pages):
+            return self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._poll()
+        self._sequences.epoch += 1
+        if self._static is not None:
+            self._static.drop()
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""

@@ -28,6 +28,7 @@ class RunningSequence:
       recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
+      epoch: of the sequences when it began; see `RunningSequences`.
     """
 
     request: Request
@@ -42,12 +43,13 @@ class RunningSequence:
     recomputed: int = 0
     lookup: PromptLookup | None = None
     adapter: int = -1
+    epoch: int = 0
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter and of the same owned values share pages."""
+        """Content before its first page: texts of one adapter, epoch and of the same owned values share pages."""
         owned = self.request.owned
-        return ROOT - 1 - self.adapter - (0 if owned is None else (1 + owned.digest) << 64)
+        return ROOT - 1 - self.adapter - (self.epoch << 32) - (0 if owned is None else (1 + owned.digest) << 64)
 
     @property
     def untouched(self) -> bool:

@@ -35,6 +35,7 @@ class RunningSequences:
       drafted, accepted: drafted tokens, and those of them that were sampled.
       lengths: [slots] tokens of each sequence, including tokens not polled yet.
       serials: [slots] number of the assignment that holds each slot, never used twice; `NO_HOLDER`: the slot is free.
+      epoch: number of the weights that left earlier keys and values in the cache, for sequences that begin now.
       needs_sync: whether the next sampling needs all tokens on the host, for a repetition penalty.
       any_at_limit: whether a sequence has reached its limit since the last poll.
     """
@@ -51,6 +52,7 @@ class RunningSequences:
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
         self.decode = decode
         self.decoded = 0
+        self.epoch = 0
         self._device = device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -93,7 +95,8 @@ class RunningSequences:
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
-        sequence.known_before, sequence.adapter = request.computed, adapter
+        sequence.known_before = request.computed
+        sequence.adapter, sequence.epoch = adapter, self.epoch
         self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence
@@ -105,7 +108,8 @@ class RunningSequences:
     def of_version(self, version: int, adapter: int = -1) -> None:
         """Attribute further tokens of an adapter, or of the base alone, to this version of the weights."""
         for sequence in (x for x in self.by_number.values() if x.adapter == adapter):
-            new_tokens = len(sequence.text) - len(sequence.request.prompt)
+            length = len(sequence.text) if sequence.slot < 0 else int(self.lengths[sequence.slot])
+            new_tokens = length - len(sequence.request.prompt)
             earlier = [pair for pair in sequence.versions if pair[0] < new_tokens]
             sequence.versions = [*earlier, (new_tokens, version)]
 

@@ -18,8 +18,8 @@ from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.hf_engine import no_engine
+from funrl.rollout.native.backends import bytes_of_page
 from funrl.rollout.native.cache_sizes import page_tokens
-from funrl.rollout.native.engine import bytes_of_page
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.batch import as_dict, declare, kind_of, schema_of
 from funrl.data.mixture import Mixture
 from funrl.data.prompts import Example
@@ -152,6 +153,14 @@ class Generators:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None
 
+    def saved(self, state: trees.Tree) -> trees.Tree:
+        """The source's state with what a resumed run needs to know of the ranks that generate."""
+        return state
+
+    def restored(self, state: trees.Tree) -> trees.Tree:
+        """The state without it, which is taken in."""
+        return state
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch."""
         return {}
@@ -186,10 +195,14 @@ class Generators:
         own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
         self._answer(number, "the generators' rows")
         if "version" in own:
-            own["stale"] = own["mask"] & self._aged(own["version"], own["mask"])
+            own["stale"] = own["mask"] & self.stale(own["version"], own["mask"])
         further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
         batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
         return rows_of(batch, to, mesh)
+
+    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, tokens whose log-probabilities need not be those of the newest weights. Raises: RuntimeError."""
+        return self._aged(version_bT, mask_bT)
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> Any:
         """The request that lets the ranks that generate hand rows over."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.units import units_of
 from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.batch import declare
@@ -23,7 +24,7 @@ from funrl.data.prompts import Example
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
-from funrl.mesh.pools.groups import GROUPS_KEY, GroupBoard, GroupPlan
+from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
@@ -61,7 +62,14 @@ def admission_rule(job: RLJob) -> AdmissionRule:
 
 
 class GroupGenerators(Generators):
-    """The ranks that write groups, as those that train see them; an `Elsewhere`."""
+    """The ranks that write groups, as those that train see them; an `Elsewhere`.
+
+    Attributes:
+      plan: of the groups; None: before the first step.
+      keeps_cache: whether replicas keep keys and values of older weights.
+      overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
+        a batch. A resumed run needs it.
+    """
 
     def __init__(
         self,
@@ -83,10 +91,12 @@ class GroupGenerators(Generators):
         super().__init__(engine, mesh, show, early=early, staleness=rule.most_age)
         self.plan: GroupPlan | None = None
         self._schedule = schedule
+        self.keeps_cache = False
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board_holds
         self._batch = 0
+        self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
         self._taken: list[TakenGroup] = []
         self._metrics: dict[str, float] = {}
@@ -102,12 +112,34 @@ class GroupGenerators(Generators):
         self.step = step
         if self.plan is None:
             count = (steps - step + 1) * self._admission.rule.places
-            self.plan = GroupPlan(position, count, step)
+            overtaking = self.overtaking()
+            again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
+            fresh = max(overtaking, default=-1) + 1
+            self.plan = GroupPlan(position, count, step, fresh, again)
+            self._admission = self._admission._replace(
+                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
+            )
             if self.mesh.rank == 0:
                 self._board.open(self.plan)
         self._batch = step - self.plan.step
         if self.mesh.rank == 0:
             self._board.train(self._batch, self.engine.version or 0)
+
+    def saved(self, state: trees.Tree) -> trees.Tree:
+        """The state with the groups that have overtaken others, where some may; see `Generators`."""
+        return {**state, "overtaken": self.overtaken_W} if len(self.overtaken_W) else state
+
+    def restored(self, state: trees.Tree) -> trees.Tree:
+        """The state without them; see `Generators`."""
+        if "overtaken" not in state:
+            return state
+        self.overtaken_W = state["overtaken"].cpu()
+        return {name: value for name, value in state.items() if name != "overtaken"}
+
+    def overtaking(self) -> list[int]:
+        """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
+        oldest = -int(self.overtaken_W.sum())
+        return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
@@ -176,9 +208,16 @@ class GroupGenerators(Generators):
         """The first samples of the batch; see `Elsewhere`."""
         return [sample for _, group in self._taken for sample in group.shown][:count]
 
-    def log(self) -> list[tuple[Any, ...]]:
-        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`."""
-        assert self.plan is not None
+    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""
+        stale_bT = super().stale(version_bT, mask_bT)
+        older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
+        return stale_bT | older_b1 if self.keeps_cache else stale_bT
+
+    def log(self) -> list[tuple[Any, ...]] | None:
+        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
+        if self.plan is None or self.keeps_cache:
+            return None
         places = self._admission.rule.places
         return [
             (
@@ -215,14 +254,17 @@ class GroupGenerators(Generators):
         name = f"the generators' groups of step {self.step}"
         key = f"{GROUPS_KEY}/ready/{self._batch}"
         entered(name)
-        taken = None
+        taken = overtaken_W = None
         if self.mesh.rank == 0:
             taken = self._awaited(name)
+            oldest = self._admission.oldest
+            window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
+            overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
             run_store().set(key, "1")
             run_store().delete_key(f"{GROUPS_KEY}/ready/{self._batch - 2}")
         else:
             wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
-        taken = from_first_rank(taken, self.mesh)
+        taken, self.overtaken_W = from_first_rank((taken, overtaken_W), self.mesh)
         left()
         return taken
 
@@ -230,7 +272,7 @@ class GroupGenerators(Generators):
         """Wait on the first rank for the groups of the batch, which leave the state of admission."""
         assert self.plan is not None
         pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), waits_for)
+        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
         taken: list[int] = []
         while True:
             while (number := self._board.next_finished()) is not None:

@@ -26,7 +26,6 @@ from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_step
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.loop import MakeSource
 from funrl.trainer.placement.groups import age_metrics
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
@@ -179,22 +178,19 @@ class LoggedWriter:
         return prompts[int(places_in_order(prompts, 1, seed, position)[0])]
 
 
-def logged_source(log: LoggedGroups) -> MakeSource:
-    """A source that writes the groups of a log again; it evaluates nothing."""
+def logged_source(
+    log: LoggedGroups, job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Source:
+    """A source that writes the groups of a log again, and evaluates nothing; with the log a `MakeSource`."""
+    assert isinstance(job, RLJob) and parts.generator is not None
+    generation = generation_of(job, parts, frozen, clock, show)._replace(shows=lambda step: False)
+    writer = LoggedWriter(generation, log)
+    source = prompt_source(generation._replace(elsewhere=writer), clock, show)
 
-    def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-        assert isinstance(job, RLJob) and parts.generator is not None
-        generation = generation_of(job, parts, frozen, clock, show)._replace(shows=lambda step: False)
-        writer = LoggedWriter(generation, log)
-        source = prompt_source(generation._replace(elsewhere=writer), clock, show)
-        working = awake(parts.generator.serving)
+    @awake(parts.generator.serving)
+    def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        writer.step = step
+        rows, state, metrics = source.next_rows(state, step)
+        return rows, state, metrics | writer.metrics()
 
-        @working
-        def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-            writer.step = step
-            rows, state, metrics = source.next_rows(state, step)
-            return rows, state, metrics | writer.metrics()
-
-        return source._replace(next_rows=at_step)
-
-    return make
+    return source._replace(next_rows=at_step)

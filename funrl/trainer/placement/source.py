@@ -48,18 +48,34 @@ def placed_source(
         generators = Generators(engine, parts.mesh, show, early=early)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        generators = GroupGenerators(engine, parts.mesh, show, rule=admission_rule(job), early=early, schedule=schedule)
+        generators = GroupGenerators(
+            engine,
+            parts.mesh,
+            show,
+            rule=admission_rule(job),
+            early=early,
+            schedule=schedule,
+        )
+        generators.keeps_cache = job.settings.asynchrony.keep_cache
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
+    init = source.init
 
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        state = generators.restored(state)
         generators.begin_step(step, state["prompts_consumed"], job.settings.run.steps)
         rows, state, metrics = next_rows(state, step)
-        return rows, state, metrics | generators.metrics()
+        return rows, generators.saved(state), metrics | generators.metrics()
 
-    return source._replace(next_rows=at_step, move=generators.move, close=generators.close, log=generators.log)
+    return source._replace(
+        init=lambda: generators.saved(init()),
+        next_rows=at_step,
+        move=generators.move,
+        close=generators.close,
+        log=generators.log,
+    )
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:

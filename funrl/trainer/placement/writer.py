@@ -23,7 +23,7 @@ from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.fields import Field
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Answers
+from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import Arrived, WeightReceiver
@@ -114,10 +114,12 @@ class GroupWriter:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
         self._held: dict[int, Rows] = {}
-        self._ticket: int | None = None
+        self._has_next = False
+        self._next: int | None = None  # the group that begins next, if there is one
         self._admitted = 0  # groups that may have begun
         self._told: int | None = None  # the newest version that the others know of
         self._next_look = 0.0
+        self._next_sign = 0.0
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
@@ -216,12 +218,13 @@ class GroupWriter:
             return
         room = self.resident.room()
         while room > 0 or not self._tasks:
-            if self._ticket is None:
-                self._ticket = self._board.take_ticket()
-            if self._ticket >= self._plan.count or not self._may_begin(self._ticket):
+            if not self._has_next:
+                self._next = self._plan.number_of(self._board.take_ticket())
+                self._has_next = True
+            if self._next is None or not self._may_begin(self._next):
                 break
-            self._tasks[self._ticket] = self._loop.create_task(self._write(self._ticket))
-            self._ticket = None
+            self._tasks[self._next] = self._loop.create_task(self._write(self._next))
+            self._has_next = False
             room -= self._generation.sampling.samples
         self._count_waiting()
 
@@ -235,10 +238,12 @@ class GroupWriter:
 
     def _count_waiting(self) -> None:
         now = time.monotonic()
+        if self._tasks and now >= self._next_sign:
+            self._next_sign = now + PROGRESS_S
+            self._board.show_work()
         if self._idle_since is not None:
             self._waited_s += now - self._idle_since
-        assert self._plan is not None
-        over = self._ticket is not None and self._ticket >= self._plan.count
+        over = self._has_next and self._next is None
         self._idle_since = None if self._tasks or over else now
 
     def _deliver_ended(self) -> dict[int, GroupFields]:

@@ -96,6 +96,12 @@ class AsynchronySettings:
         requires="staleness",
         effect="output",
     )
+    keep_cache: bool = flag(
+        False,
+        "keep keys and values of running sequences under new weights",
+        kinds=RL,
+        requires="staleness",
+    )
 
 
 @dataclass(frozen=True)
