@@ -73,7 +73,7 @@ INSIDE = {
         OWN,
         "placement",
     ),
-    "cost": ("tracing", OWN, "search", "schedules", "reports"),
+    "cost": ("tracing", OWN, "search", "schedules", "reports", "ahead"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
 }

@@ -58,7 +58,7 @@ def test_a_run_goes_on_in_the_other_backend():
 @pytest.mark.parametrize(
     "flags,says",
     [
-        ({"mesh": "sp4,tp2"}, "give an sp that divides the 2 query heads of the policy on a device, and no ring"),
+        ({"mesh": "sp2", "sequence_parallel": "ring"}, "query heads of the policy on a device, and no ring"),
         ({"mesh": "dp4", "generate_mesh": "dp4"}, "from one process, which generates too: leave --generate_mesh=dp4"),
         ({"mesh": "ep2"}, "--mesh=ep2: ep2: a dense decoder has nothing to split over the expert axis"),
         ({"remat": "selective"}, "--backend=xla has --remat=none and --remat=full"),
