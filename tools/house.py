@@ -73,7 +73,7 @@ INSIDE = {
         OWN,
         "placement",
     ),
-    "cost": ("tracing", OWN, "search", "schedules", "placement", "reports"),
+    "cost": ("tracing", OWN, "search", "schedules", "placement", "reports", "ahead"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
 }

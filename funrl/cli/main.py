@@ -17,6 +17,7 @@ funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
+funrl compile grpo --mesh=dp4,tp4 --target=v5e:4x4
 funrl --help
 """
 
@@ -57,6 +58,7 @@ MODULES = {
     "join": "funrl.cli.join:join_command",
     "replay": "funrl.cli.replay:replay_command",
     "bisect": "funrl.cli.bisect:bisect_command",
+    "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",
 }

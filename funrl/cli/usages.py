@@ -46,5 +46,6 @@ COMMANDS = {
         "An algorithm's advantage and losses as formulas",
         "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",
     ),
+    "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
 }

@@ -119,7 +119,12 @@ def signature(args: trees.Tree) -> Any:
 
 def example_of(x: Tensor | jax.Array) -> Tensor:
     """A tensor of the shape and dtype of an array, with any numbers; a tensor is its own."""
-    return x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=_DTYPES[x.dtype])
+    return x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=torch_dtype(x.dtype))
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """A dtype of JAX as torch calls it."""
+    return _DTYPES[dtype]
 
 
 def to_jax(x: Tensor | jax.Array) -> jax.Array:

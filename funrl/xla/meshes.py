@@ -111,7 +111,7 @@ class DeviceCopies:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """Number of changes of a tensor in place."""
     return 0 if x.is_inference() else x._version
 
 

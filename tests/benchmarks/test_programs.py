@@ -54,10 +54,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
     "xla": (
         "--layers=1 --embed=32 --tokens=8 --vocab=32 --turns=1",
-        rf"^ +1 +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
+        rf"^ +1 +{NUMBER} +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
     ),
 }  # fmt: skip
-PARTS = {"random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
+PARTS = {"handwritten_jax", "random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 

@@ -17,7 +17,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
-from funrl.rollout.native import sequences, static_decode
+from funrl.rollout.native import backends, sequences, static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.captured import CapturedFunctions
 from funrl.rollout.native.decode_state import STOP, DecodeForm, decode_pass, empty_state
@@ -346,7 +346,7 @@ def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monke
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
-    sound = static_decode.decode_pass
+    sound = backends.decode_pass
 
     def waiting(*args, **kwargs):
         sampled = sound(*args, **kwargs)
@@ -358,7 +358,7 @@ def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
         on_device.step()
     with no_waits():
         on_device.step()
-    monkeypatch.setattr(static_decode, "decode_pass", waiting)
+    monkeypatch.setattr(backends, "decode_pass", waiting)
     with pytest.raises(AssertionError, match=WAITS), no_waits():
         on_device.step()
 
