@@ -128,6 +128,7 @@ class TrainKeywords(SharedKeywords, total=False):
     weight_decay: NumberValue
     decay_all: TruthValue
     max_grad_norm: NumberValue
+    freeze: TextValue | None
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue

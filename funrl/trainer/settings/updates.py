@@ -59,6 +59,12 @@ class OptimizerSettings:
         requires="weight_decay",
     )
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
+    freeze: str | None = flag(
+        None,
+        "weights that do not learn: vision, a vision tower without its projector; none; or how their names begin",
+        chosen="vision, where the model has a tower",
+        example="embed",
+    )
 
 
 @dataclass(frozen=True)
