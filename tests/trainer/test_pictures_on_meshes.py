@@ -67,3 +67,11 @@ def test_what_cannot_be_frozen_is_refused(given):
     job = picture_job(GRPO)
     with pytest.raises(SettingsError, match=WRONG[given]):
         frozen_beginnings(with_flags(job.settings, freeze=given), job.model)
+
+
+@pytest.mark.slow
+def test_adapters_learn_beside_the_decoder_alone():
+    one = steps_on("dp1", lora_rank=2, freeze=None)
+    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
+    learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
+    assert learned == {"layers"}
