@@ -61,8 +61,8 @@ class OptimizerSettings:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
         None,
-        "weights that do not learn: vision, a vision tower without its projector; none; or how their names begin",
-        chosen="vision, where the model has a tower",
+        "what does not learn: vision (a tower less its projector), none, or how names of weights begin",
+        chosen="vision",
         example="embed",
     )
 
