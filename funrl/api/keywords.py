@@ -130,6 +130,7 @@ class TrainKeywords(SharedKeywords, total=False):
     weight_decay: NumberValue
     decay_all: TruthValue
     max_grad_norm: NumberValue
+    freeze: TextValue | None
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue

@@ -326,11 +326,13 @@ class OwnedValues(NamedTuple):
       none: by ragged field, the lines of a row that owns nothing.
       read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
       encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+      frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
     """
 
     none: Mapping[str, Tensor]
     read: Callable[[Batch, Inputs], Inputs]
     encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+    frozen: Mapping[str, tuple[str, ...]] = {}
 
 
 class Routers(NamedTuple):

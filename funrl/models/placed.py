@@ -394,8 +394,10 @@ def _without_unsampled(scores: TokenScores, count: int) -> TokenScores:
     wanted_NK = scores.topk_logp[:, : scores.topk_logp.shape[1] - count]
     logp_NU = scores.topk_logp[:, wanted_NK.shape[1] :]
     prob_NU = logp_NU.exp()
-    rest_N = 1 - prob_NU.sum(1)
-    log_rest_N = torch.log1p(-prob_NU.sum(1))
+    # Rounding matters only to a policy that would write little else than these tokens.
+    gone_N = prob_NU.sum(1).clamp_max(1 - torch.finfo(prob_NU.dtype).eps)
+    rest_N = 1 - gone_N
+    log_rest_N = torch.log1p(-gone_N)
     entropy_N = scores.entropy
     if entropy_N is not None:
         entropy_N = (entropy_N + (prob_NU * logp_NU).sum(1)) / rest_N + log_rest_N

@@ -34,6 +34,7 @@ PAGES = [
     "docs/foreign_environments.md",
     "docs/placement.md",
     "docs/asynchrony.md",
+    "docs/vision.md",
     "docs/xla.md",
 ]  # fmt: skip
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")

@@ -10,6 +10,7 @@ from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_we
 
 from funrl.kinds import owned_lines
 from funrl.models import decoder_model, with_fields
+from funrl.models.lora import with_lora
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.model import with_vision
 from funrl.trainer import loop
@@ -49,7 +50,8 @@ def picture_job(compose, grids=GRIDS, **settings: Any):
     model = with_vision(decoder_model(config), TOWER)
     prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]
     heldout = [with_pictures(e, i, grids) for i, e in enumerate(job.task.heldout)]
-    models = {name: dataclasses.replace(model) for name in job.models}
+    adapted = {name: one.adapters for name, one in job.models.items()}
+    models = {name: model if own is None else with_lora(model, own.lora) for name, own in adapted.items()}
     task = job.task._replace(prompts=prompts, heldout=heldout)
     return dataclasses.replace(job, model=model, models=models, task=task)
 

@@ -47,6 +47,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "weight_decay": (GRPO, {}, 0.5),
     "decay_all": (GRPO, {"weight_decay": 0.5}, True),
     "max_grad_norm": (GRPO, {"optimizer": "muon"}, 1e-9),  # Adam would undo a factor of all gradients
+    "freeze": (GRPO, {}, "layers/0"),
     "epochs": (GRPO, {}, 2),
     "minibatches": (GRPO, {}, 2),
     "critic_lr": (PPO, {}, 1e-4),

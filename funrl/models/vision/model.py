@@ -57,6 +57,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             },
             read=functools.partial(picture_inputs, tower),
             encode=functools.partial(_encode, tower),
+            frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
         ),
     )
 

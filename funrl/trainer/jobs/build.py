@@ -47,6 +47,7 @@ from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.freezing import frozen_beginnings
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
@@ -193,6 +194,7 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         watch_entropy=kind.generates and samples,
         companion=_companion(job, loss, places),
         router=router_losses(settings, placed),
+        frozen=frozen_beginnings(settings, placed.model),
     )
 
 

@@ -271,6 +271,32 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
             )
 
 
+def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
+    """Check what models that see pictures cannot do yet.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    seeing = [name for name, model in models.items() if model.owned is not None]
+    if not seeing:
+        return
+    what = f"the {seeing[0]} sees pictures"
+    if algorithm.divergence is not None:
+        raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+    refused = {
+        "engine": (settings.engines.engine != "native", "give --engine=native"),
+        "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
+        "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
+        "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
+        "env": (settings.environments.env is not None, "environments give text: leave it out"),
+        "backend": (settings.models.backend != "torch", "give --backend=torch"),
+        "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
+    }
+    for name, (given, way_out) in refused.items():
+        if given:
+            raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
+
+
 def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
     """Check that the engine of a flag can generate with the model.
 

@@ -26,6 +26,7 @@ from funrl.trainer.jobs.compatibility import (
     check_code,
     check_engine,
     check_meshes,
+    check_owned_values,
     check_readers,
     check_token_ids,
 )
@@ -44,6 +45,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
+from funrl.trainer.steps.freezing import frozen_beginnings
 from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 
@@ -99,6 +101,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
     check_driven(settings, models)
+    check_owned_values(settings, models, algorithm)
+    frozen_beginnings(settings, model)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)
     devices = Devices(sizes, generating, device)

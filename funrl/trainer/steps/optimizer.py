@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 from funrl.models import Placed
 from funrl.optim import (
     Transformation,
     chain,
     clip_by_global_norm,
     fused_adamw,
+    masked,
     matrices,
     muon,
     warmup_constant,
@@ -15,6 +18,7 @@ from funrl.optim import (
     warmup_linear,
 )
 from funrl.trainer.settings.settings import Settings
+from funrl.trainer.steps.freezing import frozen_beginnings, learns
 
 
 def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) -> Transformation:
@@ -41,4 +45,7 @@ def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) 
         step = muon(schedule, weight_decay=decay, axes=axes, layouts=layouts, mesh=placed.mesh, mask=decayed)
     else:
         step = fused_adamw(schedule, weight_decay=decay, mask=decayed)
+    frozen = frozen_beginnings(settings, placed.model)
+    if frozen:
+        step = masked(step, functools.partial(learns, beginnings=frozen))
     return chain(clip_by_global_norm(settings.optimization.max_grad_norm, in_place=True), step)

@@ -31,6 +31,7 @@ from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
+from funrl.trainer.steps.freezing import with_frozen
 from funrl.trainer.steps.router_losses import Choices, RouterLosses
 
 TOPK = 64
@@ -108,6 +109,7 @@ class Role(NamedTuple):
       programs: compute its gradients, updates and scores instead of torch; None: torch computes them.
       base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
         weights are its own.
+      frozen: how the names of those of its weights begin that do not learn.
     """
 
     placed: Placed
@@ -124,6 +126,7 @@ class Role(NamedTuple):
     base: str | None = None
     router: RouterLosses = RouterLosses()
     programs: StepPrograms | None = None
+    frozen: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -152,7 +155,7 @@ class Role(NamedTuple):
           own: its own weights; None where all of them are the base's.
           frozen: weights of the roles that do not learn.
         """
-        return whole_weights(self.placed.model, self.base, own, frozen)
+        return with_frozen(whole_weights(self.placed.model, self.base, own, frozen), self.frozen)
 
 
 class RoleState(NamedTuple):
