@@ -13,6 +13,7 @@ from funrl import trees
 from funrl.algos.core import Loss
 from funrl.algos.reading import reads
 from funrl.compiled_kernels.flash_kernel import attention_by
+from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
@@ -40,10 +41,11 @@ from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, p
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.lowered.backend import with_backend
-from funrl.trainer.settings.settings import Settings
+from funrl.trainer.settings.settings import Settings, scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.optimizer import make_optimizer
+from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
@@ -62,6 +64,7 @@ class Parts(NamedTuple):
       judge: None where no model writes verdicts.
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
+      elsewhere: roles on ranks of their own, by name; they are not among `roles`.
     """
 
     mesh: Mesh
@@ -73,10 +76,16 @@ class Parts(NamedTuple):
     judge: Judge | None = None
     compilations: Compilations | None = None
     agents: Mapping[str, Collection[int]] = {}
+    elsewhere: Mapping[str, RemoteScorer] = {}
 
 
-def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
-    """Meshes, layouts and functions. Called by every rank."""
+def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = None) -> Parts:
+    """Meshes, layouts and functions. Called by every rank.
+
+    Args:
+      only: the one role of these ranks, which neither train nor generate; None: they have all but those with ranks of
+        their own.
+    """
     settings = job.settings
     if mesh.device.type == "cuda":
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
@@ -91,7 +100,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             )
         return compiled[model.layer]
 
-    def placed(name: str, model: Model) -> Placed:
+    def placed(name: str, model: Model, mesh: Mesh = mesh) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
@@ -109,13 +118,14 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
-    roles = {name: _role(job, name, places) for name in places}
+    apart = {} if job.placement is None else job.placement.scoring
+    roles = {name: _role(job, name, places) for name in places if (name not in apart if only is None else name == only)}
     roles = {name: _base_role(begin, roles) for name in bases(roles)} | roles
-    learning = {name: roles[name] for name in job.algorithm.losses}
+    learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = None
     judge = None
-    if isinstance(job, RLJob):
+    if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
         policies = open_policies(job, generator.mesh, native_options(job), layer_of)
@@ -124,6 +134,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
+    elsewhere = {}
+    for number, (name, pool) in enumerate(apart.items() if mesh.here and only is None else ()):
+        own = submesh(mesh, pool.sizes, pool.ranks)
+        role = _role(job, name, {name: placed(name, job.models[name], own)})
+        elsewhere[name] = RemoteScorer(name, role, mesh, number, scoring_budget(settings))
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
@@ -138,6 +153,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         judge=judge,
         compilations=compilations if some else None,
         agents=agents,
+        elsewhere=elsewhere,
     )
 
 
@@ -240,6 +256,9 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     """
     if parts.generator is not None:
         load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
+    for name, scorer in parts.elsewhere.items():
+        if name not in job.directories:
+            scorer.send_first(begin, parts.begin.stored, job.dtype)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():

@@ -1,4 +1,4 @@
-"""The program of a rank: it trains, it generates, or it does both."""
+"""The program of a rank: it trains, it generates, it does both, or it scores for a role."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
+from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -30,6 +31,11 @@ def run_rank(
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
+    scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
+    for name, own in scoring.items():
+        if own.here:
+            error, stopped = serve_scores(job, name, training, own)
+            return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool)
         return Outcome({}, {}, error, stopped)
