@@ -135,6 +135,14 @@ def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
     assert placed.observer.steps[-1][1]["actor/kl_loss" if name != "split layers" else "actor/reward_kl_penalty"] != 0
 
 
+@pytest.mark.parametrize("settings", quick([{}, {"lora_rank": 2}], []))
+def test_transformers_generate_on_ranks_of_their_own(settings):
+    settings = {"engine": "hf", "dtype": "float32", **settings}
+    placed = run(place="generate:1", **settings)
+    compare(placed, run(**settings))
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
+
+
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
@@ -226,7 +234,8 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "hf"}, "--engine=hf with --place=generate:1: every rank has to generate then"),
+        ({"engine": "vllm"}, "--engine=vllm with --place=generate:1: every rank has to generate then"),
+        ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (
             {"generate_mesh": "dp1"},

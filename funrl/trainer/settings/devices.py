@@ -38,8 +38,8 @@ class DeviceSettings:
     )
     place: str | None = flag(
         None,
-        "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
-        "those of --mesh; auto:8 chooses by a dry run",
+        "ranks that train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
+        "generate:2 adds two to those of --mesh; auto:8 chooses by a dry run",
         example="generate:1",
         chosen="all do both",
         kinds=RL,
