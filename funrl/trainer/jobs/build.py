@@ -11,7 +11,6 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Loss
-from funrl.algos.reading import reads
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
@@ -38,7 +37,7 @@ from funrl.trainer.jobs.agents import (
     open_policies,
 )
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores
 from funrl.trainer.jobs.sharding import splits_residual, stored_rules
 from funrl.trainer.lowered.backend import with_backend
 from funrl.trainer.settings.settings import Settings, scoring_budget
@@ -225,27 +224,6 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
         return RouterLosses()
     rate = settings.routers.router_bias_rate if routers.biased else 0.0
     return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
-
-
-def needs_old_scores(job: Job) -> bool:
-    """True if the old log-probabilities take a pass of their own.
-
-    Where each batch has a single update, they are those of its forward pass, unless something before or beside the
-    policy's loss reads them, or a gap to the engine is to stop the run before the update.
-    """
-    algorithm = job.algorithm
-    if isinstance(job, TextJob) and algorithm.advantage is None:
-        return False
-    kinds = algorithm.role_kinds
-    main_role = job.main_role
-    others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
-    before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
-    updates = job.settings.updates
-    single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
-    stops = isinstance(job, RLJob) and job.settings.engines.on_gap == "stop"
-    further = set(writes_of(main_role, algorithm)) - {"old_logp"}
-    beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
-    return bool("old_logp" in before or further) or not single or beside or stops
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
