@@ -243,6 +243,10 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
     """
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
+    return HFEngine(model.config, hf_weights(model, mesh, dtype))
+
+
+def hf_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
+    """The form in which transformers takes weights: whole, by Hugging Face names; also outside `mesh`."""
     placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    weights = WeightSpec(names_of(model), placed, mesh, dtype=dtype)
-    return HFEngine(model.config, weights)
+    return WeightSpec(names_of(model), placed, mesh, dtype=dtype)

@@ -112,6 +112,35 @@ def test_every_kind_of_run_has_the_same_bits_apart(name):
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
+SCORING = {
+    "reference": (GRPO, {}, "train:dp2 generate:1 reference:dp2", {"mesh": "dp2"}),
+    "split layers": (
+        PPO,
+        {"epochs": 2},
+        "train:tp2 generate:dp2 reference:tp2",
+        {"mesh": "tp2", "generate_mesh": "dp2"},
+    ),
+    "sharded": (GRPO, {"fsdp": True}, "train:dp2 generate:1 reference:tp2", {"mesh": "dp2"}),
+}
+
+
+@pytest.mark.parametrize("name", quick(SCORING, ["reference"]))
+def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
+    compose, settings, place, together = SCORING[name]
+    compose = functools.partial(compose, kl_coef=0.1)
+    placed = run(compose, place=place, **settings)
+    compare(placed, run(compose, **together, **settings), 1e-9)
+    assert placed.observer.steps[-1][1]["actor/kl_loss" if name != "split layers" else "actor/reward_kl_penalty"] != 0
+
+
+@pytest.mark.parametrize("settings", quick([{}, {"lora_rank": 2}], []))
+def test_transformers_generate_on_ranks_of_their_own(settings):
+    settings = {"engine": "hf", "dtype": "float32", **settings}
+    placed = run(place="generate:1", **settings)
+    compare(placed, run(**settings))
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
+
+
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
@@ -225,13 +254,20 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "hf"}, "--engine=hf with --place=generate:1: every rank has to generate then"),
+        ({"engine": "vllm"}, "--engine=vllm with --place=generate:1: every rank has to generate then"),
+        ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (
             {"generate_mesh": "dp1"},
             "--generate_mesh=dp1 does nothing: --place=generate:1 gives the mesh",
         ),
         ({"place": "train:1 generate:1", "mesh": "dp2"}, "--mesh=dp2 does nothing"),
+        (
+            {"place": "generate:1 critic:1"},
+            "critic cannot have ranks of its own: the roles of this run that only score are reference",
+        ),
+        ({"place": "generate:1 reference:1", "lora_rank": 2}, "with --lora_rank=2 it is the base of the policy"),
+        ({"place": "generate:1 reference:tp3"}, "which does not divide over tp3"),
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
         ({"staleness": 1}, "does not depend on rollout_logp"),

@@ -42,6 +42,7 @@ from funrl.processes.environment import ranks_of_node
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -96,6 +97,11 @@ def placed_run(
     Raises:
       ValueError: a flag cannot work.
     """
+    if placement.scoring:
+        raise SettingsError(
+            f"--dry_run with --place={placement}: ranks of {next(iter(placement.scoring))} are not estimated; leave "
+            "that pool out, and its role is counted to the ranks that train"
+        )
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)
     transfers = pool_transfers(job, placement, tokens)

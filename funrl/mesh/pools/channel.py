@@ -45,14 +45,15 @@ class End(NamedTuple):
 class Requests:
     """The asking side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, first: int = 0) -> None:
         """Begin without a request.
 
         Args:
           mesh: of the asking ranks; this process is one of them.
+          first: number of the first request; those to each pool are numbered apart.
         """
         self.mesh = mesh
-        self.posted = 0
+        self.posted = first
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
     def post(self, request: Any) -> int:
@@ -99,14 +100,15 @@ class Requests:
 class Answers:
     """The answering side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, first: int = 0) -> None:
         """Begin before the first request.
 
         Args:
           mesh: of the answering ranks; this process is one of them.
+          first: as of `Requests`.
         """
         self.mesh = mesh
-        self.taken = 0
+        self.taken = first
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.

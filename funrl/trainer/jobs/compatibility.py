@@ -16,7 +16,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
-from funrl.role_kinds import ROLES, SCORING_ROLES
+from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind
 from funrl.rollout.hf_engine import no_engine
 from funrl.rollout.native.backends import bytes_of_page
 from funrl.rollout.native.cache_sizes import page_tokens
@@ -72,6 +72,35 @@ def check_algorithm(
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
     _check_staleness(algorithm, settings)
+    _check_scoring_pools(algorithm, settings)
+
+
+def _check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
+    placement = settings.devices.placement
+    kinds = algorithm.role_kinds
+    only_score = [
+        name for name in role_names(algorithm) if name not in algorithm.losses and not kinds[name].scores_completions
+    ]
+    for name in () if placement is None else placement.scoring:
+        problem = None
+        if name not in only_score:
+            problem = f"the roles of this run that only score are {', '.join(only_score) or 'none'}"
+        elif algorithm.divergence is not None and algorithm.divergence.role == name:
+            problem = "the loss compares whole distributions with it, in the update"
+        elif not _has_own_model(kinds[name], settings) and settings.adapters.lora_rank:
+            problem = f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
+        elif not _has_own_model(kinds[name], settings) and kinds[name].value_head:
+            problem = "its model begins as the policy, with a head of its own"
+        if problem is not None:
+            raise SettingsError(
+                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
+            )
+
+
+def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
+    """True if a role starts from a directory of its own."""
+    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
 
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
@@ -240,6 +269,8 @@ def check_meshes(
     place = settings.devices.place
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
+        for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
+            check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
     check_forms(models, settings, sizes)
     return generating
 

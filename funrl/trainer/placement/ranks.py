@@ -1,4 +1,4 @@
-"""The program of a rank: it trains, it generates, or it does both."""
+"""The program of a rank: it trains, it generates, it does both, or it scores for a role."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
 from funrl.trainer.placement.joined import joinable_source
+from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -39,7 +40,12 @@ def run_rank(
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
-    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None
+    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None  # every rank makes it
+    scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
+    for name, own in scoring.items():
+        if own.here:
+            error, stopped = serve_scores(job, name, training, own)
+            return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)
         return Outcome({}, {}, error, stopped)

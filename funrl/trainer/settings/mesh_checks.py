@@ -34,8 +34,11 @@ def check_placement(settings: Settings, place: str) -> None:
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
     agents = parse_agents(settings.environments.agents)
     joined = flags.joined
+    engine = settings.engines.engine
+    staleness = settings.asynchrony.staleness
     apart = {
-        f"--engine={settings.engines.engine}": settings.engines.engine != "native",
+        f"--engine={engine}": engine == "vllm",
+        f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
         f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
         **{f"--{name}": not joined for name in scorers_of(settings)},
