@@ -55,6 +55,18 @@ class Paging(NamedTuple):
     groups_G5: Tensor
 
 
+class PagedHeads(NamedTuple):
+    """Heads as a kernel of paged attention takes them.
+
+    Attributes:
+      head: size.
+      plain: without a cap of the logits and without sinks.
+    """
+
+    head: int
+    plain: bool
+
+
 def paging_of(
     counts: Sequence[int] | np.ndarray,
     ends: Sequence[int] | np.ndarray,

@@ -25,7 +25,7 @@ from funrl.models.model import ModelConfig
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
 from funrl.models.vision.inputs import GRIDS, PATCHES
 
-MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
+PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
@@ -130,17 +130,17 @@ def marked(prompt: Any, tokenizer: Any) -> Any:
     if isinstance(prompt, str):
         tower = tokenizer.picture_form.tower
         ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
-        return prompt.replace(MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
+        return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
     return [{**message, "content": _parts(message["content"])} for message in prompt]
 
 
 def _parts(content: Any) -> Any:
     if not isinstance(content, str):
         return [{"type": "image"} if part["type"] == "image" else part for part in content]
-    if MARK not in content:
+    if PICTURE_MARK not in content:
         return content
     parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split(MARK)):
+    for number, text in enumerate(content.split(PICTURE_MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts

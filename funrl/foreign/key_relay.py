@@ -22,7 +22,7 @@ RELAYED_HEAD_S = 10.0  # for the head of a request
 RELAYED_BODY_S = 60.0  # for its body
 RELAYED_HEAD = 1 << 16  # bytes
 LARGEST_RELAYED = 64 << 20  # bytes of a body
-MARK = b'{"relay": "funrl"}'  # answer to any GET, by which other processes of the machine know a relay
+RELAY_MARK = b'{"relay": "funrl"}'  # answer to any GET, by which other processes of the machine know a relay
 OPEN_S = 10.0  # to begin to listen, and for another relay to answer
 EPISODE_USER = re.compile(r"(\d{1,5})\.([\w-]{1,200})")
 REQUEST = re.compile(r"(GET|POST) (/[!-~]*) HTTP/1\.[01]")
@@ -66,7 +66,7 @@ def open_relay(port: int) -> None:
         with _LOCK:
             _OPENED.pop(port, None)
         with contextlib.suppress(OSError), urlopen(f"http://{_LOOPBACK}:{port}/", timeout=OPEN_S) as answer:
-            if answer.read(len(MARK)) == MARK:
+            if answer.read(len(RELAY_MARK)) == RELAY_MARK:
                 return
         raise OSError(f"cannot listen at {_LOOPBACK}:{port} ({error}); choose another port") from error
 
@@ -109,7 +109,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     if request is None:
         raise _Refused("400 Bad Request", "the request is not one of HTTP/1.1")
     if request[1] == "GET":
-        writer.write(_head("HTTP/1.1 200 OK", len(MARK)) + MARK)
+        writer.write(_head("HTTP/1.1 200 OK", len(RELAY_MARK)) + RELAY_MARK)
         return
     fields = dict(line.lower().split(":", 1) for line in lines if ":" in line)
     length = fields.get("content-length", "").strip()

@@ -17,7 +17,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
-from funrl.compiled_kernels.paged_attention import Paging
+from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 
@@ -385,18 +385,6 @@ class Abilities(NamedTuple):
     def choices(self) -> int:
         """Number of experts that a token goes to, in all layers together."""
         return 0 if self.routers is None else len(self.routers.layers) * self.routers.per_token
-
-
-class PagedHeads(NamedTuple):
-    """Heads as a kernel of paged attention takes them.
-
-    Attributes:
-      head: size.
-      plain: without a cap of the logits and without sinks.
-    """
-
-    head: int
-    plain: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from funrl.mesh.launch import launch
 from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.steps.freezing import frozen_beginnings
+from funrl.trainer.steps.optimizer import frozen_beginnings
 
 pytestmark = pytest.mark.gloo
 MESHES = {

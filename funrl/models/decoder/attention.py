@@ -13,7 +13,7 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
-from funrl.compiled_kernels.paged_attention import paged_attention, static_paged_attention
+from funrl.compiled_kernels.paged_attention import PagedHeads, paged_attention, static_paged_attention
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -22,7 +22,7 @@ from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
-from funrl.models.model import LayerCost, PagedHeads
+from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
 
 

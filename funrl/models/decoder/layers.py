@@ -17,10 +17,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
-from funrl.compiled_kernels.paged_attention import Paging
+from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, with_query_growth
 from funrl.mesh.mesh import Mesh
-from funrl.models.model import LayerCost, PagedHeads, RouterLoad
+from funrl.models.model import LayerCost, RouterLoad
 
 WeightShapes = Mapping[str, tuple[int, ...]]  # name of a weight -> shape of the whole one
 WeightAxes = Mapping[str, tuple[str, ...]]  # name of a weight -> logical axis of each dim

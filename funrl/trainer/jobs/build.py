@@ -47,7 +47,7 @@ from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import Settings, scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.freezing import frozen_beginnings
+from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses

@@ -45,7 +45,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
-from funrl.trainer.steps.freezing import frozen_beginnings
+from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 

@@ -32,6 +32,7 @@ from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
+from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
 from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.step_rows import Rows, rows_of
@@ -344,12 +345,6 @@ def completion_texts(
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
     return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
-
-
-def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Text of a completion as it continues the token before it, whose own text is `opening`."""
-    joined = decode([before, *tokens])
-    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
 def to_rows(

@@ -31,7 +31,7 @@ from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
-from funrl.trainer.steps.freezing import with_frozen
+from funrl.trainer.steps.optimizer import with_frozen
 from funrl.trainer.steps.router_losses import Choices, RouterLosses
 
 TOPK = 64
