@@ -21,8 +21,8 @@ from weightless import Weightless, smallest_config
 from funrl.mesh.mesh import SINGLE
 from funrl.models import Model, decoder_model
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native.backends import PassWork, SampledRows
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 

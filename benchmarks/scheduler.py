@@ -29,8 +29,8 @@ from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware, op_seconds
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import decoder_model
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.native.backends import PassWork, SampledRows
 from funrl.rollout.native.engine import NativeEngine, NativeOptions
+from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling

@@ -39,8 +39,8 @@ from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface import directories
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native.backends import PassWork, SampledRows
 from funrl.rollout.native.engine import NativeEngine, NativeOptions
+from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling

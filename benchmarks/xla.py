@@ -1,17 +1,20 @@
-"""The gradient of a model's log-probabilities in torch and in JAX: CPU-seconds, and the time to make the program.
+"""A training step of a model in torch, in JAX by the trainer's functions, and in JAX by hand: CPU-seconds.
 
     OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu python benchmarks/xla.py [--layers=2,8] [--embed=128] [--tokens=512] [--turns=3]
 
-One packed row in float32, forward and backward, by the functions that the trainer calls. The programs of deeper models
-show whether depth costs time to trace and compile. torch and JAX take turns in one process; medians are shown.
+One packed row in float32: the gradient of its mean log-probability, and AdamW. What is written by hand is in
+handwritten_jax.py, with optax. The programs of deeper models show whether depth costs time to trace and compile. The
+three take turns in one process; medians are shown.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
+import handwritten_jax
 import torch
 from absl import app, flags
 
@@ -20,9 +23,11 @@ from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.models import Model, decoder_config, decoder_model, place
 from funrl.models.model import Layer
-from funrl.xla.compiled import Compiled
+from funrl.optim import adamw, apply_updates
+from funrl.xla.compiled import Compiled, to_jax
 from funrl.xla.layers import as_one_operator
 
+RATE = 1e-3
 LAYERS = flags.DEFINE_list("layers", ["2", "8"], "depths of the models")
 EMBED = flags.DEFINE_integer("embed", 128, "model width; heads have 32", lower_bound=32)
 TOKENS = flags.DEFINE_integer("tokens", 512, "tokens of the row, in four sequences", lower_bound=8)
@@ -45,16 +50,23 @@ def row() -> dict[str, torch.Tensor]:
     }
 
 
-def gradient_of(model: Model, layer: Layer | None) -> Callable[..., trees.Tree]:
-    """The gradient of the mean log-probability, by weights and fields."""
+def step_of(model: Model, layer: Layer | None) -> Callable[..., trees.Tree]:
+    """A step, by weights, state of the optimizer, and fields: both after it, and the loss."""
     placed = place(model, layer=layer)
+    optimizer = adamw(RATE)
 
     def loss(params: trees.Tree, fields: dict[str, torch.Tensor]):
         logp_BT = placed.token_scores(params, Batch(**fields)).logp
         assert logp_BT is not None
         return logp_BT.mean(), ()
 
-    return lambda params, fields: trees.value_and_grad(loss)(params, fields)
+    def step(params: trees.Tree, state: trees.Tree, fields: dict[str, torch.Tensor]):
+        (value, _), grads = trees.value_and_grad(loss)(params, fields)
+        with torch.no_grad():
+            updates, state = optimizer.update(grads, state, params)
+            return apply_updates(params, updates), state, value
+
+    return step
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -64,22 +76,35 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def by_hand(params: trees.Tree, fields: dict[str, torch.Tensor]) -> Callable[[], float]:
+    """A call of the step that is written by hand; it returns the loss."""
+    arrays = handwritten_jax.stacked(trees.map(to_jax, params))
+    rows = trees.map(to_jax, fields)
+    init, step = handwritten_jax.training_step(RATE)
+    state = init(arrays)
+    return lambda: float(step(arrays, state, rows)[2])
+
+
 def main(_: list[str]) -> None:
-    print(f"{'layers':>6} {'torch s':>9} {'JAX s':>9} {'operators':>9} {'trace s':>9} {'compile s':>9}")
+    print(f"{'layers':>6} {'torch s':>9} {'JAX s':>9} {'by hand':>9} {'operators':>9} {'trace s':>9} {'compile s':>9}")
     fields = row()
     for depth in map(int, LAYERS.value):
         heads = EMBED.value // 32
         sizes = {"embed": EMBED.value, "heads": heads, "kv_heads": heads, "head": 32, "mlp": 3 * EMBED.value}
         model = decoder_model(decoder_config(vocab=VOCAB.value, layers=depth, **sizes))
         params = model.init(torch.Generator().manual_seed(0))
-        program = Compiled(gradient_of(model, as_one_operator(model.layer)), "gradient")
-        runs = [lambda fn=fn, params=params: fn(params, fields) for fn in (gradient_of(model, None), program)]
-        for run in runs:
-            run()
+        state = adamw(RATE).init(params)
+        plain = step_of(model, None)
+        program = Compiled(step_of(model, as_one_operator(model.layer)), "step")
+        lowered = functools.partial(program, params, state, fields)
+        runs = [functools.partial(plain, params, state, fields), lowered, by_hand(params, fields)]
+        losses = [run() for run in runs]
+        assert abs(losses[0][2] - losses[1][2]) < 1e-4 and abs(losses[0][2] - losses[2]) < 1e-4, losses
         times = [[seconds(run) for run in runs] for _ in range(TURNS.value)]
-        torch_s, jax_s = (statistics.median(column) for column in zip(*times, strict=True))
+        torch_s, jax_s, hand_s = (statistics.median(column) for column in zip(*times, strict=True))
         (cost,) = program.made
-        print(f"{depth:6} {torch_s:9.3f} {jax_s:9.3f} {cost.nodes:9} {cost.trace:9.1f} {cost.compile:9.1f}")
+        costs = f"{cost.nodes:9} {cost.trace:9.1f} {cost.compile:9.1f}"
+        print(f"{depth:6} {torch_s:9.3f} {jax_s:9.3f} {hand_s:9.3f} {costs}")
 
 
 if __name__ == "__main__":

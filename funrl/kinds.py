@@ -8,6 +8,7 @@ Whatever moves, packs, saves or replays rows asks a field's kind how, so that a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,32 @@ from torch.nn.functional import pad
 
 Value = Any  # of a field: a tensor, or a record of tensors such as `Ragged`, as its kind says
 EXAMPLE_NUMBERS = 2  # K of an example
+
+
+class OwnedLines(NamedTuple):
+    """Values that one row owns, of several ragged fields.
+
+    Attributes:
+      values: lines by field.
+      digest: a number of 128 bits that tells their bytes apart.
+    """
+
+    values: Mapping[str, Tensor]
+    digest: int
+
+    @property
+    def empty(self) -> bool:
+        """True if there are none."""
+        return not any(map(len, self.values.values()))
+
+
+def owned_lines(values: Mapping[str, Tensor]) -> OwnedLines:
+    """Lines of one row, by field, with their digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(values):
+        digest.update(f"{name} {tuple(values[name].shape)} {values[name].dtype}".encode())
+        digest.update(values[name].contiguous().cpu().numpy().tobytes())
+    return OwnedLines(values, int.from_bytes(digest.digest(), "little"))
 
 
 class Ragged(NamedTuple):

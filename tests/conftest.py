@@ -7,7 +7,10 @@ import gc
 import os
 import tempfile
 
-from selection import starts_jax
+import pytest
+from selection import in_order_of_length, starts_jax
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it once; a thread that spins takes a worker's core
 
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once
 
@@ -25,6 +28,13 @@ def pytest_ignore_collect(collection_path, config):
     """Skip files that start JAX where `-m` excludes them: reading one imports JAX, into a process that forks."""
     excluded = "not xla" in config.option.markexpr and collection_path.suffix == ".py"
     return True if excluded and starts_jax(collection_path) else None
+
+
+@pytest.hookimpl(trylast=True)  # after -m has deselected tests
+def pytest_collection_modifyitems(items):
+    """Let workers begin with what takes longest."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = in_order_of_length(items)
 
 
 def pytest_collection_finish(session):

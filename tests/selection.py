@@ -1,5 +1,7 @@
-"""Choices of tests: cases that `./test` runs, where `./test --all` runs the others too; and files that start JAX."""
+"""Choices of tests: cases that `./test` runs, where `./test --all` runs the others too; files that start JAX; and the
+order of files."""
 
+import collections
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -24,3 +26,16 @@ def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
 def starts_jax(file: Path) -> bool:
     """True of a file whose tests are marked as `xla`."""
     return re.search(r"^pytestmark = pytest\.mark\.xla$", file.read_text(), re.MULTILINE) is not None
+
+
+LONG = {  # files that take a minute or more of a core
+    "test_compile_phase.py", "test_every_flag_acts.py", "test_experiments.py", "test_first_day.py",
+    "test_named_on_meshes.py", "test_programs.py", "test_same_bits_experts.py", "test_scale_out.py", "test_snippets.py",
+}  # fmt: skip
+
+
+def in_order_of_length(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Tests of long files first, then of files with many tests: workers that take files in turn end together."""
+    items = list(items)
+    counts = collections.Counter(item.path for item in items)
+    return sorted(items, key=lambda item: (item.path.name not in LONG, -counts[item.path]))

@@ -22,6 +22,10 @@ SWITCHES = "those of its switches"  # whose tests name no family
 NOTES = {
     "llama": ("attention bias, mlp bias", ""),
     "qwen2": ("bias on q, k, v; a window on upper layers", ""),
+    "qwen2_5_vl": (
+        "`qwen2` with three positions a token, and a vision tower with windows ([pictures](vision.md))",
+        "videos; stretched rotary positions",
+    ),
     "qwen3": ("q and k normalised per head; a window on upper layers", ""),
     "mistral": ("one window on all layers", "layer types"),
     "ministral3": ("`mistral` with `yarn` and queries that grow with their positions", "layer types"),

@@ -57,9 +57,9 @@ ORDER = (
 OWN = ""
 INSIDE = {
     "mesh": (OWN, "pools"),
-    "models": (OWN, "decoder", "huggingface", "huggingface/configs"),
-    "rollout": (OWN, "native", "vllm", "remote"),
-    "environments": ("forms", OWN, "builtin"),
+    "models": (OWN, "compiling", "decoder", "vision", "huggingface", "huggingface/configs"),
+    "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
+    "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),
     "trainer": (
         "settings",
@@ -73,7 +73,7 @@ INSIDE = {
         OWN,
         "placement",
     ),
-    "cost": ("tracing", OWN, "search", "schedules", "reports"),
+    "cost": ("tracing", OWN, "search", "schedules", "placement", "reports", "ahead"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
 }

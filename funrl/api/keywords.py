@@ -44,6 +44,7 @@ class SharedKeywords(TypedDict, total=False):
     episode_tokens: WholeValue | None
     env_timeout: NumberValue
     episode_retries: WholeValue
+    env_workers: WholeValue
     max_waiting: WholeValue
     tool_parser: TextValue | None
     tool_tokens: WholeValue
@@ -90,6 +91,7 @@ class TrainKeywords(SharedKeywords, total=False):
     overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
+    keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None
@@ -129,6 +131,7 @@ class TrainKeywords(SharedKeywords, total=False):
     weight_decay: NumberValue
     decay_all: TruthValue
     max_grad_norm: NumberValue
+    freeze: TextValue | None
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue

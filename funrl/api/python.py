@@ -36,7 +36,7 @@ from funrl.api.arguments import (
 from funrl.api.keywords import SamplingKeywords, TrainKeywords
 from funrl.api.summaries import model_summary, run_summary
 from funrl.api.warm_start import warm_started
-from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.placement.place_search import chosen_devices
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.prompts import Example
@@ -338,10 +338,10 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
     if chosen.devices.train.wanted is not None:
         if built:
             raise SettingsError(
-                f"mesh={chosen.devices.mesh!r}: auto works only for the embedded task's model or a directory; name a "
-                "mesh"
+                f"mesh={chosen.devices.train.text!r}: auto works only for the embedded task's model or a directory; "
+                "name a mesh"
             )
-        return chosen_mesh(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
+        return chosen_devices(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
     if not (chosen.devices.fsdp and not built and ranks_of_node() is not None):
         return chosen
     hardware = hardware_of(chosen.devices.device or device_type())

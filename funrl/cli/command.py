@@ -120,7 +120,7 @@ def with_mesh(command: Command) -> Command:
     node = ranks_of_node() if settings.devices.fsdp and settings.devices.fsdp_axes is None else None
     if wanted is None and node is None:
         return command
-    from funrl.cost.search.mesh_search import chosen_mesh
+    from funrl.cost.placement.place_search import chosen_devices
     from funrl.cost.search.node_groups import with_groups
     from funrl.cost.tracing.hardware import hardware_of
     from funrl.mesh.launch import check_devices, device_type
@@ -130,7 +130,7 @@ def with_mesh(command: Command) -> Command:
     if wanted is None:
         chosen, note = with_groups(settings, command.compose, hardware_of(device), node)
     else:
-        chosen, note = chosen_mesh(settings, command.compose, hardware_of(device))
+        chosen, note = chosen_devices(settings, command.compose, hardware_of(device))
     return command._replace(settings=chosen, notes=command.notes if note is None else (*command.notes, note))
 
 

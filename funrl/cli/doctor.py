@@ -141,7 +141,9 @@ def gpu_kernels() -> list[tuple[str, str]]:
     from funrl.compiled_kernels.flash_kernel import attention_by
     from funrl.compiled_kernels.paged_attention import paged_kernel
 
-    paged = "by a kernel" if paged_kernel() else "gathers the pages, which is slow: no kernel takes them here"
+    paged = (
+        "by a kernel" if paged_kernel() is not None else "gathers the pages, which is slow: no kernel takes them here"
+    )
     return [("attention, bfloat16", attention_by(torch.bfloat16)), ("attention over pages", paged)]
 
 

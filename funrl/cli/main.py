@@ -10,12 +10,14 @@ funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
+funrl join RUN_DIR
 funrl replay RUN_DIR --rows
 funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
+funrl compile grpo --mesh=dp4,tp4 --target=v5e:4x4
 funrl --help
 """
 
@@ -53,8 +55,10 @@ EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flag
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
+    "join": "funrl.cli.join:join_command",
     "replay": "funrl.cli.replay:replay_command",
     "bisect": "funrl.cli.bisect:bisect_command",
+    "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",
 }

@@ -1,6 +1,7 @@
 """The command `funrl replay`: repeat an earlier run, or a step of it, and compare it with the saved results.
 
-    funrl replay RUN_DIR                    a run with an environment: generate again, with the logged answers
+    funrl replay RUN_DIR                    a run with an environment: generate again, with the logged answers;
+                                            an asynchronous run: generate each token again by the logged weights
     funrl replay RUN_DIR --rows             train on the saved rows, and generate nothing
     funrl replay RUN_DIR --rows --step=7    that step, from the newest checkpoint before it
 
@@ -28,6 +29,7 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse, text
 from funrl.track.records.run_directory import RunDirectory
@@ -38,6 +40,8 @@ from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.loop import MakeSource
+from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
@@ -84,7 +88,7 @@ def replay_command(argv: Sequence[str]) -> int:
     _check_one_start(command, run, step, mesh=mesh)
     logged = None
     if not line.values["rows"]:
-        logged = _logged_environment(command, run)
+        logged = _logged(command, run)
     repeat = Repeat(run, step, logged)
     return _replay(command, repeat, tolerance=line.values["tolerance"] or 0.0)
 
@@ -94,22 +98,27 @@ class Repeat(NamedTuple):
 
     run_dir: str
     step: int | None
-    logged: LoggedEnvironment | None
+    logged: LoggedEnvironment | MakeSource | None
 
 
-def _logged_environment(command: Command, run: str) -> LoggedEnvironment | None:
-    """The environment that answers as the log of a run says; None: a run without one, whose rows alone are saved.
+def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None:
+    """The environment that answers as the log of a run says, or the source of an asynchronous run's groups.
+
+    None: a run without either, whose rows alone are saved.
 
     Raises:
       SettingsError: episodes of the run cannot be generated again.
     """
+    groups = read_groups(run)
     if not has_environment(command.settings):
-        return None
+        return None if groups is None else functools.partial(logged_source, groups)
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
     if tokens is not None:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
+    elif groups is not None:
+        problem = "turns of its episodes are of several weights (--staleness)"
     elif not agents:
         problem = "no episodes are saved, which --save_rollouts does"
     if problem:
@@ -176,7 +185,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     placed = recorded.get("place")
-    together = {} if placed is None else {"place": None, "mesh": _trained_on(placed, recorded.get("mesh", ""))}
+    by_turns = {"place": None, "staleness": 0, "window": 1, "keep_cache": False}
+    together = {} if placed is None else by_turns | {"mesh": _trained_on(placed, recorded.get("mesh", ""))}
     changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed
     values = recorded | fields
@@ -185,7 +195,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
 
 def _trained_on(place: str, mesh: str) -> str:
     """The mesh that a recorded run was trained on, whose other ranks generated."""
-    return text(read_placement(place, parse(mesh)).train.sizes)
+    sizes = training_sizes(place, parse(mesh)) if generators_join(place) else None
+    return text(sizes or read_placement(place, parse(mesh)).train.sizes)
 
 
 def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
@@ -210,7 +221,8 @@ def _without_environment(command: Command, repeat: Repeat) -> Job:
     """The job of a run, with a log in place of its environment: neither made nor loaded from a file."""
     if not has_environment(command.settings):
         return prepare(command.settings, command.compose)
-    environment = repeat.logged or LoggedEnvironment(_agents(repeat.run_dir))
+    logged = repeat.logged
+    environment = logged if isinstance(logged, LoggedEnvironment) else LoggedEnvironment(_agents(repeat.run_dir))
     given = Given(environment=environment) if command.settings.environments.env is not None else Given()
     job = prepare(command.settings, command.compose, given)
     assert isinstance(job, RLJob)

@@ -33,6 +33,7 @@ COMMANDS = {
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
+    "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "replay": SmallCommand(
         "Repeat of a run, compared bit by bit",
         "funrl replay RUN_DIR [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
@@ -45,5 +46,6 @@ COMMANDS = {
         "An algorithm's advantage and losses as formulas",
         "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",
     ),
+    "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
 }

@@ -45,6 +45,7 @@ _PROBLEMS = (
     "a token's adapter is not one of the call's",
 )
 _NO_ROTATION = len(_PROBLEMS)  # a position is after the table of rotations
+_DTYPES = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int64)  # of the arguments of `forward`
 
 
 class StepSizes(NamedTuple):
@@ -273,9 +274,9 @@ class PackedDecoder:
         N = tokens_N.shape[0]
         M = draw_M.shape[0]
         given = (tokens_N, positions_N, sequence_N, tables_SP, draw_M)
-        types = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int64)
-        if any(x.dtype != dtype for x, dtype in zip(given, types, strict=True)):
-            raise ValueError(f"the arguments are {[x.dtype for x in given]}, they must be {list(types)}")
+        dtypes = tuple(x.dtype for x in given)
+        if dtypes != _DTYPES:
+            raise ValueError(f"the arguments are {list(dtypes)}, they must be {list(_DTYPES)}")
         tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
@@ -345,7 +346,8 @@ class PackedDecoder:
         if logits_MV.dtype != self.logits_dtype or (noise_R is not None and noise_R.dtype != torch.float64):
             raise ValueError(f"logits must be {self.logits_dtype} and noise float64")
         token_R = torch.empty(R, dtype=torch.int64)
-        sampling_logp_R, raw_logp_R = logits_MV.new_empty(2, R)
+        sampling_logp_R = torch.empty(R, dtype=self.logits_dtype)
+        raw_logp_R = torch.empty(R, dtype=self.logits_dtype)
         results = (x.data_ptr() for x in (token_R, sampling_logp_R, raw_logp_R))
         rows = (BITS[self.logits_dtype], logits_MV.data_ptr(), M, V, parts_of(V), source_R.data_ptr(), R)
         problem = self._library.funrl_sample(

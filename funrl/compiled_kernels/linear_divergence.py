@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.gpu_kernels.trials import largest_error
 from funrl.compiled_kernels.linear import add_products_, product
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.logit_rows import operators
@@ -263,7 +264,7 @@ def divergence_error(device: str) -> float:
     facts_C4 = torch.stack([*normalizers, to_student_C, torch.ones_like(to_student_C)], 1)
     d_CV = _kernel_d_logits(states, weights, facts_C4, settings)
     pairs = (to_teacher_C + to_student_C, value_C.detach()), (d_CV @ weights[0], d_hidden)
-    return operators.largest_error(pairs)
+    return largest_error(pairs)
 
 
 def _both_logits(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from funrl.processes.device_memory import copy_to_device
 
 KERNEL_PAGE = 256  # tokens; the page of a kernel is a multiple of it
 KERNEL_HEAD = 256  # numbers of a head at most, in eights
+TRITON_PAGE = 16  # tokens; the page of a Triton kernel is a multiple of it
 _PROBED = "cuda"  # where a kernel is tried
 _TOLERANCE = 0.05  # of results in bfloat16 that are averages of values of size 1
 log = logging.getLogger(__name__)
@@ -51,6 +53,18 @@ class Paging(NamedTuple):
     offsets_S1: Tensor
     ends_S: Tensor
     groups_G5: Tensor
+
+
+class PagedHeads(NamedTuple):
+    """Heads as a kernel of paged attention takes them.
+
+    Attributes:
+      head: size.
+      plain: without a cap of the logits and without sinks.
+    """
+
+    head: int
+    plain: bool
 
 
 def paging_of(
@@ -130,9 +144,9 @@ def paged_attention(
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own sequence.
 
-    On CUDA and ROCm 16-bit tensors go to the kernel that `paged_kernel` finds, which knows no cap, where it takes pages
-    and heads of their size; on a CPU they go to the decoding step's function, so that they have the bits of
-    `varlen_attention`; everything else is gathered group by group. Without a gradient.
+    On CUDA and ROCm 16-bit tensors go to the kernel that `kernel_for` finds; on a CPU they go to the decoding step's
+    function, so that they have the bits of `varlen_attention`; everything else is gathered group by group. Without a
+    gradient.
 
     Args:
       q_NHD, k_NKD, v_NKD: of the new tokens; K divides H, query head h uses key-value head h // (H / K).
@@ -141,8 +155,7 @@ def paged_attention(
       window: how many tokens a token sees at most, itself included; None: all.
       scale: None: 1 / sqrt(D).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
-      sinks_H: logit of each head of a further key, which every token sees and whose value is 0. The kernel of
-        `paged_kernel` knows none.
+      sinks_H: logit of each head of a further key, which every token sees and whose value is 0.
 
     Returns: [N, H, D].
     """
@@ -177,6 +190,37 @@ def paged_attention_reference(
     return torch.cat(outs)
 
 
+def static_paged_attention(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    cache: tuple[Tensor, Tensor],
+    paging: Paging,
+    window: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """`paged_attention` of equally many tokens of each row of `paging.table_SP`, whose pages are all read.
+
+    It is made of core operators, for programs that are traced. A sequence may have several rows, and shapes alone say
+    how many tokens a row has.
+
+    Args:
+      options: `scale`, `cap` and `sinks_H`.
+    """
+    page = cache[0].shape[1]
+    rows, pages = paging.table_SP.shape
+    for new, x in zip((k_NKD, v_NKD), cache, strict=True):
+        x.view(-1, *x.shape[2:]).index_copy_(0, paging.places_N, new)
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    k_RSKD, v_RSKD = (x[paging.table_SP.long()].flatten(1, 2).to(wide) for x in cache)
+    q_RTHD = q_NHD.unflatten(0, (rows, -1)).to(wide)
+    behind_RTS = paging.positions_N.view(rows, -1, 1) - torch.arange(pages * page, device=q_NHD.device)
+    seen_RTS = behind_RTS >= 0
+    if window is not None:
+        seen_RTS = seen_RTS & (behind_RTS < window)
+    return attention_reference(q_RTHD, k_RSKD, v_RSKD, seen_RTS, **options).flatten(0, 1).to(q_NHD.dtype)
+
+
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
 @torch.library.custom_op("funrl::paged_attention", mutates_args=("keys", "values"))
 def _paged_attention(
@@ -196,12 +240,11 @@ def _paged_attention(
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    for new, x in ((k, keys), (v, values)):
-        x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
-    if sinks is None and takes_kernel(q.device.type, q.dtype, q.shape[-1], keys.shape[1], cap):
-        kernel = paged_kernel()
-        assert kernel is not None
-        return kernel(q, keys, values, table, offsets, ends, groups, window, scale)
+    _write(k, v, (keys, values), places)
+    kernel = kernel_for(q.device.type, q.dtype, q.shape[-1], keys.shape[1], plain=not cap and sinks is None)
+    if kernel is not None:
+        extras = {"cap": cap, "sinks": sinks} if cap or sinks is not None else {}
+        return kernel(q, keys, values, table, offsets, ends, groups, window, scale, **extras)
     if computes_exactly(q, keys, values):
         paged = PagedKeys(keys, values, table, ends)
         out, lse = page_attention(q, paged, offsets, AttentionOptions(window, scale, cap))
@@ -226,20 +269,42 @@ def _paged_attention(
     return out
 
 
+def _write(k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor], places: Tensor) -> None:
+    """Write new keys and values to their places, by one kernel on a GPU."""
+    if k.is_cuda and all(x.is_contiguous() for x in cache) and triton_takes_pages():
+        from funrl.compiled_kernels.gpu_kernels.page_kernels import write_pages
+
+        write_pages(k, v, cache, places)
+        return
+    for new, x in ((k, cache[0]), (v, cache[1])):
+        x.view(-1, *x.shape[2:]).index_copy_(0, places, new)
+
+
 @_paged_attention.register_fake
 def _(q, k, v, keys, values, places, positions, table, offsets, ends, groups, window, scale=0.0, cap=0.0, sinks=None):
     return torch.empty_like(q)
 
 
-def takes_kernel(device: str, dtype: torch.dtype, head: int, page_tokens: int, cap: float | None = None) -> bool:
-    """True if attention of this dtype, to pages and heads of these sizes, is by the kernel of `paged_kernel`."""
-    size = head % 8 == 0 and head <= KERNEL_HEAD and page_tokens % KERNEL_PAGE == 0
-    return device == "cuda" and dtype.itemsize == 2 and not cap and size and paged_kernel() is not None
+def kernel_for(
+    device: str, dtype: torch.dtype, head: int, page_tokens: int, plain: bool = True
+) -> Callable[..., Tensor] | None:
+    """Kernel of attention of a dtype to pages and heads of these sizes; None: there is none.
+
+    It takes (q, keys, values, table, offsets, ends, groups, window, scale), and where it is not `plain` cap and sinks.
+
+    Args:
+      plain: without a cap and without sinks.
+    """
+    if device != "cuda" or dtype.itemsize != 2 or head > KERNEL_HEAD:
+        return None
+    if plain and head % 8 == 0 and page_tokens % KERNEL_PAGE == 0 and (kernel := paged_kernel()) is not None:
+        return kernel
+    return by_triton if page_tokens % TRITON_PAGE == 0 and triton_takes_pages() else None
 
 
 @functools.cache
 def paged_kernel() -> Callable[..., Tensor] | None:
-    """Attention over pages on a GPU: torch's from 2.12 on, else flash-attn's where that is installed; None: neither.
+    """Plain attention over pages on a GPU: torch's from 2.12 on, else flash-attn's, else Triton's; None: none of them.
 
     It is logged once, and takes (q, keys, values, table, offsets, ends, groups, window, scale). Where there is a GPU a
     small call is tried first: a kernel may take pages by its signature and refuse them on this device.
@@ -257,19 +322,27 @@ def paged_kernel() -> Callable[..., Tensor] | None:
         flash = importlib.import_module("flash_attn").flash_attn_varlen_func
     except ImportError:
         flash = None
-    if flash is None or "block_table" not in inspect.signature(flash).parameters:
-        log.warning(
-            "attention over pages on the GPU gathers them, which is slow: torch %s has no kernel for it (2.12 has), "
-            "and there is no flash-attn with one",
-            torch.__version__,
-        )
-        return None
-    kernel = functools.partial(by_flash_attn, flash)
-    if (problem := _problem(kernel)) is not None:
-        log.warning("attention over pages on the GPU gathers them, which is slow: flash-attn says %s", problem)
-        return None
-    log.info("attention over pages on the GPU is by flash-attn: torch %s has no kernel for it", torch.__version__)
-    return kernel
+    if flash is not None and "block_table" in inspect.signature(flash).parameters:
+        kernel = functools.partial(by_flash_attn, flash)
+        if (problem := _problem(kernel)) is None:
+            log.info("attention over pages on the GPU is by flash-attn")
+            return kernel
+        log.warning("flash-attn has no attention over pages for this GPU: %s", problem)
+    return by_triton if triton_takes_pages() else None
+
+
+@functools.cache
+def triton_takes_pages() -> bool:
+    """True if the kernels of `gpu_kernels.page_kernels` compute what the reference does on this machine's GPU."""
+    if importlib.util.find_spec("triton") is None:
+        problem = "triton is not installed; torch for CUDA and ROCm brings it along"
+    else:
+        problem = _problem(by_triton)
+    if problem is None:
+        log.info("attention over pages on the GPU is by Triton kernels")
+        return True
+    log.warning("attention over pages on the GPU gathers them, which is slow: %s", problem)
+    return False
 
 
 def _problem(kernel: Callable[..., Tensor]) -> str | None:
@@ -289,7 +362,7 @@ def _problem(kernel: Callable[..., Tensor]) -> str | None:
             error = (kernel(q, keys, values, *places, 0, 0.0) - expected).abs().max().item()
             if not error < _TOLERANCE:
                 return f"its results differ by {error:.2g} from the reference's"
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as problem:
+    except Exception as problem:  # a compiler's errors share no type
         return str(problem).partition("\n")[0]
     return None
 
@@ -331,6 +404,17 @@ def by_flash_attn(kernel: Callable, q, keys, values, table, offsets, ends, group
         window_size=_window(window, most_new),
         block_table=table.int(),
     )
+
+
+def by_triton(
+    q, keys, values, table, offsets, ends, groups, window: int, scale: float, cap: float = 0.0, sinks=None
+) -> Tensor:
+    """Attention over pages by the kernels of `gpu_kernels.page_kernels`. The host waits for nothing."""
+    from funrl.compiled_kernels.gpu_kernels.page_kernels import PageOptions, attend_pages
+
+    counts = int(groups[:, 3].min()), int(groups[:, 3].max())
+    options = PageOptions(scale or q.shape[-1] ** -0.5, window, cap)
+    return attend_pages(q, (keys, values), (table, offsets, ends), counts, options, sinks_H=sinks)
 
 
 def _window(window: int, most_new: int) -> tuple[int, int]:

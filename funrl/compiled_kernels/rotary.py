@@ -63,13 +63,17 @@ def _yarn(frequency: Tensor, theta: float, scaling) -> Tensor:
     return (1 - stretched) * frequency + stretched * frequency / scaling.factor
 
 
-def rotary(positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> Rotary:
+def rotary(
+    positions: Tensor, frequency: Tensor, dtype: torch.dtype, amplitude: float = 1.0, axes: tuple[int, ...] = ()
+) -> Rotary:
     """The turns of integer positions [...], computed in the dtype of `frequency` and given in `dtype`.
 
     Args:
       amplitude: factor of what is turned.
+      axes: for each frequency which of several positions [..., A] it takes; (): there is one.
     """
-    angle = positions.unsqueeze(-1).to(frequency.dtype) * frequency
+    turning = positions[..., torch.tensor(axes, device=positions.device)] if axes else positions.unsqueeze(-1)
+    angle = turning.to(frequency.dtype) * frequency
     cos = angle.cos()
     sin = angle.sin()
     if amplitude != 1:

@@ -26,9 +26,10 @@ from funrl.cost.tracing.turns import ONE_REPLY, Turns
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, scale_of
 from funrl.rollout.native.adapter_engine import AdapterEngine
-from funrl.rollout.native.backends import PassWork, TorchBackend
+from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.cache_sizes import page_tokens, pass_tokens
 from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.passes import PassWork
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob

@@ -17,7 +17,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.native.captured import CapturedFunctions, Compute
+from funrl.rollout.native.device.captured import CapturedFunctions, Compute
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.trainer import loop

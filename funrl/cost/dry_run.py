@@ -211,19 +211,20 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
         agents = agent_bytes(job, parts)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
-        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware))
+        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware, pool))
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
-            engine, _ = engine_bytes(job, parts, parts.generator)
+            engine, shared = engine_bytes(job, parts, parts.generator)
             served = rests | {"weights": rests["weights"] + agents}
             held = engine + sum(served.values())
             phases["generate"], episodes = with_waiting(
                 job, parts.generator, phases["generate"], tokens, held, hardware
             )
-            phases = {name: plus(costs, {"weights": engine + agents}) for name, costs in phases.items()}
+            copied = engine + shared if pool == "generate" else engine  # nothing is the trainer's there
+            phases = {name: plus(costs, {"weights": copied + agents}) for name, costs in phases.items()}
             phases["reshard"] = resharding(job, parts, parts.generator, served)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
@@ -234,6 +235,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
+        if pool == "train":
+            phases.pop(MOVES[0], None)  # rows come from the other ranks
         if pool == "generate":
             phases = {pool: plus(phases[pool], {kind: -nbytes for kind, nbytes in rests.items()})}
     return Estimate(
@@ -298,7 +301,7 @@ def check_width(job: Job, tokens: int) -> int:
     return width
 
 
-def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware) -> dict[str, Costs]:
+def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware, pool: str) -> dict[str, Costs]:
     """Costs of all phases except the reshard, without the engine's copy of the weights.
 
     Args:
@@ -307,6 +310,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
       plan: of all rows.
       tokens: of a prompt or text.
       hardware: of each rank.
+      pool: as in `estimate`.
 
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
@@ -330,8 +334,9 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), written=written))
     some = learned(min(mini, TRACED * piece))
     if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
-        resting = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
-        resting += engine_bytes(job, whole, whole.generator)[0] + agent_bytes(job, whole)
+        own, shared = engine_bytes(job, whole, whole.generator)
+        trained = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+        resting = own + agent_bytes(job, whole) + (shared if pool == "generate" else trained)
         engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting) / engines
         phases["generate"] = Costs({"other": {}})

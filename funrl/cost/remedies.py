@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from funrl.cost.rates import step_seconds
@@ -137,3 +138,8 @@ def peak_of(estimate: Estimate) -> Peak:
 def written_flags(changes: dict[str, Any]) -> str:
     """Flags as a command line writes them."""
     return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in changes.items())
+
+
+def quoted_flags(changes: Mapping[str, Any]) -> str:
+    """Flags as a shell takes them."""
+    return " ".join(shlex.quote(written_flags({name: value})) for name, value in changes.items())

@@ -125,3 +125,37 @@ def _number(text: str) -> Any:
         return float(text) if text else None
     except ValueError:
         return text
+
+
+def are_messages(x: Any) -> bool:
+    """True of a list of messages, whose content is text, or parts of text and pictures."""
+    return isinstance(x, list) and bool(x) and all(map(is_message, x))
+
+
+def is_message(x: Any) -> bool:
+    """True of an object with a role, and text or parts of text and pictures."""
+    if not isinstance(x, Mapping) or not isinstance(x.get("role"), str):
+        return False
+    content = x.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and bool(content) and all(map(_is_part, content)))
+
+
+def _is_part(x: Any) -> bool:
+    if not isinstance(x, Mapping):
+        return False
+    return x.get("type") == "image" or (x.get("type") == "text" and isinstance(x.get("text"), str))
+
+
+def check_steps(steps: Any, labels: Any) -> None:
+    """Raise DataError where steps of a solution and their labels are no lists of one length."""
+    if not (isinstance(steps, Sequence) and not isinstance(steps, str) and steps) or not all(
+        isinstance(step, str) for step in steps
+    ):
+        raise DataError("'completions' must be a list of texts, the steps of a solution")
+    if not isinstance(labels, Sequence) or len(labels) != len(steps) or not all(map(is_label, labels)):
+        raise DataError(f"'labels' must be a list of true or false, one for each of the {len(steps)} completions")
+
+
+def is_label(value: Any) -> bool:
+    """True of true, false and numbers from 0 to 1."""
+    return isinstance(value, (bool, int, float)) and 0 <= value <= 1

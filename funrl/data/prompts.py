@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from funrl.data.columns import Fields, prompt_columns, rename_columns
+from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
+from funrl.data.pictures import expand_placeholders, marked, picture_form_of, pictures_of
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError
+from funrl.kinds import OwnedLines
 
 RESERVED = ("completion",)  # arguments that every reward function gets
 T = TypeVar("T")
@@ -31,7 +33,7 @@ class Prompt(NamedTuple):
       source: its file, and line or row.
     """
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     fields: dict[str, Any]
     source: str = ""
 
@@ -46,6 +48,7 @@ class Example(NamedTuple):
       source: its file, and line or row.
       messages: messages of a chat prompt; None for a text.
       conversational: whether the record's own prompt is a chat, not a text that the format turns into one.
+      owned: values that it owns, such as its pictures; with a model that reads such, all examples have some.
     """
 
     tokens: list[int]
@@ -54,6 +57,7 @@ class Example(NamedTuple):
     source: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
     conversational: bool = False
+    owned: OwnedLines | None = None
 
 
 def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:
@@ -106,9 +110,13 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
       PromptError: the tokenizer or the chat template refuses it, or it has no tokens.
     """
     where = f"{prompt.source}: " if prompt.source else ""
+    see = picture_form_of(tokenizer)
     try:
-        tokens, text = encoded(tokenizer, prompt.prompt, form, tools=prompt.fields.get("tools"))
-        content = format_prompt(prompt.prompt, form)
+        pictures = pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
+        own = marked(prompt.prompt, tokenizer) if pictures else prompt.prompt
+        tokens, text = encoded(tokenizer, own, form, tools=prompt.fields.get("tools"))
+        content = format_prompt(own, form)
+        tokens, owned = (tokens, None) if see is None else expand_placeholders(tokens, pictures, see)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
@@ -123,6 +131,7 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
         source=prompt.source,
         messages=messages,
         conversational=not isinstance(prompt.prompt, str),
+        owned=owned,
     )
 
 
@@ -154,19 +163,15 @@ def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
     return Prompt(_check_prompt(where, record["prompt"]), others, where)
 
 
-def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, str]]:
+def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+    if are_messages(prompt):
         return prompt
     raise PromptError(
         f"{where}: 'prompt' must be text that is not empty, or a list of messages "
         f'{{"role": "user", "content": "..."}}; it is {_short(prompt)}'
     )
-
-
-def _is_message(x: Any) -> bool:
-    return isinstance(x, dict) and isinstance(x.get("role"), str) and isinstance(x.get("content"), str)
 
 
 def _short(value: Any) -> str:

@@ -32,14 +32,16 @@ import numpy as np
 import torch
 
 from funrl.batch import Batch
-from funrl.data.columns import Fields, rename_columns, text_columns
+from funrl.data.columns import Fields, are_messages, check_steps, is_label, rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
+from funrl.data.pictures import expand_placeholders, flags_after, marked, picture_form_of, pictures_of
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
+from funrl.kinds import OwnedLines
 
 TEXT_FIELDS = {
     "demonstrations": ("completion",),
@@ -68,12 +70,14 @@ class TextExample(NamedTuple):
       margin: margin by which the first text should win.
       labels: 0 to 1, one for each trained token in order, or a single one for the whole text.
       source: its file and line.
+      owned: values that it owns, such as its pictures; with a model that reads such, all examples have some.
     """
 
     texts: tuple[Text, ...]
     margin: float | None = None
     labels: tuple[float, ...] = ()
     source: str = ""
+    owned: OwnedLines | None = None
 
 
 @dataclass(eq=False)
@@ -205,7 +209,7 @@ def check_record(record: Any, kind: str) -> None:
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
     if kind == "demonstrations" and "messages" in record:
         messages = record["messages"]
-        if not _are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
+        if not are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
             raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
         return
     if kind == "demonstrations" and "text" in record and "prompt" not in record:
@@ -219,12 +223,12 @@ def check_record(record: Any, kind: str) -> None:
             f"there is no field {missing[0]!r}; the fields are {sorted(record)}: --fields={missing[0]}:COLUMN "
             "names the column that has it"
         )
-    if not (isinstance(record["prompt"], str) or _are_messages(record["prompt"])):
+    if not (isinstance(record["prompt"], str) or are_messages(record["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
     if kind == "steps":
-        _check_steps(record["completions"], record["labels"])
+        check_steps(record["completions"], record["labels"])
         return
-    if kind == "ratings" and not _is_label(record["label"]):
+    if kind == "ratings" and not is_label(record["label"]):
         raise DataError(f"'label' is {record['label']!r}; true, false or a number from 0 to 1 is needed")
     for name in TEXT_FIELDS[kind]:
         if not isinstance(_content(record[name]), str):
@@ -246,6 +250,21 @@ def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PL
     """
     record = text_columns(record, kind)
     check_record(record, kind)
+    pictures = pictures_of(record, tokenizer)
+    places = ("prompt", "messages") if pictures else ()
+    record = {**record, **{name: marked(record[name], tokenizer) for name in places if name in record}}
+    example = _text_example(record, kind, tokenizer, form)
+    see = picture_form_of(tokenizer)
+    if see is None:
+        return example
+    if pictures and kind != "demonstrations":
+        raise DataError(f"{kind} have no pictures: these are read with demonstrations and prompts")
+    seen = [expand_placeholders(text.tokens, pictures, see) for text in example.texts]
+    texts = tuple(Text(new.tokens, flags_after(*text, new, see)) for text, new in zip(example.texts, seen, strict=True))
+    return example._replace(texts=texts, owned=seen[0].owned)
+
+
+def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: PromptFormat) -> TextExample:
     if kind == "demonstrations" and "messages" in record:
         return TextExample((conversation(record["messages"], tokenizer, form, tools=record.get("tools")),))
     if kind == "demonstrations" and "prompt" not in record:
@@ -397,21 +416,8 @@ def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Ten
     return label_BT
 
 
-def _check_steps(steps: Any, labels: Any) -> None:
-    if not (isinstance(steps, Sequence) and not isinstance(steps, str) and steps) or not all(
-        isinstance(step, str) for step in steps
-    ):
-        raise DataError("'completions' must be a list of texts, the steps of a solution")
-    if not isinstance(labels, Sequence) or len(labels) != len(steps) or not all(map(_is_label, labels)):
-        raise DataError(f"'labels' must be a list of true or false, one for each of the {len(steps)} completions")
-
-
-def _is_label(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and 0 <= value <= 1
-
-
 def _content(completion: Any) -> Any:
-    return completion[0]["content"] if _are_messages(completion) and len(completion) == 1 else completion
+    return completion[0]["content"] if are_messages(completion) and len(completion) == 1 else completion
 
 
 def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
@@ -438,13 +444,3 @@ def _whole(text: str, tokenizer: Any) -> Text:
     if len(ids) < 2:
         raise DataError("'text' must have at least two tokens")
     return Text(ids, [False] + [True] * (len(ids) - 1))
-
-
-def _are_messages(x: Any) -> bool:
-    return (
-        isinstance(x, list)
-        and bool(x)
-        and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in x
-        )
-    )

@@ -86,7 +86,7 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
       RunEndingError: the environment cannot work in this run.
     """
     with clock.attempt() as expired:
-        task = asyncio.ensure_future(_guarded(run, policy))
+        task = asyncio.ensure_future(guarded_episode(run, policy))
         try:
             await asyncio.wait({task, expired}, return_when=asyncio.FIRST_COMPLETED)
             if task.cancelled():
@@ -150,8 +150,12 @@ def episode_problem(episode: object) -> str:
     return ""
 
 
-async def _guarded(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Episode:
-    """Run an episode; whatever it raises or returns becomes an episode."""
+async def guarded_episode(run: Callable[[], Awaitable[Episode]], policy: Policy) -> Episode:
+    """Run an episode; whatever it raises or returns becomes an episode.
+
+    Raises:
+      RunEndingError: the environment cannot work in this run.
+    """
     try:
         async with policy.served:
             episode = await run()

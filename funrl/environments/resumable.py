@@ -120,7 +120,7 @@ class ResumablePolicy(LoggedPolicy):
         """
         if not self._open or not all(call.parked for call in self._open):
             return False
-        if time.monotonic() > self._parked_at + self._limits.environment_s:
+        if time.monotonic() > self._parked_at + self.limits.environment_s:
             return True
         self._callers = {task: before for task, before in self._callers.items() if not task.done()}
         waiting = {call.task for call in self._open}

@@ -228,12 +228,12 @@ class EpisodeRunner:
         numbers = range(group.first, group.first + len(group.seeds))
         self._unfinished.update(numbers)
         self._beginning.update(numbers)
-        task = asyncio.create_task(self._group(group))
+        task = asyncio.create_task(self.run_group(group))
         task.add_done_callback(lambda _: self.resident.notify())
         return task
 
-    async def _group(self, group: EpisodeGroup) -> list[tuple[int, Episode]]:
-        """Run the episodes of a group, and score them together."""
+    async def run_group(self, group: EpisodeGroup) -> list[tuple[int, Episode]]:
+        """Run the episodes of a group, and score them together; `resident` is set."""
         pairs = list(enumerate(group.seeds, group.first))
         episodes = await asyncio.gather(*(self._episode(group.example, number, seed) for number, seed in pairs))
         episodes = await self._scored(episodes)

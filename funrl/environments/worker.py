@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle
 import resource
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +20,8 @@ from funrl.environments.attempt import LONGEST_PROBLEM
 from funrl.environments.calls import call
 from funrl.processes.forks import leave_signals_to_the_rank, own_group
 from funrl.processes.parent import end_with_parent
+
+_ASK: ContextVar[Callable[[Any], Awaitable[Any]]] = ContextVar("ask")
 
 
 def host_environments(
@@ -44,38 +49,87 @@ def host_environments(
         asyncio.run(_answer_calls(connection, make))
 
 
+async def ask_caller(question: Any) -> Any:
+    """Ask whoever has made the call that is being answered, and wait for the answer.
+
+    Raises:
+      ValueError, RuntimeError: as whoever answers.
+    """
+    return await _ASK.get()(question)
+
+
+class _Answers:
+    """The calls that a process answers."""
+
+    def __init__(self, connection: Connection, make: Callable[[], Any]):
+        self._connection = connection
+        self._make = make
+        self._sessions: dict[int, Any] = {}
+        self._tasks: dict[asyncio.Task[None], int] = {}  # and their sessions
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+
+    def take(self, session: int, number: int, payload: bytes, kind: str) -> None:
+        """Take what the server sends; see `workers.Call`."""
+        if kind == "call":
+            task = asyncio.get_running_loop().create_task(self._answer(session, number, payload))
+            self._tasks[task] = session
+            task.add_done_callback(self._tasks.pop)
+        elif kind == "end":
+            self._sessions.pop(session, None)
+        elif kind == "cancel":
+            for task, of in self._tasks.items():
+                if of == session:
+                    task.cancel()
+        elif number in self._questions and not self._questions[number].done():
+            value, error = pickle.loads(payload)
+            if error is None:
+                self._questions[number].set_result(value)
+            else:
+                self._questions[number].set_exception(error)
+
+    async def _answer(self, session: int, number: int, payload: bytes) -> None:
+        """Answer a call."""
+        _ASK.set(lambda question: self._ask(number, question))
+        try:
+            if session not in self._sessions:
+                self._sessions[session] = self._make()
+            method, args = pickle.loads(payload)
+            value = pickle.dumps(await call(getattr(self._sessions[session], method), *args))
+            self._connection.send((number, value, "", None))
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            trace = "".join(traceback.format_exception(error))[-LONGEST_PROBLEM:]
+            self._connection.send((number, b"", f"it raised {error!r}\n{trace}", None))
+
+    async def _ask(self, call_number: int, question: Any) -> Any:
+        """Ask the caller of a call."""
+        number = next(self._numbers)
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._connection.send((call_number, pickle.dumps(question), "", number))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._connection.send((call_number, b"", "", number))
+            raise
+        finally:
+            del self._questions[number]
+
+
 async def _answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
+    """Answer calls until the connection ends."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
-    environments: dict[int, Any] = {}
-    tasks = set[asyncio.Task[None]]()
+    answers = _Answers(connection, make)
 
-    async def answer(session: int, number: int, payload: bytes) -> None:
+    def receive() -> None:
+        # A thread reads, as the server would wait for an environment that blocks the event loop.
         try:
-            if session not in environments:
-                environments[session] = make()
-            method, args = pickle.loads(payload)
-            value = pickle.dumps(await call(getattr(environments[session], method), *args))
-            connection.send((number, value, ""))
-        except (Exception, SystemExit) as error:
-            trace = "".join(traceback.format_exception(error))[-LONGEST_PROBLEM:]
-            connection.send((number, b"", f"it raised {error!r}\n{trace}"))
-
-    def take() -> None:
-        try:
-            session, number, payload = connection.recv()
+            while True:
+                loop.call_soon_threadsafe(answers.take, *connection.recv())
         except (EOFError, OSError) as error:
-            gone.set_exception(error)
-            loop.remove_reader(connection.fileno())
-            return
-        if not payload:
-            environments.pop(session, None)
-            return
-        task = loop.create_task(answer(session, number, payload))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+            loop.call_soon_threadsafe(gone.set_exception, error)
 
-    loop.add_reader(connection.fileno(), take)
+    threading.Thread(target=receive, daemon=True).start()
     await gone
 
 

@@ -15,8 +15,10 @@ import itertools
 import os
 import pickle
 import signal
+import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
@@ -30,30 +32,39 @@ from funrl.processes.forks import end_group, fork, own_group, take_signals
 from funrl.rollout.episodes import Message
 from funrl.rollout.policy import Tools
 
+AnswerQuestion = Callable[[Any], Awaitable[Any]]  # a question -> its answer
+SEND_S = 5  # for a process to read what it is sent
 CLOSE_S = 2.0  # for an environment to close
 _POLL_EVERY_S = 1.0
 
 
 class _Call(NamedTuple):
-    """A call of an environment.
+    """A call of an environment, or what belongs to one.
 
     Attributes:
       session: number of the environment.
-      number: identifies the answer.
-      payload: pickled name of the method and arguments; b"": the session has ended, and there is no answer.
+      number: identifies the answer; of a reply, the question.
+      payload: pickled name of the method and arguments; of a reply, its value and error.
+      kind: "call"; "reply", to a question; "cancel", of all calls of the session; "end", of the session.
     """
 
     session: int
     number: int
-    payload: bytes
+    payload: bytes = b""
+    kind: str = "call"
 
 
 class _Answer(NamedTuple):
-    """Answer to a call: the pickled value, or the problem."""
+    """Answer to a call: the pickled value, or the problem.
+
+    Attributes:
+      question: None, or number of a question that the call asks first, the payload; b"": it is withdrawn.
+    """
 
     number: int
     payload: bytes
     problem: str = ""
+    question: int | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -153,6 +164,7 @@ class WorkerClient:
         self._numbers = itertools.count()
         self._sessions = itertools.count()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
+        self._asked: dict[int, _Questions] = {}
         self._ended = False
         threading.Thread(target=self._receive, daemon=True).start()
 
@@ -160,8 +172,11 @@ class WorkerClient:
         """Number of a new session."""
         return next(self._sessions)
 
-    async def call(self, session: int, method: str, args: Sequence[Any]) -> Any:
+    async def call(self, session: int, method: str, args: Sequence[Any], reply: AnswerQuestion | None = None) -> Any:
         """Call a method of the object of a session.
+
+        Args:
+          reply: answers what the method asks by `ask_caller`.
 
         Raises:
           RuntimeError: the method raised, or its process has ended.
@@ -169,19 +184,27 @@ class WorkerClient:
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        questions = _Questions(self, session, reply)
+        self._asked[number] = questions
         try:
-            self._send(_Call(session, number, cloudpickle.dumps((method, args))))
+            self.send(_Call(session, number, cloudpickle.dumps((method, args))))
             answer = await future
         finally:
-            self._waiting.pop(number, None)
+            del self._waiting[number], self._asked[number]
+            questions.close()
         if answer.problem:
             raise RuntimeError(answer.problem)
         return pickle.loads(answer.payload)
 
+    def cancel(self, session: int) -> None:
+        """Cancel the calls of a session, whose problem is then that."""
+        with contextlib.suppress(RuntimeError):
+            self.send(_Call(session, -1, kind="cancel"))
+
     def end(self, session: int) -> None:
         """End a session. Its process is killed if it has not answered."""
         with contextlib.suppress(RuntimeError):
-            self._send(_Call(session, -1, b""))
+            self.send(_Call(session, -1, kind="end"))
 
     def close(self) -> None:
         """End the server, and with it all processes."""
@@ -189,7 +212,8 @@ class WorkerClient:
         with contextlib.suppress(OSError):
             self._connection.send(None)
 
-    def _send(self, call: _Call) -> None:
+    def send(self, call: _Call) -> None:
+        """Send to the server. Raises RuntimeError if it has ended."""
         try:
             self._connection.send(call)
         except OSError as error:
@@ -204,9 +228,50 @@ class WorkerClient:
 
     def _deliver(self, answer: _Answer) -> None:
         future = self._waiting.get(answer.number)
-        if future is not None:
-            with contextlib.suppress(RuntimeError):  # its loop has ended
+        questions = self._asked.get(answer.number)
+        if future is None or questions is None:
+            return
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            if answer.question is None:
                 future.get_loop().call_soon_threadsafe(_settle, future, answer)
+            else:
+                future.get_loop().call_soon_threadsafe(questions.take, answer.question, answer.payload)
+
+
+class _Questions:
+    """The questions of a call, while they are answered."""
+
+    def __init__(self, client: WorkerClient, session: int, reply: AnswerQuestion | None):
+        self._client = client
+        self._session = session
+        self._reply = reply
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, number: int, payload: bytes) -> None:
+        """Begin to answer a question, or stop if it is withdrawn."""
+        if payload:
+            self._tasks[number] = asyncio.get_running_loop().create_task(self._answer(number, payload))
+        elif number in self._tasks:
+            self._tasks.pop(number).cancel()
+
+    def close(self) -> None:
+        """Stop answering."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _answer(self, number: int, payload: bytes) -> None:
+        value = error = None
+        try:
+            if self._reply is None:
+                raise RuntimeError("nobody answers questions of this call")
+            value = await self._reply(pickle.loads(payload))
+        except ValueError as raised:
+            error = ValueError(str(raised))
+        except Exception as raised:
+            error = RuntimeError(repr(raised))
+        self._tasks.pop(number, None)
+        with contextlib.suppress(RuntimeError):  # the server has ended, which the call is told
+            self._client.send(_Call(self._session, number, pickle.dumps((value, error)), "reply"))
 
 
 def _settle(future: asyncio.Future[_Answer], answer: _Answer) -> None:
@@ -251,8 +316,11 @@ class _Server:
 
     def _pass_on(self, call: _Call) -> None:
         home = self.homes.get(call.session)
-        if not call.payload:
+        if call.kind == "end":
             self._end(call, self.homes.pop(call.session, None))
+            return
+        if call.kind != "call":
+            self._send(home, call)
             return
         if isinstance(home, str):
             self.parent.send(_Answer(call.number, b"", home))
@@ -262,8 +330,17 @@ class _Server:
             home.sessions.add(call.session)
             self.homes[call.session] = home
         home.calls[call.number] = call.session
-        with contextlib.suppress(OSError):  # it has died, which the next wait detects
+        self._send(home, call)
+
+    def _send(self, home: _Host | str | None, call: _Call) -> None:
+        if not isinstance(home, _Host):
+            return
+        try:
             home.connection.send(tuple(call))
+        except BlockingIOError:
+            self._lose(home, f"the process of the environment has not read for {SEND_S} s")
+        except OSError:  # it has died, which the next wait detects
+            pass
 
     def _end(self, call: _Call, home: _Host | str | None) -> None:
         """Forget a session, and kill its process if it has not answered a call."""
@@ -274,8 +351,7 @@ class _Server:
             home.calls = {n: session for n, session in home.calls.items() if session != call.session}
             self._lose(home, "another environment in its process did not answer")
             return
-        with contextlib.suppress(OSError):
-            home.connection.send(tuple(call))
+        self._send(home, call)
 
     def _choose(self) -> _Host:
         """The process for a new session: one without sessions, a new one, or that with the fewest."""
@@ -289,6 +365,7 @@ class _Server:
             pid = fork(program)
             own_group(pid)
             there.close()
+            _limit_sending(here)
             host = _Host(pid, here)
             self.hosts[here] = host
         return host
@@ -301,8 +378,11 @@ class _Server:
         except (EOFError, OSError):
             self._lose(host)
             return
-        if host.calls.pop(answer.number, None) is not None:
-            self.parent.send(answer)
+        if answer.number not in host.calls:
+            return
+        if answer.question is None:
+            del host.calls[answer.number]
+        self.parent.send(answer)
 
     def _lose(self, host: _Host, problem: str = "") -> None:
         """End a process; its calls fail, and further ones of its sessions."""
@@ -313,6 +393,12 @@ class _Server:
         self.homes |= dict.fromkeys(host.sessions, problem)
         for number in host.calls:
             self.parent.send(_Answer(number, b"", problem))
+
+
+def _limit_sending(connection: Connection) -> None:
+    """Let sending fail, instead of wait for a process that does not read, as no other would be served meanwhile."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
 
 
 def _serve(parent: Connection, theirs: Connection, rank: int, options: _Options) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
 from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.nemo_gym import load_nemo_gym
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
 from funrl.foreign.skyrl import load_skyrl
+from funrl.foreign.tinker import load_tinker
 from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers
 from funrl.foreign.verl import load_verl
@@ -20,9 +22,11 @@ from funrl.loading import LoadError
 # Prefix of --env -> (what follows it, **arguments) -> environment.
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "gymnasium": load_gymnasium,
+    "nemo_gym": load_nemo_gym,
     "openenv": load_openenv,
     "program": load_program,
     "skyrl": load_skyrl,
+    "tinker": load_tinker,
     "trl": load_trl,
     "verifiers": load_verifiers,
     "verl": load_verl,

@@ -54,6 +54,8 @@ class Mesh:
       over: the processes of the mesh by their numbers in the run, in the order of the mesh; None: all of them.
       process: this process's number in the run; -1: that of `rank`.
       timeout: how long a rank waits for another in a collective before that is an error; None: torch's default.
+      driven: sizes of the mesh of devices that this process alone drives, by programs of another backend, as one rank
+        of this mesh; None: it has one device.
     """
 
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -64,6 +66,7 @@ class Mesh:
     over: Ranks | None = None
     process: int = -1
     timeout: timedelta | None = None
+    driven: dict[str, int] | None = field(default=None, repr=False)
 
     row_axes: ClassVar[tuple[str, ...]] = ROW_AXES
     token_axes: ClassVar[tuple[str, ...]] = TOKEN_AXES
@@ -87,6 +90,11 @@ class Mesh:
     @property
     def world(self) -> int:
         return math.prod(self.sizes.values())
+
+    @property
+    def lanes(self) -> int:
+        """Number of micro-batches that this process computes at a time: one on each of its devices with own rows."""
+        return 1 if self.driven is None else math.prod(self.driven[axis] for axis in ROW_AXES)
 
     def size(self, axes: Axes) -> int:
         size = 1  # a plain loop: torch.compile traces through here

@@ -59,6 +59,7 @@ class Work(NamedTuple):
       leaves: in the order of the plan.
       donated: whether originals are emptied once sent, except those whose ids are in `results`.
       results: ids of the originals that are results.
+      group: process group of the messages; None: that of the run.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Work(NamedTuple):
     donated: bool
     results: frozenset[int]
     device: torch.device
+    group: Any = None
 
 
 class PendingStep(NamedTuple):
@@ -79,7 +81,12 @@ class PendingStep(NamedTuple):
 
 
 def reshard(
-    tree: trees.Tree, plan: Plan, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES, donate: bool = False
+    tree: trees.Tree,
+    plan: Plan,
+    mesh: Mesh,
+    bucket_bytes: int = BUCKET_BYTES,
+    donate: bool = False,
+    group: Any = None,
 ) -> trees.Tree:
     """Reshard a tree of local tensors to the plan's target layouts. Collective over the ranks of the plan.
 
@@ -93,6 +100,7 @@ def reshard(
       mesh: the source's or the target's mesh, or one over the ranks of both.
       bucket_bytes: bytes that one bucket stages, sending and receiving together.
       donate: the tensors are donated; one that is not in the result is emptied as soon as it is sent.
+      group: process group of the messages, over all ranks of the run; None: the run's own.
 
     Returns: the tree; None on a rank that gets no part of it.
 
@@ -101,7 +109,7 @@ def reshard(
     """
     if mesh.process not in plan.src_ranks and mesh.process not in plan.dst_ranks:
         return None
-    work = begin_reshard(tree, plan, mesh, donate=donate)
+    work = begin_reshard(tree, plan, mesh, donate=donate)._replace(group=group)
     pending: list[PendingStep] = []
     # Of messages that are started as one group there must be few: see `groups`.
     direct = None if mesh.device.type == "cpu" else max(DIRECT_BYTES, bucket_bytes // 8)
@@ -332,16 +340,18 @@ def _start(work: Work, step: Step, mesh: Mesh) -> PendingStep:
     if mesh.device.type == "cpu":
         for message, x in zip(step.receives, arriving, strict=True):
             with _blaming(mesh.process, message.peer):
-                received.append(dist.irecv(x, message.peer, tag=message.tag))
+                received.append(dist.irecv(x, message.peer, group=work.group, tag=message.tag))
         for message in step.sends:
             with _blaming(mesh.process, message.peer):
-                sent.append(dist.isend(packed[message.parts], message.peer, tag=message.tag))
+                sent.append(dist.isend(packed[message.parts], message.peer, group=work.group, tag=message.tag))
     else:
         received = [None] * len(step.receives)
         sent = [None] * len(step.sends)
         for receives, sends in starts_together(step, mesh.process):
-            operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer) for i in receives]
-            operations += [dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer) for i in sends]
+            operations = [dist.P2POp(dist.irecv, arriving[i], step.receives[i].peer, work.group) for i in receives]
+            operations += [
+                dist.P2POp(dist.isend, packed[step.sends[i].parts], step.sends[i].peer, work.group) for i in sends
+            ]
             together = _Batch(dist.batch_isend_irecv(operations))
             for i in receives:
                 received[i] = together

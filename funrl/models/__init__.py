@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from funrl.models.compile import compile_layer
+    from funrl.models.compiling.compile import compile_layer
     from funrl.models.decoder.config import Config, decoder_config
     from funrl.models.decoder.decoder import decoder_model
     from funrl.models.errors import ModelError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from funrl.models.placed import Placed, place
     from funrl.models.remat import rematerialized
     from funrl.models.value_head import with_value_head
+    from funrl.models.vision.model import with_vision
 
 _FILES = {
     "Config": "decoder.config",
@@ -25,7 +26,7 @@ _FILES = {
     "ModelError": "errors",
     "Output": "model",
     "Placed": "placed",
-    "compile_layer": "compile",
+    "compile_layer": "compiling.compile",
     "decoder_config": "decoder.config",
     "decoder_model": "decoder.decoder",
     "flat_fields": "flat",
@@ -34,6 +35,7 @@ _FILES = {
     "rematerialized": "remat",
     "with_fields": "flat",
     "with_value_head": "value_head",
+    "with_vision": "vision.model",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "rematerialized",
     "with_fields",
     "with_value_head",
+    "with_vision",
 ]
 
 

@@ -40,6 +40,7 @@ TREE_PATHS: Mapping[str, tuple[str, str]] = {
     "rotary_part": ("rope", "part"),
     "rotary_pairs": ("rope", "interleaved"),
     "query_growth": ("rope", "query_growth"),
+    "rope_axes": ("rope", "axes"),
     "norm_eps": ("norm", "eps"),
     "norm_offset": ("norm", "offset"),
     "norms": ("norm", "places"),

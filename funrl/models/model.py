@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
-from funrl.compiled_kernels.paged_attention import Paging
+from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
+from funrl.models.token_costs import ModelCost
 
 MOST_LAYERS = 4096
 # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, RouterLoad)
@@ -127,6 +129,11 @@ class Inputs(NamedTuple):
       routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
         its router says. None: so everywhere.
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
+      axial_positions: [B, T, 3] int64, three positions of each token, for rotary frequencies that take one of several;
+        None: they are `positions`.
+      inserted: [M, D] hidden states that some tokens have instead of their embeddings; None: none has.
+      inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
+      pictures: those of the rows, as `OwnedValues.read` gives them.
     """
 
     tokens: Tensor
@@ -137,6 +144,10 @@ class Inputs(NamedTuple):
     cells_S: Tensor | None = None
     routes: Tensor | None = None
     split: bool = False
+    axial_positions: Tensor | None = None
+    inserted: Tensor | None = None
+    inserted_at: Tensor | None = None
+    pictures: Any = None
 
 
 class RouterLoad(NamedTuple):
@@ -235,88 +246,36 @@ class Adapters(NamedTuple):
     plain: Model
 
 
-class LayerCost(NamedTuple):
-    """Sizes by which the time and the memory of one layer grow; numbers of a token, before tensor ranks split them.
+class PromptStates(NamedTuple):
+    """Hidden states and positions of a prompt that owns values.
 
     Attributes:
-      queries: numbers of its queries, in all heads; each takes 4 FLOPs forward for a pair of tokens.
-      keys: numbers of its keys, and as many of its values, as they are sent to ranks that share a row's tokens.
-      projected: numbers of queries and keys as training makes them.
-      normed: whether queries and keys are normalized.
-      window: tokens that a token sees at most; None: all of its sequence.
-      cached: numbers of it in the cache.
-      cached_heads: ranks that can share what is cached, each a part of it; 1: all have the whole.
-      state: numbers of a sequence in the cache, of a fixed size, in float32 or wider.
-      state_heads: ranks that can share these, each a part of it.
-      inner: numbers inside the mlp that it meets.
-      experts: in all; 0: the mlp is dense.
-      chosen: experts that it goes to.
-      expert_mlp: inner size of one expert.
+      inserted_MD: hidden states that some of its tokens have instead of their embeddings.
+      inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
+      positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
+      shrink: by how much the positions of tokens behind the prompt are below their numbers.
     """
 
-    queries: int = 0
-    keys: int = 0
-    projected: int = 0
-    normed: bool = False
-    window: int | None = None
-    cached: int = 0
-    cached_heads: int = 1
-    state: int = 0
-    state_heads: int = 1
-    inner: int = 0
-    experts: int = 0
-    chosen: int = 0
-    expert_mlp: int = 0
+    inserted_MD: Tensor
+    inserted_at_T: Tensor
+    positions_T3: Tensor
+    shrink: int
 
 
-@dataclass(frozen=True)
-class ModelCost:
-    """Functions of a model's sizes that give what its tokens, pairs of tokens and caches cost.
+class OwnedValues(NamedTuple):
+    """Values that rows of a model may own besides their tokens.
 
     Attributes:
-      embed: size D of hidden states.
-      layers: the layers' own.
+      none: by ragged field, the lines of a row that owns nothing.
+      read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
+      encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+      frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
     """
 
-    embed: int
-    layers: tuple[LayerCost, ...]
-
-    @property
-    def queries(self) -> int:
-        """Numbers of a token's queries in all layers: a quarter of the FLOPs that a pair of tokens takes forward."""
-        return sum(layer.queries for layer in self.layers)
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of all layers."""
-        return sum(3 * layer.experts * layer.expert_mlp * self.embed for layer in self.layers)
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a token sees at most, where that is the same in all layers; None: it is not, or all tokens."""
-        windows = {layer.window for layer in self.layers}
-        return windows.pop() if len(windows) == 1 else None
-
-    def used_parameters(self, parameters: int) -> int:
-        """Of the `parameters` of this model those that a token meets: of the experts, its own."""
-        idle = sum(3 * (layer.experts - layer.chosen) * layer.expert_mlp * self.embed for layer in self.layers)
-        return parameters - idle
-
-    def pair_share(self, parameters: int) -> float:
-        """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.
-
-        Args:
-          parameters: of the model.
-        """
-        return 4 * self.queries / (2 * self.used_parameters(parameters))
-
-    def cached(self, tensor: int = 1) -> float:
-        """Numbers of a token in the cache of all layers, on one of the ranks that share the heads."""
-        return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
-
-    def state(self, tensor: int = 1) -> float:
-        """Numbers of a fixed size that a sequence has in the cache of all layers, on a rank that shares the heads."""
-        return sum(layer.state / min(tensor, layer.state_heads) for layer in self.layers)
+    none: Mapping[str, Tensor]
+    read: Callable[[Batch, Inputs], Inputs]
+    encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+    frozen: Mapping[str, tuple[str, ...]] = {}
 
 
 class Routers(NamedTuple):
@@ -351,6 +310,7 @@ class Abilities(NamedTuple):
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
+      unsampled: ids of tokens that are never sampled: they have the probability 0.
     """
 
     cost: ModelCost
@@ -362,18 +322,12 @@ class Abilities(NamedTuple):
     logit_cap: float | None = None
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
+    unsampled: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:
         """Number of experts that a token goes to, in all layers together."""
         return 0 if self.routers is None else len(self.routers.layers) * self.routers.per_token
-
-
-class PagedHeads(NamedTuple):
-    """Heads as the kernel of paged attention takes them: their size, and the cap of their logits."""
-
-    head: int
-    cap: float | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -398,6 +352,7 @@ class Model:
       rebuild: `(config)` -> the same architecture of another size.
       abilities: what else it can do.
       adapters: of a model that `with_lora` has made; None: all weights learn.
+      owned: values that rows of it may own, such as pictures; None: rows are tokens.
     """
 
     config: ModelConfig
@@ -412,6 +367,7 @@ class Model:
     rebuild: Callable[[Any], Model]
     abilities: Abilities
     adapters: Adapters | None = None
+    owned: OwnedValues | None = None
 
     @property
     def generates(self) -> bool:

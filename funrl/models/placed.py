@@ -104,6 +104,9 @@ class Placed:
         (hidden_ND, w_VD, over, at_N), load = self._before_tokens(params, batch)
         topk_NK = None if topk is None else self._own_next(topk)[at_N].long()
         after_N = self._own_next(batch.tokens)[at_N].long()
+        unsampled = self.model.abilities.unsampled
+        if unsampled:
+            topk_NK = _with_unsampled(topk_NK, unsampled, after_N)
         scores = linear_logprob(
             hidden_ND,
             w_VD,
@@ -114,7 +117,11 @@ class Placed:
             topk_TK=topk_NK,
             cap=self.model.abilities.logit_cap,
         )
+        if unsampled:
+            scores = _without_unsampled(scores, len(unsampled))
         if teacher is not None:
+            if unsampled:
+                raise ModelError("a divergence from a teacher is not computed for a model with tokens never sampled")
             with torch.no_grad():
                 (teacher_NE, teacher_VE, *_), _ = teacher.placed._before_tokens(teacher.params, batch)
             caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
@@ -244,6 +251,8 @@ class Placed:
         routes = batch.get("routes")
         routers = self.model.abilities.routers
         inputs = inputs_of(batch)._replace(split=self._splits(batch))
+        if self.model.owned is not None:
+            inputs = self.model.owned.read(batch, inputs)
         if routes is not None and routers is not None and self.replay:
             inputs = inputs._replace(routes=rearrange(routes.long(), "b t (l k) -> b t l k", k=routers.per_token))
         return self.model.apply(weights, own_inputs(inputs, self.mesh), self.mesh, layer=self.layer)
@@ -365,3 +374,39 @@ def _shifted(x: Tensor, batch: Batch) -> Tensor:
 def _by_part(tree: trees.Tree) -> dict[str, Any]:
     """The leaves of a decoder, or of one with a value head, by the same names."""
     return {name.removeprefix("decoder/"): x for name, x in trees.named(tree)}
+
+
+def _with_unsampled(topk_NK: Tensor | None, unsampled: tuple[int, ...], tokens_N: Tensor) -> Tensor:
+    """Ids whose log-probabilities `_without_unsampled` needs, behind those that are wanted anyhow."""
+    ids_NU = torch.tensor(unsampled, device=tokens_N.device).expand(len(tokens_N), -1)
+    return ids_NU if topk_NK is None else torch.cat([topk_NK, ids_NU], 1)
+
+
+def _without_unsampled(scores: TokenScores, count: int) -> TokenScores:
+    """Scores of the distribution in which the last `count` of the top-k tokens have the probability 0.
+
+    With s their probability before, those of all others become p / (1 - s).
+
+    Args:
+      scores: per token [N]; `topk_logp` [N, K + count].
+    """
+    assert scores.topk_logp is not None
+    wanted_NK = scores.topk_logp[:, : scores.topk_logp.shape[1] - count]
+    logp_NU = scores.topk_logp[:, wanted_NK.shape[1] :]
+    prob_NU = logp_NU.exp()
+    # Rounding matters only to a policy that would write little else than these tokens.
+    gone_N = prob_NU.sum(1).clamp_max(1 - torch.finfo(prob_NU.dtype).eps)
+    rest_N = 1 - gone_N
+    log_rest_N = torch.log1p(-gone_N)
+    entropy_N = scores.entropy
+    if entropy_N is not None:
+        entropy_N = (entropy_N + (prob_NU * logp_NU).sum(1)) / rest_N + log_rest_N
+    squares_N = scores.sum_pi_squared
+    if squares_N is not None:
+        squares_N = (squares_N - prob_NU.square().sum(1)) / rest_N.square()
+    return scores._replace(
+        logp=None if scores.logp is None else scores.logp - log_rest_N,
+        entropy=entropy_N,
+        sum_pi_squared=squares_N,
+        topk_logp=wanted_NK - log_rest_N.unsqueeze(1) if wanted_NK.shape[1] else None,
+    )

@@ -53,6 +53,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         init_cache=model.init_cache,
         rebuild=functools.partial(_rebuild, model, labels, bias),
         abilities=model.abilities._replace(compiled_step="a model with a value head does not decode"),
+        owned=model.owned,
     )
 
 

@@ -32,8 +32,11 @@ def expand_segments(expand: bool = True, environment: Mapping[str, str] = os.env
 
 def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device, in the order of the device's work: the host does not wait for the copy."""
-    if x.device.type == "cpu" and device.type in PINNED_FOR:
-        x = x.pin_memory()  # a copy from other memory waits for all work before it
+    if x.is_cpu:
+        if device.type == "cpu":
+            return x
+        if device.type in PINNED_FOR:
+            x = x.pin_memory()  # a copy from other memory waits for all work before it
     return x.to(device, non_blocking=True)
 
 

@@ -179,6 +179,7 @@ class Heartbeat:
 _own: Heartbeat | None = None  # of this process
 _mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
 _groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
+_beside = threading.local()  # of threads whose exchanges the rank's program does not wait for
 
 
 @contextlib.contextmanager
@@ -224,6 +225,16 @@ def at_step(number: int) -> None:
         _own.link.publish(_own)
 
 
+@contextlib.contextmanager
+def beside_the_program() -> Iterator[None]:
+    """Leave out of the record, while the context lasts, the exchanges that this thread waits for."""
+    _beside.here = True
+    try:
+        yield
+    finally:
+        _beside.here = False
+
+
 def in_steps() -> bool:
     """True once the first step of this rank's program has begun."""
     return _own is not None and decode(_own.record).step > 0
@@ -261,7 +272,7 @@ def entered(name: str, group: str = "") -> None:
     Args:
       group: name of its process group; "": it is not one of a group.
     """
-    if torch.compiler.is_compiling() or _own is None:
+    if torch.compiler.is_compiling() or _own is None or getattr(_beside, "here", False):
         return
     heart = _own
     axes, everyone = _groups.get(group, (b"", False))
@@ -277,7 +288,7 @@ def entered(name: str, group: str = "") -> None:
 
 def left() -> None:
     """Mark that a collective has ended, or has been handed to a device."""
-    if torch.compiler.is_compiling() or _own is None:
+    if torch.compiler.is_compiling() or _own is None or getattr(_beside, "here", False):
         return
     _own.put("<B", _WAITING, 0)
     _own.beat()

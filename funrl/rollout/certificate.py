@@ -148,6 +148,10 @@ class SyncDigests(NamedTuple):
     own_N5: Tensor
     faults: Sequence[str]
 
+    def ready(self) -> bool:
+        """True: the engine takes weights at once."""
+        return True
+
     def compare(self) -> bool:
         """Wait for the digests and compare them. Collective; as `compare_weights` returns and raises."""
         mesh = self.mesh

@@ -26,6 +26,10 @@ class Greedy(NamedTuple):
 class Digests(Protocol):
     """Digests after a sync, to be compared later."""
 
+    def ready(self) -> bool:
+        """True if the engine holds the weights by now. Collective."""
+        ...
+
     def compare(self) -> bool:
         """Compare them. Collective; as `certificate.compare_weights` returns and raises."""
         ...

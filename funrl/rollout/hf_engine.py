@@ -16,6 +16,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.rules import GENERATE, layouts
+from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import fused, names_of, stored_in
 from funrl.models.model import Model, ModelConfig
@@ -230,9 +231,20 @@ def hf_engine(model: Model, mesh: Mesh = SINGLE, dtype: torch.dtype = torch.floa
       model: a decoder, or transformers' own code.
       mesh: with "tensor" of size 1; every rank holds the whole weights.
       dtype: of the weights.
+
+    Raises:
+      MeshError: the mesh has tensor ranks.
+      ModelError: the model has experts.
     """
+    if model.abilities.routers is not None and not model.abilities.code:
+        family = model.config.source.family
+        raise ModelError(f"transformers' engine takes no experts, which a {family} has: use native_engine")
     if mesh.size("tensor") > 1:
         raise MeshError(f"the hf engine holds whole weights; generate on a mesh without tp instead of {mesh}")
+    return HFEngine(model.config, hf_weights(model, mesh, dtype))
+
+
+def hf_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
+    """The form in which transformers takes weights: whole, by Hugging Face names; also outside `mesh`."""
     placed = layouts(model.shapes, model.axes, GENERATE, sizes=mesh.sizes)
-    weights = WeightSpec(names_of(model), placed, mesh, dtype=dtype)
-    return HFEngine(model.config, weights)
+    return WeightSpec(names_of(model), placed, mesh, dtype=dtype)

@@ -35,6 +35,7 @@ from funrl.rollout.sampling_parameters import Sampling
 
 # (prompt, sampling, seed, tokens of the prompt that an earlier call has computed)
 Complete = Callable[[Sequence[int], Sampling, int, int], Awaitable[Completion]]
+Serve = Callable[["Policy", str], AbstractAsyncContextManager[Endpoint]]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
 
 
@@ -117,7 +118,7 @@ class PolicySetup(NamedTuple):
     sampling: Sampling
     chat: Chat | None = None
     models: Mapping[str, str] | None = None
-    serve: Callable[[Policy, str], AbstractAsyncContextManager[Endpoint]] | None = None
+    serve: Serve | None = None
 
 
 class EpisodeLimits(NamedTuple):
@@ -148,7 +149,13 @@ EPISODE_LIMITS = EpisodeLimits()
 
 
 class Policy:
-    """The policy of one episode. Calls of `sample` may run concurrently."""
+    """The policy of one episode. Calls of `sample` may run concurrently.
+
+    Attributes:
+      setup, limits: as in `__init__`.
+      chat, sampling: of the setup.
+      served: the endpoints, which end with the episode.
+    """
 
     def __init__(
         self,
@@ -169,9 +176,11 @@ class Policy:
         """
         self._complete = complete
         self._frozen = frozen
-        self._setup = setup
+        self.setup = setup
         self._seed = seed
-        self._limits = limits
+        self.limits = limits
+        self.chat = setup.chat
+        self.sampling = setup.sampling
         self._first: list[int] | None = None
         self._calls: Counter[bytes] = Counter()
         self._sampled: list[Trajectory] = []
@@ -180,17 +189,7 @@ class Policy:
         self._causes: dict[Node, tuple[str, bool]] = {}  # by the reply that a template would render otherwise
         self._forked: dict[Node, Trajectory] = {}  # by the root of what goes on
         self._prefixes: dict[Node, PathPrefix] = {}
-        self.served = AsyncExitStack()  # the endpoints, which end with the episode
-
-    @property
-    def chat(self) -> Chat | None:
-        """The chat of its setup; None: everything is token ids."""
-        return self._setup.chat
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of its setup."""
-        return self._setup.sampling
+        self.served = AsyncExitStack()
 
     def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
         """Begin a trajectory.
@@ -272,7 +271,7 @@ class Policy:
         asked = self._asked(max_tokens, stop)
         prefix = self._prefix(trajectory.leaf)
         room = self._room(prefix)
-        request_seed = self._call_seed(prefix, asked, model=self._model(trajectory), seed=seed)
+        request_seed = self._call_seed(prefix, asked, model=self._model(trajectory.agent), seed=seed)
         sampling = dataclasses.replace(asked, max_new_tokens=min(asked.max_new_tokens, room))
         return await self.request(trajectory, sampling, request_seed, opening)
 
@@ -286,7 +285,7 @@ class Policy:
         """
         tokens = self._prefix(trajectory.leaf).tokens
         completion = await self._completion(trajectory, tokens, sampling, seed)
-        chat = self._setup.chat
+        chat = self.setup.chat
         written = completion.written
         reading = ReadReply({"role": "assistant", "content": ""})
         if chat is not None:
@@ -321,9 +320,9 @@ class Policy:
           UnknownAgentError: the run does not know the agent.
         """
         self._check_agent(agent)
-        if self._setup.serve is None:
+        if self.setup.serve is None:
             raise ValueError("the policy has no server: give PolicySetup serve=funrl.serve.endpoint.serve_agent")
-        return await self.served.enter_async_context(self._setup.serve(self, agent))
+        return await self.served.enter_async_context(self.setup.serve(self, agent))
 
     def answered(self, answer: object) -> None:
         """Take note of what the environment itself answered, such as the messages and the reward of a turn.
@@ -340,12 +339,16 @@ class Policy:
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""
-        complete = self._frozen[trajectory.agent] if self._model(trajectory) else self._complete
-        return await complete(tokens, sampling, seed, self._prefix(trajectory.leaf).computed)
+        computed = self._prefix(trajectory.leaf).computed
+        return await self.completer(trajectory.agent)(tokens, sampling, seed, computed)
 
-    def _model(self, trajectory: Trajectory) -> str:
-        """Name of the model that answers; "": the policy."""
-        return (self._setup.models or {}).get(trajectory.agent, "")
+    def completer(self, agent: str) -> Complete:
+        """The function that completes the prompts of an agent."""
+        return self._frozen[agent] if self._model(agent) else self._complete
+
+    def _model(self, agent: str) -> str:
+        """Name of the model that answers for an agent; "": the policy."""
+        return (self.setup.models or {}).get(agent, "")
 
     def ends(self) -> list[Trajectory]:
         """Trajectories of this episode that end with a sampled turn which no other continues."""
@@ -353,7 +356,7 @@ class Policy:
         return [end for end in self._sampled if id(end.leaf) not in continued]
 
     def _check_agent(self, agent: str) -> None:
-        models = self._setup.models
+        models = self.setup.models
         if models is not None and agent not in models:
             known = ", ".join(f"{name}:{'another model' if model else 'policy'}" for name, model in models.items())
             raise UnknownAgentError(
@@ -380,13 +383,13 @@ class Policy:
         return counts
 
     def _chat(self) -> Chat:
-        if self._setup.chat is None:
+        if self.setup.chat is None:
             raise ValueError("messages need a chat template: give the policy a chat, or token ids")
-        return self._setup.chat
+        return self.setup.chat
 
     def _asked(self, max_tokens: int | None, stop: Sequence[str]) -> Sampling:
         """Sampling parameters of a call, before limits."""
-        sampling = dataclasses.replace(self._setup.sampling, samples=1)
+        sampling = dataclasses.replace(self.setup.sampling, samples=1)
         if stop:
             sampling = dataclasses.replace(sampling, stop_strings=(*sampling.stop_strings, *stop))
         if max_tokens is not None:
@@ -415,13 +418,13 @@ class Policy:
 
     def _room(self, prefix: PathPrefix) -> int:
         """Tokens that the limits leave for the next turn, at least 1."""
-        limits = self._limits
+        limits = self.limits
         length = len(prefix.tokens)
         if prefix.turns >= limits.turns:
             raise LimitReached("turns", f"the trajectory has {prefix.turns} turns, the limit of them")
         if limits.episode_s and time.monotonic() - self._begin > limits.episode_s:
             raise LimitReached("time", f"the episode has taken more than {limits.episode_s:g} s")
-        room = limits.length - length if limits.length else self._setup.sampling.max_new_tokens
+        room = limits.length - length if limits.length else self.setup.sampling.max_new_tokens
         if limits.tokens:
             room = min(room, limits.tokens - prefix.sampled)
         if room < 1:
@@ -439,7 +442,7 @@ class Policy:
             return call_seed(self._seed, key, "seed", seed)
         ordinal = self._calls[key]
         self._calls[key] += 1
-        default = dataclasses.replace(self._setup.sampling, samples=1)
+        default = dataclasses.replace(self.setup.sampling, samples=1)
         if ordinal == 0 and not model and asked == default and prefix.tokens == self._first:
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
+from funrl.kinds import OwnedLines
 from funrl.models.model import ModelConfig
 from funrl.rollout.sampling import request_seed
 from funrl.rollout.sampling_parameters import Sampling
@@ -30,6 +31,7 @@ class Request(NamedTuple):
         counts what it has to compute again.
       adapter: name of the adapter that completes it, as `NativeEngine.load_adapter` was given it; None: the base does.
       model: name of the frozen model that completes it, where an engine has several; "": the policy.
+      owned: values that the prompt owns, such as pictures; None: it is tokens.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Request(NamedTuple):
     computed: int = 0
     adapter: str | None = None
     model: str = ""
+    owned: OwnedLines | None = None
 
 
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
@@ -109,6 +112,7 @@ class RequestGroups(Sequence[list[Request]]):
       seed: of their noise.
       first: number of the first request.
       most: bound on the tokens that each of them samples; None: to its end.
+      owned: values that each prompt owns; (): none does.
     """
 
     def __init__(
@@ -119,8 +123,10 @@ class RequestGroups(Sequence[list[Request]]):
         *,
         first: int = 0,
         most: int | None = None,
+        owned: Sequence[OwnedLines | None] = (),
     ):
         self.prompts = prompts
+        self.owned = owned
         self.sampling = sampling
         self.seed = seed
         self.first = first
@@ -141,7 +147,12 @@ class RequestGroups(Sequence[list[Request]]):
         numbers = range(index * sampling.samples, (index + 1) * sampling.samples)
         seeds = [request_seed(self.seed, n) for n in numbers]
         rows = zip(numbers, seeds, strict=True)
-        return [Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most) for n, seed in rows]
+        owned = self.owned[index] if self.owned else None
+        owned = None if owned is None or owned.empty else owned
+        return [
+            Request(self.first + n, prompt, sampling, seed=seed, begun=None, most=self.most, owned=owned)
+            for n, seed in rows
+        ]
 
 
 def check_requests(

@@ -77,6 +77,7 @@ class ResidentEngine:
         self.running_s = 0.0
         self._engine = engine
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._running: dict[int, Request] = {}
         self._new: dict[int, Request] = {}
         self._cancelled: list[int] = []
         self._listeners: dict[int, tuple[Listener, int]] = {}  # and the tokens that it knows
@@ -150,7 +151,7 @@ class ResidentEngine:
         task.add_done_callback(lambda _: self._wake.set())
         try:
             while not task.done():
-                await self._iterate(mesh)
+                await self.iterate(mesh)
         except BaseException:  # of the engine, which fails on the other ranks too
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)
@@ -162,24 +163,29 @@ class ResidentEngine:
         self._engine.cancel(unfinished)
         return task.result()
 
-    async def _iterate(self, mesh: Mesh) -> None:
-        """Submit and cancel what the coroutines ask for, step the engine, and let them run."""
+    @property
+    def running(self) -> list[Request]:
+        """Requests that the engine has and has not completed."""
+        return list(self._running.values())
+
+    async def iterate(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
+        """Submit and cancel what the coroutines ask for, step the engine, and let them run.
+
+        Args:
+          mesh: of the engine.
+          idle_s: seconds that this may wait where there is nothing to compute.
+        """
         orders = self._take_orders()
         if not orders.submit and not orders.cancel and not self._engine.unfinished():
             beat()
             from_first(_Orders(idle=True), mesh, "tensor")
             self._wake.clear()
-            await _first_of(self._wake.wait(), BEAT_S)
+            await _first_of(self._wake.wait(), idle_s)
             return
         begin = time.perf_counter()
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
         for completions in _iterations(self._engine, orders, mesh):
-            for done in completions:
-                future = self._waiting.pop(done.number, None)
-                if future is not None and not future.done():
-                    future.set_result(done)
-                    self._progress.set()
-                self._listeners.pop(done.number, None)
+            self.end(completions)
             for number, (listener, known) in self._listeners.items():
                 tokens = self._engine.sampled(number, known)
                 if tokens:
@@ -188,15 +194,62 @@ class ResidentEngine:
             await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
 
+    def end(self, completions: Sequence[Completion]) -> None:
+        """Give completions to those that wait for them."""
+        for done in completions:
+            self._running.pop(done.number, None)
+            future = self._waiting.pop(done.number, None)
+            if future is not None and not future.done():
+                future.set_result(done)
+                self._progress.set()
+            self._listeners.pop(done.number, None)
+
     def _take_orders(self) -> _Orders:
         continues = any(request.computed for request in self._new.values())
         kept = sum(self._kept.values()) if continues else 0
         reserve = GROWTH * kept if kept > self._reserved else None
         self._reserved = reserve or self._reserved
         orders = _Orders(list(self._new.values()), self._cancelled, reserve)
+        self._running.update(self._new)
+        for number in self._cancelled:
+            self._running.pop(number, None)
         self._new = {}
         self._cancelled = []
         return orders
+
+
+@contextlib.contextmanager
+def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
+    """Let an engine have no unfinished request while the context lasts, and its requests go on afterwards. Collective.
+
+    Args:
+      resident: the engine as the program of the replica's first rank sees it; None: on the other ranks.
+    """
+    requests: list[Request] = from_first(None if resident is None else resident.running, mesh, "tensor")
+    done = {completion.number: completion for completion in engine.cancel(request.number for request in requests)}
+    try:
+        yield
+    finally:
+        again = [_continued(request, done.get(request.number)) for request in requests]
+        if resident is not None:
+            resident.end([x for x in done.values() if x.finish != "cancelled"])
+        engine.submit([request for request in again if request is not None])
+
+
+def _continued(request: Request, done: Completion | None) -> Request | None:
+    """A request that goes on from a cancelled completion; None: it had ended."""
+    if done is None or not len(done.tokens):
+        return request
+    return request._replace(begun=done) if done.finish == "cancelled" else None
+
+
+def follow(engine: Engine, mesh: Mesh) -> None:
+    """Take part in one `ResidentEngine.iterate` of the replica's first rank, on another tensor rank."""
+    beat()
+    orders = from_first(None, mesh, "tensor") or _Orders()
+    if not orders.idle:
+        for _ in _iterations(engine, orders, mesh):
+            pass
 
 
 def run_beside(

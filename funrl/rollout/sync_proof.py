@@ -36,14 +36,14 @@ class SyncProof:
             self.settle()
 
     def settle(self) -> None:
-        """Compare the digests, unless that has been done. Collective.
+        """Compare the digests, unless that has been done or the engine does not hold the weights yet. Collective.
 
         Raises:
           SyncError: the engine does not hold the trainer's weights; raised on every rank.
         """
         digests = self._digests
-        self._digests = None
-        if digests is not None:
+        if digests is not None and digests.ready():
+            self._digests = None
             self._metrics = {"sync/verified": float(digests.compare())}
 
     def take(self) -> dict[str, float]:

@@ -207,8 +207,8 @@ async def _pieces(
         new = dict(heard)
         heard.clear()
         for index, tokens in new.items():
-            if calls and not session.streams_calls:
-                continue  # what is content is known at the end
+            if session.waits(ask):
+                continue
             stream = streams.setdefault(index, TextStream(decode, (), ask.stop, calls=calls))
             text = stream.feed(tokens)
             if text:

@@ -71,6 +71,8 @@ class Ask:
       ids_as_text: whether log-probabilities name tokens as "token_id:7".
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
+      reasoning: whether the client wants what the policy thinks, apart from the content; None: it does not say, and
+        gets it so where calls are read, else in the content.
     """
 
     messages: Sequence[Message] = ()
@@ -90,6 +92,7 @@ class Ask:
     ids_as_text: bool = False
     stream: bool = False
     usage: bool = False
+    reasoning: bool | None = None
 
 
 class Body:

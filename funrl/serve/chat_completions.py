@@ -74,7 +74,16 @@ _UNSERVED = {
     "web_search_options": "give a tool instead",
 }
 CHAT_FIELDS = KnownFields(
-    (*_READ, "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "modalities"),
+    (
+        *_READ,
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_completion_tokens",
+        "modalities",
+        "include_reasoning",
+    ),
     OPENAI_IGNORED,
     _UNSERVED | {"functions": "use tools", "function_call": "use tool_choice", "audio": "only text is served"},
 )
@@ -110,6 +119,7 @@ def read_chat(body: Body) -> Ask:
         parallel=body.flag("parallel_tool_calls", True),
         max_tokens=most,
         logprobs=body.flag("logprobs"),
+        reasoning=None if body.values.get("include_reasoning") is None else body.flag("include_reasoning"),
     )
 
 
@@ -139,6 +149,7 @@ def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
     choices = []
     for index, exchange in enumerate(exchanges):
         message: dict[str, Any] = {"role": "assistant", "content": exchange.content or None, "refusal": None}
+        message |= _thoughts(exchange)
         if exchange.calls:
             message["tool_calls"] = _calls(exchange)
         else:
@@ -190,6 +201,8 @@ class ChatEvents:
         """
         events = []
         for index, (exchange, rest) in enumerate(zip(exchanges, rests, strict=True)):
+            if exchange.thoughts:
+                events.append(self._event(index, _thoughts(exchange)))
             if rest:
                 events += self.text(index, rest)
             if exchange.calls:
@@ -272,7 +285,9 @@ def _message(value: Any) -> dict[str, Any]:
         calls = value.get("tool_calls") or []
         if not isinstance(calls, list):
             raise BadRequest("the tool_calls of a message must be a list", "messages")
-        return call_message(content, [_given_call(call) for call in calls], "messages")
+        message = call_message(content, [_given_call(call) for call in calls], "messages")
+        thoughts = value.get("reasoning") or value.get("reasoning_content")
+        return {**message, "reasoning_content": thoughts} if isinstance(thoughts, str) else message
     message = {"role": "system" if role == "developer" else role, "content": content}
     for name in ("name", "tool_call_id"):
         if isinstance(value.get(name), str):
@@ -291,6 +306,11 @@ def _tool(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'function': {...}}", "tools")
     return function_tool(value.get("function"), "tools")
+
+
+def _thoughts(exchange: Exchange) -> dict[str, str]:
+    """Thoughts by the name that vLLM gives them, and by the name that it and others gave them before."""
+    return dict.fromkeys(("reasoning", "reasoning_content"), exchange.thoughts) if exchange.thoughts else {}
 
 
 def _calls(exchange: Exchange) -> list[dict[str, Any]]:

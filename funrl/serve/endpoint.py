@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from funrl.environments.chat import TemplateChat
-from funrl.environments.forms.response_templates import OPEN
+from funrl.environments.forms.response_templates import END_THINK, OPEN
 from funrl.rollout.episodes import Endpoint
 from funrl.rollout.policy import LimitReached, Policy
 from funrl.serve.asks import Ask
@@ -146,6 +146,7 @@ def speech_of(chat: TemplateChat) -> Speech:
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         call_opening=_hermes_opening if hermes else None,
+        thinks=END_THINK in str(tokenizer.chat_template),
     )
 
 

@@ -21,6 +21,8 @@ from funrl.serve.asks import (
 )
 from funrl.serve.session import DecodeIds, Exchange
 
+# Type of `thinking` -> whether the client gets it; it does not change how much the policy thinks.
+THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 MESSAGES_FIELDS = KnownFields(
     read=(
         "messages",
@@ -33,17 +35,19 @@ MESSAGES_FIELDS = KnownFields(
         "top_k",
         "tools",
         "tool_choice",
+        "thinking",
     ),
     ignored=("model", "metadata", "service_tier", "container", "context_management", "betas", "output_config"),
-    unserved={"thinking": "leave it out", "mcp_servers": "give tools", "output_format": "replies are free text"},
+    unserved={"mcp_servers": "give tools", "output_format": "replies are free text"},
 )
 
 
 def read_messages(body: Body) -> Ask:
     """The request of a body of `/v1/messages`."""
-    if body.values.get("thinking") == {"type": "disabled"}:
-        del body.values["thinking"]
     body.check(MESSAGES_FIELDS)
+    thinking = body.values.get("thinking")
+    if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in THINKING):
+        raise BadRequest(f"thinking must have one of the types {', '.join(THINKING)}", "thinking")
     messages = [] if not body.values.get("system") else [_system(body.values["system"])]
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)
@@ -60,6 +64,7 @@ def read_messages(body: Body) -> Ask:
         max_tokens=body.whole("max_tokens", 1, MOST_TOKENS),
         sampling=body.sampling(),
         stream=body.flag("stream"),
+        reasoning=None if thinking is None else THINKING[thinking["type"]],
     )
 
 
@@ -67,6 +72,8 @@ def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any]
     """The answer of `/v1/messages`."""
     (exchange,) = exchanges
     blocks: list[dict[str, Any]] = []
+    if ask.reasoning and exchange.thoughts:
+        blocks.append({"type": "thinking", "thinking": exchange.thoughts, "signature": ""})
     if exchange.content or not exchange.calls:
         blocks.append({"type": "text", "text": exchange.content})
     blocks += [
@@ -80,8 +87,10 @@ class MessageEvents:
     """The events of a stream of `/v1/messages`."""
 
     def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+        self._ask = ask
         self._head = head
         self._open = False
+        self._place = 0  # of the block of text
 
     def begin(self) -> list[str]:
         """The message without its content."""
@@ -94,18 +103,27 @@ class MessageEvents:
         events = []
         if not self._open:
             self._open = True
-            events.append(_event("content_block_start", index=0, content_block={"type": "text", "text": ""}))
-        return [*events, _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})]
+            block = {"type": "text", "text": ""}
+            events.append(_event("content_block_start", index=self._place, content_block=block))
+        return [*events, _event("content_block_delta", index=self._place, delta={"type": "text_delta", "text": text})]
 
     def end(self, exchanges: Sequence[Exchange], rests: Sequence[str]) -> list[str]:
         """The rest of the message."""
         (exchange,) = exchanges
         (rest,) = rests
-        events = self.text(0, rest) if rest or not (self._open or exchange.calls) else []
-        number = 0
-        if self._open:
+        events = []
+        if self._ask.reasoning and exchange.thoughts:  # before any text, as such a reply is not streamed
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            delta = {"type": "thinking_delta", "thinking": exchange.thoughts}
+            events.append(_event("content_block_start", index=0, content_block=block))
+            events.append(_event("content_block_delta", index=0, delta=delta))
             events.append(_event("content_block_stop", index=0))
-            number = 1
+            self._place = 1
+        events += self.text(0, rest) if rest or not (self._open or exchange.calls) else []
+        number = self._place
+        if self._open:
+            events.append(_event("content_block_stop", index=self._place))
+            number += 1
         for place, call in enumerate(exchange.calls, number):
             block = {"type": "tool_use", "id": call.number, "name": call.name, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments)}
@@ -148,7 +166,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise BadRequest("the content of a message must be a text or a list of blocks", "messages")
     kinds = [block.get("type") for block in blocks]
-    known = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+    known = ("text", "tool_use", "thinking") if role == "assistant" else ("text", "tool_result")
     others = [kind for kind in kinds if kind not in known]
     if others:
         raise BadRequest(f"a block of type {others[0]!r} is not served; only text and tools are", "messages")
@@ -156,7 +174,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if role == "assistant":
         uses = [block for block in blocks if block["type"] == "tool_use"]
         calls = [(str(use.get("id", "")), str(use.get("name", "")), use.get("input") or {}) for use in uses]
-        return [call_message(texts, calls, "messages")]
+        message = call_message(texts, calls, "messages")
+        thoughts = "".join(str(block.get("thinking", "")) for block in blocks if block["type"] == "thinking")
+        return [{**message, "reasoning_content": thoughts} if thoughts else message]
     results = [
         {
             "role": "tool",

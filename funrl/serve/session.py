@@ -20,12 +20,14 @@ import numpy as np
 from torch import Tensor
 
 from funrl.environments.chat import continued_text
+from funrl.environments.forms.response_templates import END_THINK, THINK
 from funrl.rollout.episodes import Message, Reply, Status, Trajectory
 from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.asks import Ask, BadRequest
 
+THOUGHTS = ("reasoning_content", "thinking")  # names of the field of thoughts in a message that was read
 DecodeIds = Callable[[list[int]], str]
 # (index of the reply, its token ids so far)
 Hear = Callable[[int, list[int]], None]
@@ -56,6 +58,7 @@ class Speech(NamedTuple):
       chat: renders messages and reads replies.
       decode: token ids -> text.
       encode: text -> token ids.
+      thinks: whether the policy may think before it replies.
       call_opening: name of a function, or None for any -> the text that a call of it begins with; None: the form of
         calls is unknown, so that no call can be demanded.
     """
@@ -64,6 +67,7 @@ class Speech(NamedTuple):
     decode: DecodeIds
     encode: Callable[[str], list[int]]
     call_opening: Callable[[str | None], str] | None = None
+    thinks: bool = False
 
 
 class ReplyCall(NamedTuple):
@@ -79,6 +83,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       content: its text, without calls and without a stop text.
+      thoughts: what the policy thought, where that is apart from the content.
       calls: of functions.
       finish: "stop", "length", or "calls".
       stop: the stop text that ended it; None: none did.
@@ -96,6 +101,7 @@ class Exchange(NamedTuple):
     tokens: list[int]
     logp: Tensor
     version: int
+    thoughts: str = ""
 
 
 class Session:
@@ -132,7 +138,6 @@ class Session:
         self._by_tokens: OrderedDict[bytes, Trajectory] = OrderedDict()
         self._lengths: set[int] = set()  # of the trajectories by their tokens
         self._sampled: list[Trajectory] = []
-        self.streams_calls = speech.call_opening is not None
         self._answers: OrderedDict[bytes, asyncio.Task[list[Exchange]]] = OrderedDict()
 
     def trajectories(self) -> list[Trajectory]:
@@ -164,6 +169,13 @@ class Session:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def waits(self, ask: Ask) -> bool:
+        """True if what of a reply is its content is known at its end only."""
+        calls = bool(ask.tools) and ask.tool_choice != "none"
+        if calls and self._speech.call_opening is None:
+            return True
+        return self._speech.thinks and (calls or ask.reasoning is not None)
 
     def count(self, ask: Ask) -> int:
         """Tokens of a request's prompt."""
@@ -259,11 +271,15 @@ class Session:
             text = text[: text.index(stop)]
         calls: Sequence[ReplyCall] = ()
         content = text
+        thoughts = ""
         if ask.tools and ask.tool_choice != "none" and stop is None:
             functions = reply.tool_calls if ask.parallel else reply.tool_calls[:1]
             calls = [ReplyCall(_number(end, n), name, given) for n, (name, given) in enumerate(functions)]
             if not reply.problems:
                 content = str(reply.message.get("content") or "")
+                thoughts = _thoughts_of(reply.message)
+        elif ask.reasoning is not None:
+            thoughts, content = _split_thoughts(reply.message, text)
         finish = "length" if node.finish == "length" else "calls" if calls else "stop"
         return Exchange(
             content,
@@ -274,6 +290,7 @@ class Session:
             tokens=tokens,
             logp=node.sampling_logp,
             version=int(node.versions[-1]),
+            thoughts="" if ask.reasoning is False else thoughts,
         )
 
     def _remember(self, ask: Ask, exchange: Exchange, end: Trajectory) -> None:
@@ -314,6 +331,21 @@ def _histories(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) 
         digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
         histories.append(digest.digest())
     return histories
+
+
+def _thoughts_of(message: Message) -> str:
+    return next((str(message[name]) for name in THOUGHTS if message.get(name)), "")
+
+
+def _split_thoughts(message: Message, text: str) -> tuple[str, str]:
+    """Thoughts and content of a reply without calls: as it was read, else by the marks in its text."""
+    if thoughts := _thoughts_of(message):
+        return thoughts, str(message.get("content") or "")
+    before, mark, after = text.rpartition(END_THINK)
+    if mark:
+        return before.split(THINK)[-1].strip("\n"), after.lstrip("\n")
+    opening, mark, after = text.partition(THINK)
+    return (after.strip("\n"), "") if mark and not opening.strip() else ("", text)
 
 
 def _number(end: Trajectory, index: int) -> str:

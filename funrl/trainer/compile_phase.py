@@ -21,8 +21,8 @@ from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
 from funrl.mesh.mesh import Mesh
 from funrl.models import Placed
-from funrl.models.compile import is_compiled
-from funrl.models.compile_cache import CompileCache
+from funrl.models.compiling.compile import is_compiled
+from funrl.models.compiling.compile_cache import CompileCache
 from funrl.models.flat import saved_fields
 from funrl.rollout.engine import Engine, awake, complete
 from funrl.rollout.native.engine import NativeEngine

@@ -36,6 +36,8 @@ MEASURED = (  # of the machine, its load and what a cache still has, not of the 
     "memory/",
     "perf/tokens_per_s",
     "compile/",
+    "wait/",
+    "sync/hidden_share",
 )
 MEASURED_OF_EPISODES = ("/environment_s", "/recomputed_tokens")  # the same, of all episodes or of a source
 KINDS = ("turns", "field", "weights", "digests", "metric")

@@ -22,8 +22,9 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed
 from funrl.models.decoder.watch import show_results
-from funrl.rollout.native.backends import PackedBackend, PassWork, TorchBackend, packed_problem
+from funrl.rollout.native.backends import PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.native.cache_sizes import page_tokens
+from funrl.rollout.native.passes import PassWork
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.differences import Difference, difference
 from funrl.trainer.gap_row import GapRow, as_trained, read_gap_row, read_gap_weights

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.mesh import Mesh
-from funrl.models.compile_cache import CompileCache
+from funrl.models.compiling.compile_cache import CompileCache
 from funrl.models.deployed import deployed
 from funrl.processes import heartbeat
 from funrl.processes.processor import products_problem
@@ -62,7 +62,7 @@ from funrl.trainer.steps.clock import Clock, memory_metrics
 from funrl.trainer.steps.learn import UpdateMonitor, learn_apart
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.roles import sums_over_episodes, weights_of
-from funrl.trainer.steps.score import score
+from funrl.trainer.steps.score import RemoteScores, score
 from funrl.trainer.steps.skipped import Skips
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step import NotFiniteError
@@ -270,7 +270,7 @@ def save_rollouts(trainer: Trainer, saver: Saver, state: State, record: StepReco
     """Save the rows of the step that has just ended, if --save_rollouts keeps it."""
     if saver.rows.due(state.step) and len(record.rows.owner):
         with trainer.clock.phase("save_rollouts"):
-            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source.episodes)
+            saver.rows.save(state, record.drawn, record.rows, record.stages, trainer.source)
 
 
 def begin_run(
@@ -319,8 +319,8 @@ def draw_batch(trainer: Trainer, state: State) -> tuple[Rows, State, dict[str, f
     """The rows of the next step, on the ranks that score and train them; the state with the source's place; metrics."""
     rows, source, metrics = trainer.source.next_rows(state.source, state.step + 1)
     settle_proof(trainer.parts)
-    rows = rows.declaring(trainer.job.algorithm.fields)
-    return balance_rows(trainer, rows, state.step + 1), state._replace(source=source), metrics
+    rows = balance_rows(trainer, rows.declaring(trainer.job.algorithm.fields), state.step + 1)
+    return rows, state._replace(source=source), metrics
 
 
 def balance_rows(trainer: Trainer, rows: Rows, step: int) -> Rows:
@@ -369,16 +369,16 @@ def scoring_ranks(
 
 def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State, dict[str, float]]:
     """The rows with what the roles write, and with advantages; the state with the chain's; metrics."""
+    job = trainer.job
     weights = weights_of(trainer.parts.roles, state.roles, trainer.frozen)
-    budget = scoring_budget(trainer.job.settings)
-    rows = score(trainer.parts.roles, weights, rows, budget, clock=trainer.clock, agents=trainer.parts.agents)
-    if trainer.job.algorithm.advantage is None:
-        pairs = trainer.job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
-        return rows, state, described_rows(trainer, rows) if isinstance(trainer.job, RLJob) and not pairs else {}
+    elsewhere = RemoteScores(trainer.parts.elsewhere, rows, state.step + 1)
+    rows = score(trainer.parts.roles, weights, rows, scoring_budget(job.settings), trainer.clock, trainer.parts.agents)
+    rows = elsewhere.finish(rows, trainer.clock)
+    if job.algorithm.advantage is None:
+        pairs = job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
+        return rows, state, described_rows(trainer, rows) if isinstance(job, RLJob) and not pairs else {}
     with trainer.clock.phase("advantage"):
-        chain = trainer.job.algorithm.advantage
-        names = trainer.job.reward_names
-        rows, chain, metrics = advantages(chain, state.advantage, rows, names)
+        rows, chain, metrics = advantages(job.algorithm.advantage, state.advantage, rows, job.reward_names)
     return rows, state._replace(advantage=chain), metrics
 
 

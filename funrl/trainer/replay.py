@@ -81,17 +81,18 @@ def replay(
     step: int | None,
     mesh: Mesh,
     observer: Observer,
-    logged: LoggedEnvironment | None = None,
+    logged: LoggedEnvironment | MakeSource | None = None,
 ) -> list[Replayed]:
     """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
 
-    Without a checkpoint before it the run is repeated from its first step.
+    Without a checkpoint before it the run is repeated from its first step; so is one by a source
+    that repeats an asynchronous run, some of whose rows begin before the checkpoint.
 
     Args:
       job: of the run; its mesh may be another one.
       step: to repeat; None: all steps from the first to the last whose rows are saved.
-      logged: the environment of the job. Then rows are generated again, and compared with the saved ones; None: saved
-        rows are trained on, and nothing is generated.
+      logged: the environment of the job, or a source that repeats what the run has generated. Then rows are
+        generated again, and compared with the saved ones; None: saved rows are trained on, and nothing is generated.
 
     Returns: the comparison of each step, the same on every rank.
 
@@ -104,11 +105,13 @@ def replay(
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:
             trainer, state = begin_run(_without_engine(job), mesh, observer, replay_source(folder))
-        else:
+        elif isinstance(logged, LoggedEnvironment):
             trainer, state = begin_run(job, mesh, observer)
+        else:
+            trainer, state = begin_run(job, mesh, observer, logged)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)
-        if before is not None and step is not None:
+        if before is not None and step is not None and (logged is None or isinstance(logged, LoggedEnvironment)):
             check_facts(before, job)
             check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
             state = _loaded(before, trainer, state, layouts, server)
@@ -124,7 +127,8 @@ def replay(
             if logged is None:
                 trainer, state, differences = _trained_again(trainer, state, saved)
             else:
-                logged.open(read_episodes(folder, number))
+                if isinstance(logged, LoggedEnvironment):
+                    logged.open(read_episodes(folder, number))
                 trainer, state, differences = _generated_again(trainer, state, saved, logged)
             differences += _compare_weights(trainer, state, saved)
             if number == last and after is not None:
@@ -168,14 +172,14 @@ def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Tr
 
 
 def _generated_again(
-    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment
+    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment | MakeSource
 ) -> tuple[Trainer, State, list[Difference]]:
-    """One step whose rows are generated with the answers of a log."""
+    """One step whose rows are generated with the answers of a log, or as its log of groups says."""
     trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))
     stages = record.stages
     metrics = {name: value for stage in stages.values() for name, value in stage.items()}
     observed = trainer.source.observed(state.source, metrics)
-    differences = _unlike_turns(logged, trainer.parts.mesh)
+    differences = _unlike_turns(logged, trainer.parts.mesh) if isinstance(logged, LoggedEnvironment) else []
     fields = stage_fields(record.drawn, record.rows)
     differences += _compare_rows(record.drawn, fields["drawn"], saved, "drawn")
     differences += _compare_rows(record.rows, fields["scored"], saved, "scored")

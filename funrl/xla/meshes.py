@@ -6,9 +6,13 @@ which `shard_map` gives each device; its collectives name the axes they go over.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +21,18 @@ import torch
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funrl import trees
 from funrl.mesh.mesh import AXES, Mesh, combinations
 from funrl.mesh.rules import Layout
-from funrl.xla.compiled import to_jax
+from funrl.xla.compiled import Timed, signature, to_jax
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
 from funrl.xla.operators.collectives import GROUP_SEPARATOR
-from funrl.xla.trace import trace_program
+from funrl.xla.trace import Program, trace_program
+
+_log = logging.getLogger(__name__)
 
 
 def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor]) -> Mesh:
@@ -62,74 +69,179 @@ def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """
     shape = tuple(sizes[axis] for axis in AXES)
     count = math.prod(shape)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has begun, with a number of devices that stays
+            before: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+            jax.config.update("jax_num_cpu_devices", max(count, before))
     if len(jax.devices()) < count:
         devices = f"{len(jax.devices())} {jax.devices()[0].platform} devices"
-        raise XlaError(f"the mesh has {count} devices, JAX has {devices}; on a CPU XLA_FLAGS may ask for more")
+        raise XlaError(
+            f"the mesh has {count} devices, and JAX had begun with {devices} before; on a CPU "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} gives it as many"
+        )
     return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), AXES)
 
 
+class DeviceCopies:
+    """Copies, on the devices of a mesh, of the host's tensors.
+
+    A copy stays as long as its tensor, and is made anew where that has changed. So weights are sent once, and those
+    that a program has made not at all.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        """Begin without a copy."""
+        self.mesh = mesh
+        self._copies: Any = WeakTensorKeyDictionary()
+
+    def sent(self, x: Tensor, spec: PartitionSpec) -> jax.Array:
+        """The copy of a tensor that is split like this."""
+        known = self._copies.get(x)
+        if known is None or known[:2] != (_version(x), spec):
+            copy = jax.device_put(to_jax(x), NamedSharding(self.mesh, spec))
+            known = (_version(x), spec, copy)
+            self._copies[x] = known
+        return known[2]
+
+    def fetched(self, copy: jax.Array, spec: PartitionSpec) -> Tensor:
+        """A tensor with the numbers of an array, which becomes its copy."""
+        x = to_host(copy)
+        self._copies[x] = (_version(x), spec, copy)
+        return x
+
+
+def _version(x: Tensor) -> int:
+    """Number of changes of a tensor in place."""
+    return 0 if x.is_inference() else x._version
+
+
+def to_host(x: jax.Array) -> Tensor:
+    """A tensor with the numbers of an array that may be split over devices."""
+    whole = np.array(x)
+    if x.dtype == jnp.bfloat16:  # which numpy has from JAX, and torch does not take from numpy
+        return torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(whole)
+
+
 class MeshProgram:
-    """A function of shards, compiled for all devices of a mesh.
+    """A function of shards for all devices of a mesh, traced and compiled once a shape.
 
     Attributes:
-      text: of the compiled program.
+      made: of every program so far, how long it took.
+      texts: of the compiled programs.
     """
 
     def __init__(
         self,
         make: Callable[[Mesh], Callable[..., trees.Tree]],
-        sizes: Mapping[str, int],
-        args: Sequence[trees.Tree],
-        given: Sequence[trees.Tree],
+        copies: DeviceCopies,
+        given: Callable[..., Sequence[trees.Tree]],
         results: Callable[[trees.Tree], trees.Tree],
+        *,
+        name: str = "a program on a mesh",
+        note: Callable[[str], None] = _log.info,
     ) -> None:
-        """Trace and compile.
+        """Describe the program.
 
         Args:
           make: mesh -> the function of a rank's shards.
-          sizes: of the mesh's axes.
-          args: examples of the whole arguments.
-          given: their PartitionSpecs, in trees of the same structure.
+          copies: on the devices to run on.
+          given: whole arguments -> their PartitionSpecs, in trees of the same structure.
           results: tree of the results, with a 0 for each leaf -> their PartitionSpecs.
+          name: for messages.
+          note: receives how long programs took.
+        """
+        self.make = make
+        self.copies = copies
+        self.given = given
+        self.results = results
+        self.name = name
+        self.note = note
+        self.made: list[Timed] = []
+        self.texts: list[str] = []
+        self._programs: dict[Any, _Executable] = {}
+
+    def __call__(self, *args: trees.Tree) -> trees.Tree:
+        """The whole results for these whole arguments.
 
         Raises:
           XlaError: the function cannot be lowered, or an argument does not divide.
         """
-        specs = [spec for _, spec in trees.named(tuple(given))]
-        leaves = trees.leaves(tuple(args))
-        local = [
-            torch.empty(_shard_shape(x, spec, sizes), dtype=x.dtype) for x, spec in zip(leaves, specs, strict=True)
+        leaves = trees.leaves(args)
+        key = signature(args)
+        with jax.enable_x64(True):
+            if key not in self._programs:
+                self._programs[key] = self._made(args)
+            program = self._programs[key]
+            sent = [self.copies.sent(x, spec) for x, spec in zip(leaves, program.given, strict=True)]
+            results = program.run(*sent)
+            whole = [self.copies.fetched(x, spec) for x, spec in zip(results, program.out, strict=True)]
+            return trees.fill(program.results, whole)
+
+    def _made(self, args: tuple[trees.Tree, ...]) -> _Executable:
+        start = time.perf_counter()
+        mapped = self.mapped(args)
+        traced = time.perf_counter()
+        sent = [self.copies.sent(x, spec) for x, spec in zip(trees.leaves(args), mapped.given, strict=True)]
+        run = jax.jit(mapped.run).lower(*sent).compile()
+        took = Timed(self.name, mapped.nodes, traced - start, time.perf_counter() - traced)
+        self.made.append(took)
+        self.texts.append(run.as_text() or "")
+        self.note(took.text)
+        return mapped._replace(run=run)
+
+    def mapped(self, args: tuple[trees.Tree, ...]) -> _Executable:
+        """The function of whole arrays, traced for arguments of these shapes, and not compiled."""
+        mesh = self.copies.mesh
+        given = tuple(spec for _, spec in trees.named(tuple(self.given(*args))))
+        program = self._traced(args, given, dict(mesh.shape))
+        out = tuple(spec for _, spec in trees.named(self.results(program.results)))
+        body = lowered(program)
+        run = jax.shard_map(
+            lambda *shards: body(*_place_on_mesh(), *shards),
+            mesh=mesh,
+            in_specs=given,
+            out_specs=out,
+            check_vma=False,
+        )
+        return _Executable(run, given, out, program.results, len(program.graph.graph.nodes))
+
+    def _traced(
+        self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec], sizes: Mapping[str, int]
+    ) -> Program:
+        """The program as the rank at the origin sees it; its first arguments are its place on each axis."""
+        leaves = trees.leaves(args)
+        shards = [
+            torch.empty(_shard_shape(x, spec, sizes), dtype=x.dtype) for x, spec in zip(leaves, given, strict=True)
         ]
         place = {axis: torch.zeros((), dtype=torch.int64) for axis in AXES}
 
         def run(indices: Mapping[str, Tensor], *shards: Any) -> trees.Tree:
-            return make(traced_mesh(sizes, indices))(*shards)
+            return self.make(traced_mesh(sizes, indices))(*shards)
 
-        program = trace_program(run, place, *trees.fill(tuple(args), local), name="a program on a mesh")
-        self._results = program.results
-        body = lowered(program)
-        self._specs = specs
-        self._mesh = devices_of_mesh(sizes)
-        axes = sorted(AXES)  # as a tree has its names
+        return trace_program(run, place, *trees.fill(args, shards), name=self.name)
 
-        def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
-            return body(*(lax.axis_index(axis).astype(jnp.int64) for axis in axes), *shards)
 
-        out = tuple(spec for _, spec in trees.named(results(program.results)))
-        with jax.enable_x64(True):
-            mapped = jax.shard_map(on_device, mesh=self._mesh, in_specs=tuple(specs), out_specs=out, check_vma=False)
-            self._run = jax.jit(mapped).lower(*self._placed(leaves)).compile()
-        self.text = self._run.as_text()
+class _Executable(NamedTuple):
+    """A program on a mesh.
 
-    def __call__(self, *args: trees.Tree) -> trees.Tree:
-        """The whole results for these whole arguments."""
-        with jax.enable_x64(True):
-            results = self._run(*self._placed(trees.leaves(args)))
-            return trees.fill(self._results, [torch.from_numpy(np.array(x)) for x in results])
+    Attributes:
+      run: the function of whole arrays.
+      given, out: PartitionSpecs of its arguments and results.
+      results: the tree of its results.
+      nodes: operators of its graph.
+    """
 
-    def _placed(self, leaves: Sequence[Tensor]) -> list[jax.Array]:
-        shardings = [NamedSharding(self._mesh, spec) for spec in self._specs]
-        return [jax.device_put(to_jax(x), sharding) for x, sharding in zip(leaves, shardings, strict=True)]
+    run: Callable[..., Sequence[jax.Array]]
+    given: tuple[PartitionSpec, ...]
+    out: tuple[PartitionSpec, ...]
+    results: trees.Tree
+    nodes: int
+
+
+def _place_on_mesh() -> list[jax.Array]:
+    """The place of a device on each axis, in the order of a tree that has the axes' names."""
+    return [lax.axis_index(axis).astype(jnp.int64) for axis in sorted(AXES)]
 
 
 def _shard_shape(x: Tensor, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from child_processes import children
+from compiled_kernels_cache import share_kernels
 
 from funrl.algos import recipe
 from funrl.api import warm_start
@@ -39,7 +40,8 @@ def same(a, b):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache for a test."""
+    """A cache without models for a test."""
+    share_kernels(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "funrl" / "warmstart"
 
@@ -48,6 +50,7 @@ def cache(tmp_path, monkeypatch):
 def made(tmp_path_factory):
     """A cache with one model, which tests copy."""
     folder = tmp_path_factory.mktemp("cache")
+    share_kernels(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         weights, path = weights_of(job_of())

@@ -14,6 +14,10 @@ ROOT = Path(__file__).parents[2]
 NUMBER = r"\d[\d,.]*"
 PROGRAMS = {  # program: its flags, and a line of its table
     "algos": ("--rows=16 --tokens=64 --rounds=1", rf"^rloo +{NUMBER} +{NUMBER}"),
+    "async": (
+        "--staleness=0,1 --seconds=0.01 --steps=4 --prompts=2 --samples=2 --turns=1",
+        rf"^split, S=1 +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
+    ),
     "certificate": ("--rounds=2 --embed=64 --layers=1 --lines=3", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "checkpoint": ("--gb=0.01 --rounds=2 --step_s=0.1", rf"^write +{NUMBER} s +{NUMBER} GB/s"),
     "data_plane": ("--rows=256 --longest=256 --budget=512 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
@@ -28,8 +32,8 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
     ),
-    "gpu": (
-        "--device=cpu --small --tests --parts=kernels,train,compile,tests --out=table",
+    "gpu": (  # tests/benchmarks/test_gpu.py has its other parts
+        "--device=cpu --small --tests --parts=compile,tests --out=table",
         rf"^\| compile \| compile a layer, 0.2M, warm \| {NUMBER} s",
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
@@ -53,10 +57,10 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
     "xla": (
         "--layers=1 --embed=32 --tokens=8 --vocab=32 --turns=1",
-        rf"^ +1 +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
+        rf"^ +1 +{NUMBER} +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
     ),
 }  # fmt: skip
-PARTS = {"random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
+PARTS = {"handwritten_jax", "random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 

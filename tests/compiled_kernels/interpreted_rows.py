@@ -11,6 +11,7 @@ import torch
 from torch.library import opcheck
 
 from funrl.compiled_kernels import linear_logprob as head
+from funrl.compiled_kernels.gpu_kernels import trials
 from funrl.compiled_kernels.linear_divergence import divergence, divergence_error, linear_divergence
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, topk
 from funrl.compiled_kernels.logit_rows import operators
@@ -238,12 +239,12 @@ def no_tokens_and_one_input():
 
 
 def wrong_kernels_are_found():
-    operators._PROBED = "cpu"
-    assert operators._problem(operators.row_error) is None and operators._problem(divergence_error) is None
+    trials._PROBED = "cpu"
+    assert trials.trial_problem(operators.logit_rows_error) is None and trials.trial_problem(divergence_error) is None
     right = kernels.launch_gradients
     kernels.launch_gradients = lambda out_CV, *given: right(out_CV, *given[:2], 2 * given[2], *given[3:])
     try:
-        assert "differ by 1 from" in operators._problem(operators.row_error)
+        assert "differ by 1 from" in trials.trial_problem(operators.logit_rows_error)
     finally:
         kernels.launch_gradients = right
 

@@ -61,7 +61,7 @@ def test_a_cap_by_hand():
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_on_a_gpu_compiles_and_takes_a_kernel_without_a_matrix_of_weights(dtype, masked, monkeypatch):
     """Without a GPU: on tensors that only say that they are on one."""
-    importlib.import_module("funrl.models.compiled_layer")
+    importlib.import_module("funrl.models.compiling.compiled_layer")
     heads = []
     kernel = F.scaled_dot_product_attention
 

@@ -374,6 +374,7 @@ def test_memory_of_a_cache_is_taken_as_it_is_written():
         ({"draw": [2]}, "is not in the call"),
         ({"positions": [0]}, "2 tokens have 1 positions"),
         ({"tokens": [0.0, 1.0]}, "torch.float32"),
+        ({"draw": [1.0]}, "torch.float32"),
     ],
 )
 def test_bad_input_is_named(change, message):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import funrl.models.compiled_layer  # noqa: F401  # tells torch.compile what is constant
+import funrl.models.compiling.compiled_layer  # noqa: F401  # tells torch.compile what is constant
 from funrl.compiled_kernels import grouped_linear as kernel
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import funrl.models.compiled_layer  # noqa: F401  # tells torch.compile what is constant
+import funrl.models.compiling.compiled_layer  # noqa: F401  # tells torch.compile what is constant
 from funrl.compiled_kernels import linear as kernels
 from funrl.compiled_kernels.exact import packs
 from funrl.compiled_kernels.exact.dispatch import kernels_work

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import funrl.models.compiled_layer  # noqa: F401  # tells torch.compile what is constant
+import funrl.models.compiling.compiled_layer  # noqa: F401  # tells torch.compile what is constant
 from funrl.compiled_kernels import linear_divergence as kernel
 from funrl.compiled_kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from funrl.mesh.simulate import gather, per_rank, simulate

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.compiled_kernels import linear_logprob as head
+from funrl.compiled_kernels.gpu_kernels import trials
 from funrl.compiled_kernels.linear_divergence import divergence_error, linear_divergence, linear_divergence_reference
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
 from funrl.compiled_kernels.logit_rows import operators
@@ -75,13 +76,13 @@ def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):
     monkeypatch.setattr(operators, "kernels_run", lambda trial: True)
     assert [operators.by_kernels(x) for x in (*on_gpu, torch.zeros(1))] == [True, True, False, False]
     monkeypatch.undo()
-    monkeypatch.setattr(operators, "_problem", lambda trial: "no triton")
-    assert operators.kernels_run.__wrapped__(operators.row_error) is False
-    assert caplog.messages == ["passes over logits on the GPU are torch's (row), several times as many: no triton"]
-    monkeypatch.setattr(operators, "_problem", lambda trial: None)
-    with caplog.at_level("INFO", operators.__name__):
-        assert operators.kernels_run.__wrapped__(operators.row_error) is True
-    assert caplog.messages[-1] == "each pass over logits on the GPU is one Triton kernel (row)"
+    monkeypatch.setattr(trials, "trial_problem", lambda trial: "no triton")
+    assert trials.kernels_run.__wrapped__(operators.logit_rows_error) is False
+    assert caplog.messages == ["torch's operators on the GPU, which take several times as long: logit rows; no triton"]
+    monkeypatch.setattr(trials, "trial_problem", lambda trial: None)
+    with caplog.at_level("INFO", trials.__name__):
+        assert trials.kernels_run.__wrapped__(operators.logit_rows_error) is True
+    assert caplog.messages[-1] == "Triton kernels on the GPU: logit rows"
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,9 @@ def test_what_fails_leaves_plain_passes(error, text, monkeypatch):
     def refuse(*_):
         raise error
 
-    monkeypatch.setattr(operators, "_PROBED", "cpu")
+    monkeypatch.setattr(trials, "_PROBED", "cpu")
     monkeypatch.setattr(operators, "logit_row_sums", refuse)
-    assert operators._problem(operators.row_error).startswith(text)
+    assert trials.trial_problem(operators.logit_rows_error).startswith(text)
 
 
 def test_a_gpu_without_wide_products_of_16_bits_takes_float32(monkeypatch, caplog):
@@ -180,7 +181,7 @@ def test_logits_of_a_divergence_are_read_twice_and_once(dtype, monkeypatch):
 @pytest.mark.parametrize("vocab", [5003, 6000])
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_a_gpu_equals_the_reference(dtype, tolerance, vocab, cap):
-    assert operators.kernels_run(operators.row_error) and operators.kernels_run(divergence_error)
+    assert trials.kernels_run(operators.logit_rows_error) and trials.kernels_run(divergence_error)
     generator = torch.Generator().manual_seed(0)
     hidden, unembed = (torch.randn(n, 64, generator=generator).to("cuda", dtype).requires_grad_() for n in (70, vocab))
     ids_T = torch.randint(vocab, (70,), generator=generator).cuda()
@@ -199,5 +200,6 @@ def test_a_gpu_equals_the_reference(dtype, tolerance, vocab, cap):
         expected = linear_divergence_reference(*wide, *teacher, beta, 0.7)
         assert (got - expected).abs().max() < 1e-3
         grads = torch.autograd.grad(got.sum(), (hidden, unembed))
+        size = max(tolerance, 1e-3)  # at 0.3 a difference of numbers that are a thousand times as large
         for a, b in zip(grads, torch.autograd.grad(expected.sum(), wide), strict=True):
-            assert a.dtype == dtype and (a.double() - b).norm() < tolerance * b.norm()
+            assert a.dtype == dtype and (a.double() - b).norm() < size * b.norm()

@@ -1,6 +1,7 @@
 """Attention over pages against its plain reference and against whole sequences, and all ways to run it."""
 
 import functools
+import importlib.util
 import inspect
 import sys
 import types
@@ -269,29 +270,41 @@ def test_kernels_are_called_as_they_want(window, scale, passes):
 
 
 def test_the_kernel_is_that_which_is_there_and_is_told_once(monkeypatch, caplog):
-    """torch's where it knows pages, else flash-attn's, else none."""
+    """torch's where it knows pages, else flash-attn's, else Triton's, else none."""
     flash = types.SimpleNamespace(flash_attn_varlen_func=published_flash)
 
     def len_of(query):
         return len(query)
 
-    cases = [(published, flash, kernels.by_torch), (len_of, flash, kernels.by_flash_attn), (len_of, None, None)]
-    for torchs, package, expected in cases:
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
-        monkeypatch.setitem(sys.modules, "flash_attn", package)
-        caplog.clear()
-        with caplog.at_level("INFO", kernels.__name__):
-            found = kernels.paged_kernel.__wrapped__()
-        assert len(caplog.messages) == 1 and "over pages on the GPU" in caplog.messages[0]
-        assert (found and found.func) is expected
+    for triton in (True, False):
+        by_triton = kernels.by_triton if triton else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, triton=triton: triton or None)
+        for torchs, package, expected in (
+            (published, flash, kernels.by_torch),
+            (len_of, flash, kernels.by_flash_attn),
+            (len_of, None, by_triton),
+        ):
+            monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
+            monkeypatch.setitem(sys.modules, "flash_attn", package)
+            caplog.clear()
+            kernels.triton_takes_pages.cache_clear()
+            with caplog.at_level("INFO", kernels.__name__):
+                kernel = kernels.paged_kernel.__wrapped__()
+            assert len(caplog.messages) == 1 and "over pages on the GPU" in caplog.messages[0]
+            assert getattr(kernel, "func", kernel) is expected
+
+
+def test_which_pages_and_heads_go_to_a_kernel(monkeypatch):
     bf16 = torch.bfloat16
-    kernels.paged_kernel.cache_clear()
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", published)
-    assert kernels.takes_kernel("cuda", bf16, 64, 256) and kernels.takes_kernel("cuda", bf16, 128, 512)
-    refused = [("cpu", bf16, 64, 256), ("cuda", torch.float32, 64, 256), ("cuda", bf16, 260, 256)]
-    refused += [("cuda", bf16, 64, 16), ("cuda", bf16, 12, 256), ("cuda", bf16, 64, 256, 50.0)]
-    assert not any(kernels.takes_kernel(*case) for case in refused)
-    kernels.paged_kernel.cache_clear()
+    monkeypatch.setattr(kernels, "paged_kernel", lambda: "plain")
+    monkeypatch.setattr(kernels, "triton_takes_pages", lambda: True)
+    assert kernels.kernel_for("cuda", bf16, 64, 256) == kernels.kernel_for("cuda", bf16, 128, 512) == "plain"
+    for given in ((64, 16), (12, 256), (64, 256, False)):
+        assert kernels.kernel_for("cuda", bf16, *given) is kernels.by_triton
+    for given in (("cpu", bf16, 64, 256), ("cuda", torch.float32, 64, 256), ("cuda", bf16, 260, 256)):
+        assert kernels.kernel_for(*given) is None
+    monkeypatch.setattr(kernels, "triton_takes_pages", lambda: False)
+    assert kernels.kernel_for("cuda", bf16, 64, 256, plain=False) is None
 
 
 def test_a_kernel_that_refuses_pages_or_is_wrong_is_passed_over(monkeypatch, caplog):
@@ -310,7 +323,9 @@ def test_a_kernel_that_refuses_pages_or_is_wrong_is_passed_over(monkeypatch, cap
     flash = types.SimpleNamespace(flash_attn_varlen_func=published_flash)
     cases = [(published, None, kernels.by_torch, "is by torch"), (refusing, flash, kernels.by_flash_attn, "throws if")]
     cases += [(wrong, flash, kernels.by_flash_attn, "differ by 1 "), (refusing, None, None, "gathers them")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for torchs, package, expected, text in cases:
+        kernels.triton_takes_pages.cache_clear()
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         caplog.clear()
@@ -352,3 +367,36 @@ def test_a_gpu_equals_the_reference(dtype, tolerance, window):
     cache = tuple(x.cuda() for x in cache)
     out = paged_attention(q.cuda(), k.cuda(), v.cuda(), cache, on_gpu, window)
     assert (out.cpu() - expected).abs().max() < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("heads,kv_heads,size", [(8, 2, 64), (7, 1, 72), (8, 8, 256)])
+@pytest.mark.parametrize("how", [{}, {"cap": 3.0}, {"sinks_H": True}, {"window": 70}], ids=str)
+def test_a_gpu_takes_caps_sinks_and_any_heads(heads, kv_heads, size, how):
+    sequences = [(1, 300), (1, 1), (1, 513), (40, 40), (33, 165), (1, 512)]
+    made = scene(sequences, heads, kv_heads, page=256, size=size, dtype=torch.bfloat16)
+    q, k, v, cache, paging = made
+    how = how | {"sinks_H": draw(heads)} if "sinks_H" in how else how
+    _, (expected, *_) = both(*made, to=torch.Tensor.double, **how)
+    how = how | {"sinks_H": how["sinks_H"].float().cuda()} if "sinks_H" in how else how
+    on_gpu = paging_of(*zip(*sequences, strict=True), paging.table_SP.int(), 256, "cuda")
+    caches = tuple(x.cuda() for x in cache)
+    out = kernels.by_triton(
+        q.cuda(),
+        *written(k.cuda(), v.cuda(), caches, on_gpu),
+        *on_gpu[2:],
+        how.get("window", 0),
+        0.0,
+        cap=how.get("cap", 0.0),
+        sinks=how.get("sinks_H"),
+    )
+    assert (out.cpu() - expected).abs().max() < 3e-2
+
+
+def written(k, v, caches, paging):
+    """The caches with new keys and values in them."""
+    from funrl.compiled_kernels.gpu_kernels.page_kernels import write_pages
+
+    write_pages(k, v, caches, paging.places_N)
+    return caches

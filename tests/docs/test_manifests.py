@@ -9,6 +9,9 @@ import pytest
 import yaml
 from test_scale_out import environment, finished, free_port, shared, steps_of  # noqa: F401  (a fixture)
 
+from funrl.cli.usages import COMMANDS
+from funrl.mesh.pools.joining import generators_join, training_sizes
+from funrl.mesh.text import devices
 from funrl.processes.environment import FIRST_PORT, PORTS
 from funrl.trainer.settings.settings import settings_flags
 
@@ -75,6 +78,19 @@ def test_the_train_job_has_the_nodes_of_the_recipe():
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (NODES, DEVICES)
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == DEVICES
     assert RECIPE["mesh"] == f"dp{NODES * DEVICES}"
+
+
+def test_generators_in_jobs_of_their_own_have_the_other_nodes():
+    script = block("sh", "funrl join")
+    assert subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True).stderr == ""
+    sizes = [int(size) for size in re.findall(r"^#SBATCH --nodes=(\d+)", script, re.M)]
+    (trainer,) = re.findall(r"^srun --het-group=0 .*? funrl (.*?) & trainers", script.replace("\\\n", " "), re.M)
+    flags = options_of(shlex.split(trainer))
+    assert set(flags) <= set(settings_flags()) and generators_join(flags["place"])
+    assert devices(training_sizes(flags["place"], {})) == sizes[0] * DEVICES and sum(sizes) == NODES
+    assert f"--nproc-per-node={DEVICES} " in script and f"--mesh=tp{DEVICES};" in script
+    (flag,) = re.findall(r"\[--(\w+)=tpN\]", COMMANDS["join"].usage)
+    assert flag == "mesh"
 
 
 def heterogeneous():

@@ -34,6 +34,7 @@ PAGES = [
     "docs/foreign_environments.md",
     "docs/placement.md",
     "docs/asynchrony.md",
+    "docs/vision.md",
     "docs/xla.md",
 ]  # fmt: skip
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
@@ -46,6 +47,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
+MOST = {"--steps": 3, "--batch_prompts": 8}  # of a command that gives them
 SHORT = [
     "--steps=1",
     "--warmstart_steps=1",
@@ -165,12 +167,19 @@ def words_of(line: str) -> list[str]:
     if program.startswith("--config="):  # the files of the pages are of grpo
         program = "grpo"
     if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
+        words = [shortened(word) for word in words]
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         from_texts = "--data" in given or program in TEXT_PROGRAMS
         given |= {"--samples_per_prompt", "--max_new_tokens"} if from_texts else set()
         words += [word for word in [*SHORT, "--run_dir=here"] if word.split("=")[0] not in given]
     return words[1:]
+
+
+def shortened(word: str) -> str:
+    """A flag of a run, of at most as many steps and prompts as show that it works."""
+    name, _, number = word.partition("=")
+    return f"{name}={min(int(number), MOST[name])}" if name in MOST else word
 
 
 @pytest.mark.slow

@@ -36,11 +36,16 @@ def heard(episode):
     return [message["content"] for node in nodes if not node.sampled for message in node.messages]
 
 
-def page_source(name):
+def page_text(file, language="python"):
     """Text of a file of docs/foreign_environments.md."""
     page = Path(__file__).parents[2] / "docs/foreign_environments.md"
-    (source,) = re.findall(rf"^```python file={name}\.py\n(.*?)^```", page.read_text(), re.M | re.S)
+    (source,) = re.findall(rf"^```{language} file={re.escape(file)}\n(.*?)^```", page.read_text(), re.M | re.S)
     return source
+
+
+def page_source(name):
+    """Source of a module of that page."""
+    return page_text(f"{name}.py")
 
 
 def page_module(name):

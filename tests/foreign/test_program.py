@@ -5,11 +5,13 @@ import urllib.request
 
 import pytest
 from foreign_runs import LIMITS, run
-from small_chats import SETUP, engine_of, text
+from small_chats import SETUP, engine_of, plain, text
 
+from funrl.environments.hosting.hosted import hosted_environment, open_hosted
 from funrl.foreign.load import named_environment
 from funrl.foreign.program import agent_program
 from funrl.loading import LoadError
+from funrl.serve.endpoint import serve_agent
 
 pytest.importorskip("starlette", reason="pip install 'funrl[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'funrl[serve]'")
@@ -104,3 +106,13 @@ def test_what_is_no_program_is_refused(agent, name, arguments, problem):
         named_environment(f"{agent}:{name}", arguments)
     with pytest.raises(TypeError, match="takes neither base_url nor api_key"):
         agent_program(len)
+
+
+def test_a_program_and_its_endpoint_in_a_worker_have_the_same_tokens(agent):
+    environment = named_environment(f"{agent}:Agent")
+    here = run(environment, engine=engine_of(), setup=SETUP)
+    hosted = hosted_environment(environment, 1)
+    with open_hosted(hosted, SETUP.chat, serve_agent):
+        there = run(hosted, engine=engine_of(), setup=SETUP)
+    assert plain(there)[0] == plain(here)[0]
+    assert (there.status, there.rewards, there.parts) == (here.status, here.rewards, here.parts)

@@ -32,12 +32,14 @@ ONE = parse("dp1")
         ("generate:tp2", "dp2,tp2", "train:dp2,tp2@0-3 generate:tp2@4-5"),
         ("generate:dp2@1-2 train:dp2", "dp1", "train:dp2@0,3 generate:dp2@1-2"),
         ("train:3@0,2-3 generate:1", "dp1", "train:dp3@0,2-3 generate:dp1@1"),
+        ("reference:tp2@1-2 train:1 generate:1", "dp1", "train:dp1@0 generate:dp1@3 reference:tp2@1-2"),
     ],
 )
 def test_a_placement_is_all_ranks_once(text, mesh, placed):
     placement = read_placement(text, parse(mesh))
     assert str(placement) == placed
-    assert sorted(placement.train.ranks + placement.generate.ranks) == list(range(placement.world))
+    pools = (placement.train, placement.generate, *placement.scoring.values())
+    assert sorted(rank for pool in pools for rank in pool.ranks) == list(range(placement.world))
     assert placement.launched == parse(f"dp{placement.world}")
     assert read_placement(str(placement), ONE) == placement
 
@@ -51,7 +53,7 @@ def test_a_placement_is_all_ranks_once(text, mesh, placed):
         ("train:dp2@0-1 generate:dp1@3", "rank 2 is in no pool; the ranks of all pools are 0 to 2"),
         ("train:dp1@1 generate:dp1@0", "rank 0 writes the run's files, and has to be one that trains"),
         ("train:dp2@0-2 generate:1", "train:dp2 has 2 devices and @0-2 is 3 ranks"),
-        ("critic:1 generate:1", "'critic:1' is not a pool; write train or generate"),
+        ("cri-tic:1 generate:1", "'cri-tic:1' is not a pool; write train, generate or a role"),
         ("generate", "'generate' is not a pool"),
         ("generate:", "a pool has no mesh; write one such as dp2 or 2"),
         ("generate:1 generate:2", "the pool 'generate' is given twice"),
@@ -198,7 +200,7 @@ class Clock:
 def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatch):
     clock = Clock(until=1000.0)
     monkeypatch.setattr(channel, "time", clock)
-    monkeypatch.setattr(channel, "_store", lambda: clock)
+    monkeypatch.setattr(channel, "run_store", lambda: clock)
     with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
-        channel._wait(["answer"], 1, "an answer", 60.0)
+        channel.wait_for_keys(["answer"], 1, "an answer", 60.0)
     assert 1060 <= clock.now < 1070

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from funrl.models import compile_cache
-from funrl.models.compile_cache import CompileCache, checked_content
+from funrl.models.compiling import compile_cache
+from funrl.models.compiling.compile_cache import CompileCache, checked_content
 
 CPU = torch.device("cpu")
 FACTS = {"models": {"policy": {"embed": 16}}, "dtype": "torch.float32", "meshes": ["dp1", "dp1"]}

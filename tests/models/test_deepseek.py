@@ -15,7 +15,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf
 from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.names import names_of
-from funrl.rollout.native.engine import bytes_of_page
+from funrl.rollout.native.backends import bytes_of_page
 
 LENGTHS = (13, 40, 27)
 

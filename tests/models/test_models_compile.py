@@ -58,7 +58,7 @@ def test_nothing_is_compiled_again_after_warm_up(caplog):
     layer = compile_layer(MODEL, "on")
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
-    with caplog.at_level(logging.INFO, "funrl.models.compile"):
+    with caplog.at_level(logging.INFO, "funrl.models.compiling.compile"):
         for packed in (False, True):
             _step(params, 4, 12, packed, layer)
     warm = counts["unique_graphs"]

@@ -80,7 +80,7 @@ def norm_by_halves(right):
 
 
 def rotation_in_double(right):
-    def wrong(self, positions, dtype):
+    def wrong(self, positions, dtype, axial=None):
         turns = layers.frequencies(self.size, self.theta, self.scaling, torch.float64)
         return layers.rotary(positions, turns, dtype)
 

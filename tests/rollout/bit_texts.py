@@ -94,8 +94,16 @@ class Texts:
 
     def differ(self, mesh=SINGLE, **options):
         """How many tokens the trainer and the engine give different bits, raw or at the temperature; of all."""
-        drawn, raw = self.scores(mesh, **options), self.scores(mesh, 1.0, **options)
+        drawn = self.scores(mesh, **options)
+        raw = drawn if self.temperature == 1.0 else self.scores(mesh, 1.0, **options)
         engine = [*(x.sampling_logp for x in self.done), *(x.raw_logp for x in self.done)]
         pairs = [*zip([*drawn, *raw], engine, strict=True)]
         assert all(torch.isfinite(x).all() for pair in pairs for x in pair)
         return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def unlike(ones, others):
+    """How many completions of two engines have other tokens or bits."""
+    fields = ("tokens", "sampling_logp", "raw_logp")
+    pairs = zip(ones, others, strict=True)
+    return sum(not all(torch.equal(getattr(a, name), getattr(b, name)) for name in fields) for a, b in pairs)

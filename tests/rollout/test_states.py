@@ -15,6 +15,8 @@ from funrl.models import ModelError, decoder_config, decoder_model, place
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
 from funrl.rollout.engine import complete
+from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -149,9 +151,22 @@ def test_partial_completions_go_on_under_new_weights():
         assert_same([one], [expected], 1e-12)
 
 
-def test_drafts_are_refused():
-    with pytest.raises(ModelError, match="speculate is 2: layers of a qwen3_next keep a state, which cannot take back"):
-        native_engine(decoder_model(CONFIG), options=NativeOptions(speculate=2))
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"speculate": 2}, "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"),
+        ({"keep_cache": True}, "keep_cache is True: layers of a qwen3_next keep a state, which is computed again"),
+        ({"make_backend": TorchBackend}, "make_backend is TorchBackend: layers of a qwen3_next keep a state"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused(option, message):
+    with pytest.raises(ModelError, match=message):
+        native_engine(decoder_model(CONFIG), options=NativeOptions(**option))
+
+
+def test_transformers_engine_takes_no_experts():
+    with pytest.raises(ModelError, match="takes no experts, which a qwen3_next has: use native_engine"):
+        hf_engine(decoder_model(WITH_EXPERTS))
 
 
 def _on_ranks(mesh):

@@ -17,12 +17,12 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
-from funrl.rollout.native import sequences, static_decode
+from funrl.rollout.native import backends, sequences, static_decode
 from funrl.rollout.native.backends import TorchBackend
-from funrl.rollout.native.captured import CapturedFunctions
-from funrl.rollout.native.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
+from funrl.rollout.native.device.captured import CapturedFunctions
+from funrl.rollout.native.device.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
+from funrl.rollout.native.device.host_copy import HostCopy
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.native.host_copy import HostCopy
 from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -332,6 +332,7 @@ def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monke
     class OnGpu(torch.Tensor):
         device = property(lambda self: torch.device("cuda"))
         is_cuda = property(lambda self: True)
+        is_cpu = property(lambda self: False)
         __torch_function__ = torch._C._disabled_torch_function_impl
 
     x = torch.arange(3).as_subclass(OnGpu)
@@ -345,7 +346,7 @@ def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monke
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
-    sound = static_decode.decode_pass
+    sound = backends.decode_pass
 
     def waiting(*args, **kwargs):
         sampled = sound(*args, **kwargs)
@@ -357,7 +358,7 @@ def test_a_decoding_pass_that_waits_is_found(fault, on_device, monkeypatch):
         on_device.step()
     with no_waits():
         on_device.step()
-    monkeypatch.setattr(static_decode, "decode_pass", waiting)
+    monkeypatch.setattr(backends, "decode_pass", waiting)
     with pytest.raises(AssertionError, match=WAITS), no_waits():
         on_device.step()
 

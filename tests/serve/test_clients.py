@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_chats import CHAT, SAMPLING, SETUP, engine_of, text
+from small_chats import CHAT, SAMPLING, SETUP, TEMPLATE, chat_of, engine_of, text
 from small_servers import LONG, TOOL, anthropic_client, call, needs_clients, openai_client, scripted, serve
 
 from funrl.environments.chat import ChatOptions, TemplateChat
@@ -267,6 +267,81 @@ def test_the_client_of_anthropic_is_served(stream):
     assert last.content[0].text == "done" and last.stop_reason == "end_turn" and session.forks == 0
     assert counted.input_tokens == first.usage.input_tokens
     assert len(session.trajectories()) == 1
+
+
+THINKS = LONG._replace(chat=chat_of(TEMPLATE + "{# <think></think> #}"))
+
+
+async def whole_or_streamed(client, stream, **asked):
+    """Content, thoughts and calls of a message."""
+    if not stream:
+        message = (await client.chat.completions.create(**asked)).choices[0].message
+        return message.content, getattr(message, "reasoning", ""), len(message.tool_calls or ())
+    content, thoughts, calls = "", "", 0
+    async for chunk in await client.chat.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            thoughts += getattr(choice.delta, "reasoning", None) or ""
+            calls += len(choice.delta.tool_calls or ())
+    return content, thoughts, calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_apart_from_the_content(stream):
+    thought = "<think>\nhm\n</think>\n\nwell "
+    engine = scripted(thought, thought, thought, thought + call(a=1), "<think>on and on", "end")
+
+    async def program(endpoint):
+        async with openai_client(endpoint) as client:
+            asked = {"model": "any", "messages": USER}
+            replies = [
+                await whole_or_streamed(client, stream, **asked, extra_body=body)
+                for body in ({}, {"include_reasoning": True}, {"include_reasoning": False})
+            ]
+            replies.append(await whole_or_streamed(client, stream, **asked, tools=[TOOL]))
+            replies.append(await whole_or_streamed(client, stream, **asked, extra_body={"include_reasoning": True}))
+            said = {"role": "assistant", "content": replies[1][0], "reasoning": "hm"}
+            await client.chat.completions.create(model="any", messages=[*USER, said, *USER])
+            return replies, endpoint.session
+
+    replies, session = serve(engine, program, THINKS)
+    assert replies == [
+        (thought, "", 0),
+        ("well ", "hm", 0),
+        ("well ", "", 0),
+        ("well", "hm", 1),
+        ("", "on and on", 0),
+    ]
+    assert session.forks == 0 and len(session.trajectories()) == 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_of_anthropic_gets_thoughts_where_it_asks_for_them(stream):
+    engine = scripted("<think>hm</think>well " + call(a=1), "done", "<think>hm</think>well")
+    tool = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+
+    async def program(endpoint):
+        async with anthropic_client(endpoint) as client:
+            asked = {"model": "any", "max_tokens": 2000, "tools": [tool]}
+            thinking = {"type": "enabled", "budget_tokens": 1024}
+            if stream:
+                async with client.messages.stream(messages=USER, thinking=thinking, **asked) as events:
+                    first = await events.get_final_message()
+            else:
+                first = await client.messages.create(messages=USER, thinking=thinking, **asked)
+            use = first.content[-1]
+            replied = [{"role": "assistant", "content": [block.model_dump() for block in first.content]}]
+            replied.append(
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "1"}]}
+            )
+            await client.messages.create(messages=[*USER, *replied], **asked)
+            last = await client.messages.create(messages=USER, thinking={"type": "disabled"}, **asked)
+            return first, last, endpoint.session
+
+    first, last, session = serve(engine, program, THINKS)
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    assert first.content[0].thinking == "hm" and first.content[1].text == "well" and first.content[2].input == {"a": 1}
+    assert [block.text for block in last.content] == ["well"] and session.forks == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,7 +2,9 @@
 
 import pytest
 
+from funrl.environments.builtin.retry import Retry
 from funrl.tasks import retry as r
+from funrl.tasks.conversations import as_example
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,15 @@ def test_the_demonstrator_mostly_repeats_its_answer():
     products = [eval(record["messages"][0]["content"]) for record in r.retry_conversations(0, 1000)]
     solved = [int(x[-1]) == product for x, product in zip(replies, products, strict=True)]
     assert 0.1 < sum(solved) / len(solved) < 0.2
+
+
+def test_a_right_product_is_rewarded_and_ends_the_episode():
+    for prompt in r.retry_task().training_prompts(0, 5):
+        game = Retry(r.scored_product, r.PRODUCT_ATTEMPTS)
+        game.reset(as_example(prompt), 0)
+        right = prompt.fields["answer"]
+        wrong = str((int(right[0]) + 1) % 10) + right[1:]
+        replies, reward, ended = game.step({"role": "assistant", "content": wrong})
+        assert (reward, ended) == (0.0, False) and replies[0]["content"] == r.digit_marks(wrong, right)
+        _, reward, ended = game.step({"role": "assistant", "content": right})
+        assert (reward, ended) == (1.0, True)

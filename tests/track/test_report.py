@@ -344,6 +344,18 @@ def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
     assert "Forks by cause" not in write_report(a_run(tmp_path / "other", steps=3).path).read_text()
 
 
+def test_waiting_and_ages_are_figures_where_a_run_has_them(tmp_path):
+    run = a_run(tmp_path)
+    plain = read_run(run)
+    assert "Who waited" not in checked(render(plain)).text
+    waits = {"wait/trainer_s": 1.25, "wait/generator_s": 0.5, "age/mean": 0.75, "age/max": 2.0}
+    page = render(plain._replace(rows=[row | waits for row in plain.rows]))
+    text = checked(page).text
+    assert "Who waited" in text and "Age of rows" in text
+    assert "Who waited: trainer 1.25 to 1.25, generators 0.5 to 0.5" in page
+    assert "Age of rows: mean 0.75 to 0.75, largest 2 to 2" in page
+
+
 def test_sources_and_parts_of_rewards_have_figures(tmp_path):
     run = open_run(tmp_path / "run", "grpo", {})
     tracker = jsonl(run.metrics)

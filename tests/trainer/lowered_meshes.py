@@ -24,7 +24,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step import fields_of, gradient
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import MeshProgram, spec_of, traced_mesh
+from funrl.xla.meshes import DeviceCopies, MeshProgram, devices_of_mesh, spec_of, traced_mesh
 
 TOKENS, SEQUENCES = 48, 5
 SIZES = {"vocab": 16, "embed": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 12, "qk_norm": "head"}
@@ -95,11 +95,11 @@ def difference(text):
     specs = trees.map(spec_of, layouts)
     whole = tuple(PartitionSpec() for _ in denominators)
     program = MeshProgram(
-        make, sizes, (params, fields, denominators), (specs, given, whole), lambda _: (specs, PartitionSpec())
+        make, DeviceCopies(devices_of_mesh(sizes)), lambda *_: (specs, given, whole), lambda _: (specs, PartitionSpec())
     )
     tree, loss = program(params, fields, denominators)
     gaps = [(x - y).abs().max().item() for x, y in zip(trees.leaves(tree), trees.leaves(want.tree), strict=True)]
-    return max(*gaps, abs(loss - want.loss).item()), sorted(set(re.findall(COLLECTIVES, program.text)))
+    return max(*gaps, abs(loss - want.loss).item()), sorted(set(re.findall(COLLECTIVES, program.texts[0])))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,9 @@ def test_an_untrained_decoder_makes_episodes(task):
     assert job.task.embedded and job.warmstart_steps == SMALL["warmstart_steps"]
 
 
-LEARNED = {"retry": {"steps": 4}, "search": {"steps": 6, "batch_prompts": 64}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("task", LEARNED)
-def test_a_few_steps_improve_on_the_demonstrator(task, tmp_path):
-    skip_without_library(task)
-    run = funrl.train("grpo", task=task, run_dir=str(tmp_path / "run"), eval_prompts=64, **LEARNED[task])
+def test_a_few_steps_improve_on_the_demonstrator(tmp_path):
+    skip_without_library("search")
+    flags = {"task": "search", "steps": 6, "batch_prompts": 64, "eval_prompts": 64}
+    run = funrl.train("grpo", run_dir=str(tmp_path / "run"), **flags)
     assert run.metrics[-1]["reward/mean"] > run.metrics[0]["reward/mean"] + 0.2

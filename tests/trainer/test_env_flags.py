@@ -2,22 +2,28 @@
 
 import functools
 import json
+import os
 
 import pytest
-from small_runs import GRPO, SMALL, Quiet, begin, scored_batch
+from selection import quick
+from small_runs import GRPO, MEASURED, SMALL, Quiet, begin, gap, scored_batch
 
 from funrl.algos.recipes.online_dpo import online_dpo
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.row_source import episode_setup
+from funrl.trainer.jobs.row_source import episode_setup, open_rewards
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
 ENVIRONMENTS = '''
+import os
+import pathlib
+
 from funrl.rollout.episodes import Episode
 
 class Turns:
@@ -56,6 +62,19 @@ class Counted(Turns):
     async def run(self, policy, example, seed):
         episode = await super().run(policy, example, seed)
         return Episode(episode.ends, {"policy": self.worth * episode.rewards["policy"]}, status="turns")
+
+class Noted(Turns):
+    """Turns that leave the number of their process in a folder."""
+    def __init__(self, folder):
+        self.folder = folder
+
+    async def run(self, policy, example, seed):
+        (pathlib.Path(self.folder) / str(os.getpid())).touch()
+        return await super().run(policy, example, seed)
+
+class Together(Turns):
+    scores_by_state = True
+    async def score(self, episodes): ...
 
 def add(left: int, right: int) -> int:
     """Add.
@@ -137,9 +156,42 @@ def test_flags_bound_the_episodes(files):
     assert metrics_of_step(job)["episodes/turns"] <= 4
 
 
+@pytest.mark.parametrize("mesh", quick(["dp1", "dp2", "tp2"], ["dp1"]))
+def test_workers_of_an_environment_change_no_bit(files, mesh):
+    def program(m, pool):
+        observer = Quiet()
+        loop.train_loop(job, m, observer, pool=pool)
+        return observer.steps, observer.params, os.getpid()
+
+    runs = []
+    for workers in (0, 2):
+        pids = files / f"pids{workers}"
+        pids.mkdir()
+        flags = {"env_args": f"folder:{pids}", "episode_turns": 3, "env_workers": workers, "queue": "fixed"}
+        job = job_of(files, "Noted", mesh=mesh, generate_mesh=mesh, steps=2, **flags)
+        steps, params, rank = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
+        found = {int(path.name) for path in pids.iterdir()}
+        assert len(found) == max(1, workers) * (2 if mesh == "dp2" else 1) and (rank in found) == (workers == 0)
+        measured = ("memory/", *MEASURED)
+        runs.append(
+            [{k: v for k, v in m.items() if not k.startswith(measured) and not k.endswith(measured)} for _, m in steps]
+        )
+        runs.append(params)
+    assert runs[0] == runs[2]
+    assert gap(runs[1], runs[3]) == 0
+
+
 @pytest.mark.parametrize(
     "flags,message",
     [
+        (
+            {"env": "own.py:Turns", "env_workers": 2, "new_tokens_per_step": 8},
+            "--env_workers=2 with --new_tokens_per_step: episodes across steps wait in the rank's own process",
+        ),
+        (
+            {"env": "own.py:Together", "env_workers": 2},
+            "env_workers=2: the rewards of its groups need all",
+        ),
         ({"env": "own.py:Missing"}, "Missing"),
         ({"env": "own.py:Half"}, "Half lacks step, close"),
         ({"env": "own.py:Turns", "prompts": None}, "needs --prompts=FILE.jsonl, whose records"),

@@ -47,6 +47,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "weight_decay": (GRPO, {}, 0.5),
     "decay_all": (GRPO, {"weight_decay": 0.5}, True),
     "max_grad_norm": (GRPO, {"optimizer": "muon"}, 1e-9),  # Adam would undo a factor of all gradients
+    "freeze": (GRPO, {}, "layers/0"),
     "epochs": (GRPO, {}, 2),
     "minibatches": (GRPO, {}, 2),
     "critic_lr": (PPO, {}, 1e-4),
@@ -73,7 +74,8 @@ TABLES: dict[str, Any] = {"fsdp": False, "fsdp_axes": "ep", "fsdp_models": "crit
 TESTED = {  # flag: the test that fails where it does nothing
     "agents": "trainer/test_agents.py::test_an_earlier_self_stays_or_is_renewed",
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
-    "staleness": "trainer/test_placement_runs.py::test_rows_ahead_are_of_older_weights_and_the_same_in_every_run",
+    "staleness": "trainer/test_placement_runs.py::test_no_token_is_older_than_the_staleness",
+    "keep_cache": "rollout/test_kept_cache.py::test_running_requests_keep_what_older_weights_computed",
     "place": "trainer/test_placement_runs.py::test_apart_the_bits_are_those_of_ranks_that_do_both",
     "generate_mesh": "cli/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "cli/test_bad_input.py::test_cuda_without_a_gpu_is_refused",
@@ -175,6 +177,7 @@ TESTED = {  # flag: the test that fails where it does nothing
         ("staleness", "window", "lengths"), "cost/test_schedule_report.py::test_flags_decide_what_is_simulated"
     ),
     "env": "trainer/test_env_flags.py::test_an_environment_of_a_file",
+    "env_workers": "trainer/test_env_flags.py::test_workers_of_an_environment_change_no_bit",
     "env_args": "trainer/test_env_flags.py::test_arguments_and_prompts_of_an_environment",
     "resume": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
 }

@@ -1,4 +1,4 @@
-"""Gradients on meshes of JAX's devices: each mesh in a process of its own, as JAX fixes their number when it starts."""
+"""Programs on meshes of JAX's devices, in processes of their own, as JAX fixes their number when it starts."""
 
 import os
 import subprocess
@@ -21,14 +21,37 @@ MESHES = {  # the collectives that its program must have
     "sp2": {"all-to-all"},
     "ep2": {"all-gather", "reduce-scatter"},
 }
+RUNS = [
+    ("float64", "ppo:dp2", "ppo:tp2"),
+    ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
+    ("float64", "ppo:dp2+fsdp", "ppo:sp2"),
+    ("float32", "ppo:dp2,tp2", "sft:dp2+fsdp"),
+]
+METRICS = {"float64": 1e-9, "float32": 1e-3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_gradient_of_a_mesh_is_that_of_torch_on_one_device(mesh):
-    command = [sys.executable, str(HERE / "lowered_meshes.py"), mesh]
-    environment = os.environ | DEVICES | {"PYTHONPATH": str(HERE.parents[1])}
+    _, gap, *collectives = output_of("lowered_meshes.py", mesh).split()
+    assert float(gap) < 1e-12 and set(collectives) >= MESHES[mesh]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", RUNS, ids=" ".join)
+def test_a_run_on_a_mesh_has_the_metrics_of_torch_s_ranks(runs):
+    dtype, *texts = runs
+    lines = output_of("lowered_runs.py", dtype, "5", *texts).splitlines()
+    assert [line.split()[0] for line in lines] == texts
+    for line in lines:
+        assert float(line.split()[1]) < METRICS[dtype], line
+
+
+def output_of(program, *args):
+    """Output of a program beside this file."""
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
+    environment = os.environ | DEVICES | {"PYTHONPATH": path}
+    command = [sys.executable, str(HERE / program), *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    _, gap, *collectives = done.stdout.split()
-    assert float(gap) < 1e-12 and set(collectives) >= MESHES[mesh]
+    return done.stdout

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,13 +24,11 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.rollout.episodes import Episode
-from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.placement.generators import with_places
 from funrl.trainer.placement.ranks import run_rank
-from funrl.trainer.placement.source import requests_ahead, with_places
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection
 
 pytestmark = pytest.mark.gloo
 OWN = ("memory/", "sync/bytes")  # metrics of the ranks
@@ -114,6 +112,35 @@ def test_every_kind_of_run_has_the_same_bits_apart(name):
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
+SCORING = {
+    "reference": (GRPO, {}, "train:dp2 generate:1 reference:dp2", {"mesh": "dp2"}),
+    "split layers": (
+        PPO,
+        {"epochs": 2},
+        "train:tp2 generate:dp2 reference:tp2",
+        {"mesh": "tp2", "generate_mesh": "dp2"},
+    ),
+    "sharded": (GRPO, {"fsdp": True}, "train:dp2 generate:1 reference:tp2", {"mesh": "dp2"}),
+}
+
+
+@pytest.mark.parametrize("name", quick(SCORING, ["reference"]))
+def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
+    compose, settings, place, together = SCORING[name]
+    compose = functools.partial(compose, kl_coef=0.1)
+    placed = run(compose, place=place, **settings)
+    compare(placed, run(compose, **together, **settings), 1e-9)
+    assert placed.observer.steps[-1][1]["actor/kl_loss" if name != "split layers" else "actor/reward_kl_penalty"] != 0
+
+
+@pytest.mark.parametrize("settings", quick([{}, {"lora_rank": 2}], []))
+def test_transformers_generate_on_ranks_of_their_own(settings):
+    settings = {"engine": "hf", "dtype": "float32", **settings}
+    placed = run(place="generate:1", **settings)
+    compare(placed, run(**settings))
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
+
+
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
@@ -125,21 +152,58 @@ def test_episodes_have_the_same_bits_apart():
 STALE = {"minibatches": 1, "steps": 5, "place": "train:dp2@0-1 generate:dp1@2"}
 
 
-@pytest.mark.parametrize("staleness", quick([1, 2], []))
-def test_rows_ahead_are_of_older_weights_and_the_same_in_every_run(staleness):
-    one = run(rollout_is, staleness=staleness, **STALE)
-    other = run(rollout_is, staleness=staleness, **(STALE | {"place": "train:dp2@0-1 generate:dp2@2-3"}))
-    compare(one, other)
-    steps = [metrics for _, metrics in one.observer.steps]
-    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
-    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+def check_ages(steps, staleness):
+    """Tokens of the newest weights have no gap, older ones have one, and none is older than may be."""
+    assert steps and all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+    assert all(metrics["age/max"] > 0 or metrics["rollout/stale_gap_max"] == 0 for metrics in steps)
+    assert steps[0]["age/max"] == 0 and all(metrics["age/max"] <= staleness for metrics in steps)
+    assert all(0 <= metrics["age/mean"] <= metrics["age/max"] for metrics in steps)
+    waits = ("wait/trainer_s", "wait/generator_s", "sync/hidden_share")
+    assert all(metrics.get(name, 0.0) >= 0 for metrics in steps for name in waits)
+
+
+AHEAD = {
+    "1": (1, {}),
+    "2, two replicas": (2, {"place": "train:dp2@0-1 generate:dp2@2-3"}),
+    "tp2": (2, {"place": "train:dp1 generate:tp2"}),
+}
+
+
+@pytest.mark.parametrize("name", quick(AHEAD, ["1"]))
+def test_no_token_is_older_than_the_staleness(name):
+    staleness, settings = AHEAD[name]
+    one = run(rollout_is, staleness=staleness, **(STALE | settings))
+    assert one.outcome.error is None
+    check_ages([metrics for _, metrics in one.observer.steps], staleness)
     assert one.observer.shown[0] == run(rollout_is, **STALE).observer.shown[0]
+    assert one.observer.steps[0][1]["sync/verified"] == 1
+
+
+@pytest.mark.slow
+def test_runs_may_keep_caches():
+    ended = run(rollout_is, staleness=2, keep_cache=True, **STALE)
+    check_ages([metrics for _, metrics in ended.observer.steps], 2)
 
 
 @pytest.mark.slow
 def test_many_steps_ahead_and_evaluations_between_them_end():
-    last = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 9})).observer.steps[-1]
-    assert last[0] == 9
+    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 9}))
+    assert ended.observer.steps[-1][0] == 9
+    check_ages([metrics for _, metrics in ended.observer.steps], 4)
+
+
+@pytest.mark.slow
+def test_groups_overtake_each_other_within_the_window():
+    ended = run(rollout_is, staleness=1, window=4, **(STALE | {"place": "train:dp1 generate:dp2", "steps": 8}))
+    check_ages([metrics for _, metrics in ended.observer.steps], 2)
+
+
+@pytest.mark.slow
+def test_episodes_are_written_ahead():
+    settings = {"task": "calculator", "reward": None, "episode_turns": 3, "place": "train:dp1 generate:tp2"}
+    ended = run(rollout_is, staleness=2, minibatches=1, **settings)
+    assert ended.outcome.error is None
+    check_ages([metrics for _, metrics in ended.observer.steps], 2)
 
 
 class Failing:
@@ -162,21 +226,6 @@ def test_a_step_whose_episodes_have_all_failed_is_skipped():
     for a, b in zip(trees.leaves(ended.weights), trees.leaves(together.weights), strict=True):
         assert torch.equal(a, b)
     assert {metrics["episodes/skipped"] for _, metrics in ended.observer.steps} == {0, 1}
-
-
-def test_the_requests_ahead_are_those_of_later_steps():
-    job: Any = small_job(rollout_is, staleness=2, **STALE)
-    generation = Generation(
-        cast(Any, None), PromptSchedule(list(job.task.prompts), 4, 7), job.sampling, PromptEvaluation([], job.sampling)
-    )
-    ahead = requests_ahead(job, generation, 8, 2)
-    assert [request.step for request in ahead] == [3, 4]
-    for request, begin in zip(ahead, (8, 12), strict=True):
-        assert request.places.tolist() == places_in_order(job.task.prompts, 4, 7, begin).tolist()
-        assert request.seed == derived_seed(7, begin)
-    assert [request.step for request in requests_ahead(job, generation, 8, 4)] == [5]
-    filtered = generation._replace(selection=RowSelection(lambda batch: batch.score > 0))
-    assert [request.step for request in requests_ahead(job, filtered, 8, 2)] == [3]
 
 
 @pytest.mark.parametrize("shares", [None, [700, 300]])
@@ -205,16 +254,27 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "hf"}, "--engine=hf with --place=generate:1: every rank has to generate then"),
+        ({"engine": "vllm"}, "--engine=vllm with --place=generate:1: every rank has to generate then"),
+        ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (
             {"generate_mesh": "dp1"},
             "--generate_mesh=dp1 does nothing: --place=generate:1 gives the mesh",
         ),
         ({"place": "train:1 generate:1", "mesh": "dp2"}, "--mesh=dp2 does nothing"),
+        (
+            {"place": "generate:1 critic:1"},
+            "critic cannot have ranks of its own: the roles of this run that only score are reference",
+        ),
+        ({"place": "generate:1 reference:1", "lora_rank": 2}, "with --lora_rank=2 it is the base of the policy"),
+        ({"place": "generate:1 reference:tp3"}, "which does not divide over tp3"),
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
+        (
+            {"staleness": 1, "reward": "exact", "on_reward_error": "skip"},
+            "let batches be smaller then (--max_refills=1)",
+        ),
         ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
         ({"save_rollouts": 1, "task": "calculator", "reward": None}, "the episodes are on ranks that write no files"),
     ],

@@ -74,13 +74,24 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
     "recipe,flags,message",
     [
         ("grpo", {"speculate": 2}, "speculate=2: layers of a qwen3_next keep a state, which cannot take back"),
+        ("grpo", {"engine": "hf"}, "engine=hf: the policy has experts, which --engine=native generates with"),
+        (
+            "rollout_is",
+            {"keep_cache": True, "staleness": 1, "place": "train:1 generate:1"},
+            "keep_cache: layers of a qwen3_next",
+        ),
+        (
+            "grpo",
+            {"backend": "xla", "compile": "on"},
+            "compile=on with --backend=xla: layers of a qwen3_next keep a state",
+        ),
         ("grpo", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
         ("sft", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_the_run(recipe, flags, message, folder, tmp_path):
-    more = {"reward": lambda prompt, completion: 1.0, "prompts": [{"prompt": "1+2="}]} if recipe == "grpo" else {}
+    more = {"reward": lambda prompt, completion: 1.0, "prompts": [{"prompt": "1+2="}]} if recipe != "sft" else {}
     with pytest.raises((SettingsError, MeshError), match=message):
         funrl.train(recipe, model=folder, device="cpu", run_dir=str(tmp_path / "run"), steps=1, **more, **flags)
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,8 @@ from small_runs import GRPO, PPO, assert_same, begin, gap, run_steps, scored_bat
 
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.jobs.build import needs_old_scores, sync
+from funrl.trainer.jobs.build import sync
+from funrl.trainer.jobs.job import needs_old_scores
 from funrl.trainer.loop import learn_batch
 
 ALGORITHMS = {

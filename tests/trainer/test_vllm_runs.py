@@ -1,5 +1,6 @@
 """Runs that generate with vLLM inside of the trainer's processes: its log-probabilities are the trainer's."""
 
+import functools
 import importlib.util
 import random
 import socket
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, begin, run_steps, scored_batch, small_job
+from small_runs import GRPO, PPO, Quiet, begin, run_steps, scored_batch, small_job
 from test_episode_runs import episode_job
 
 from funrl.algos import (
@@ -27,10 +28,12 @@ from funrl.algos import (
     weighted,
 )
 from funrl.batch import with_rows_spread
+from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError
 from funrl.tasks.calculator import calculator_environment
+from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
@@ -66,6 +69,36 @@ def test_steps_with_a_server_are_those_of_the_native_engine():
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)
         assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_server_generates_for_ranks_that_only_generate():
+    command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
+    settings = {"sizes": SIZES, "dtype": "float32", "place": "train:dp1 generate:dp1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        try:
+            served = placed_steps(engine="vllm_server", engine_url=url, **settings)
+        finally:
+            server.kill()
+    native = placed_steps(**settings)
+    assert len(served) == 3 and [x["reward/mean"] for x in served] == [x["reward/mean"] for x in native]
+    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in served)
+
+
+def placed_steps(**settings):
+    """Metrics of the steps of a run whose ranks train or generate."""
+    job = small_job(GRPO, **settings)
+    return launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+
+
+def steps_of_rank(job, mesh):
+    observer = Quiet()
+    outcome = run_rank(job, mesh, observer)
+    assert outcome.error is None
+    return [metrics for _, metrics in observer.steps]
 
 
 class Tree:

@@ -132,6 +132,7 @@ CASES = [
     Case("aten.minimum.default", pair),
     *(Case(f"aten.bitwise_{name}.Tensor", truths) for name in ("and", "or", "xor")),
     Case("aten.bitwise_and.Tensor", whole),
+    Case("aten.__rshift__.Scalar", lambda d: (d.i(99, 5) - 50, 2)),
     Case("aten.bitwise_not.default", lambda d: (d.b(3),)),
     *(Case(f"aten.logical_{name}.default", whole) for name in ("and", "or", "xor")),
     Case("aten.logical_not.default", lambda d: (d.i(2, 5),)),
@@ -176,6 +177,7 @@ CASES = [
     Case("aten.topk.default", lambda d: (d.f(7, 3), 2, 0, False)),
     # shapes
     Case("aten.view.default", lambda d: (d.f(3, 4), [2, -1])),
+    Case("aten.view.dtype", lambda d: (d.f(3, 4).double(), torch.int64), smooth=False),
     Case("aten._unsafe_view.default", lambda d: (d.f(3, 4), [12])),
     Case("aten.reshape.default", lambda d: (d.f(3, 4), [4, 3])),
     Case("aten.squeeze.dims", lambda d: (d.f(3, 1, 4), [1])),

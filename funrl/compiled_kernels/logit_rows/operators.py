@@ -5,20 +5,16 @@ Triton is imported where one of them first runs.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
 
-log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of hidden states whose logits are in float32
-_PROBED = "cuda"  # where the kernels are tried
-_TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
 
 
 def logit_row_sums(x_CV: Tensor, row_CN: Tensor, settings: RowSettings) -> tuple[Tensor, Tensor]:
@@ -179,7 +175,7 @@ def _(out_CV, *_):
     return None
 
 
-def row_error(device: str) -> float:
+def logit_rows_error(device: str) -> float:
     """Largest error of a small call of the kernels of single rows, on a device."""
     generator = torch.Generator().manual_seed(0)
     x_CV = torch.randn(3, 70, generator=generator)
@@ -196,42 +192,10 @@ def row_error(device: str) -> float:
     return largest_error(pairs)
 
 
-def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Largest difference of numbers from those on the host; not a number where one is not."""
-    return torch.stack([(here.cpu().double() - there).abs().max() for here, there in pairs]).max().item()
-
-
-def by_kernels(*hidden: Tensor, trial: Callable[[str], float] = row_error) -> bool:
+def by_kernels(*hidden: Tensor, trial: Callable[[str], float] = logit_rows_error) -> bool:
     """True if the rows of logits of hidden states are for the kernels: on CUDA and ROCm, in 16 or 32 bits.
 
     Args:
       trial: as in `kernels_run`.
     """
     return all(x.is_cuda and x.dtype in _DTYPES for x in hidden) and kernels_run(trial)
-
-
-@functools.cache
-def kernels_run(trial: Callable[[str], float]) -> bool:
-    """True if kernels compute what the plain passes do on this machine's GPU; logged once.
-
-    Args:
-      trial: device -> the largest error of a small call.
-    """
-    problem = _problem(trial)
-    subject = trial.__name__.removesuffix("_error")
-    if problem is None:
-        log.info("each pass over logits on the GPU is one Triton kernel (%s)", subject)
-        return True
-    log.warning("passes over logits on the GPU are torch's (%s), several times as many: %s", subject, problem)
-    return False
-
-
-def _problem(trial: Callable[[str], float]) -> str | None:
-    """Reason why kernels are not for this machine's GPU; None: they are."""
-    try:
-        error = trial(_PROBED)
-    except ImportError as problem:
-        return f"{problem}; torch for CUDA and ROCm brings triton along"
-    except Exception as problem:  # a compiler's errors share no type
-        return f"{type(problem).__name__}: {problem}".partition("\n")[0]
-    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"

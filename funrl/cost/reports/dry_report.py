@@ -9,13 +9,24 @@ from typing import Any
 from funrl.algos.core import Algorithm
 from funrl.cost.device_calls import device_calls
 from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.placement.place_search import place_search
+from funrl.cost.placement.pool_settings import pool_settings
+from funrl.cost.placement.transfers import pool_transfers
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.reports.dry_json import as_object
-from funrl.cost.reports.pools_report import pools_report
-from funrl.cost.reports.schedule_report import schedules_object, schedules_of, schedules_text, wants_schedules
+from funrl.cost.reports.places_report import places_json, places_text
+from funrl.cost.reports.pools_report import PlacedRun, pools_report
+from funrl.cost.reports.schedule_report import (
+    placed_schedules,
+    schedules_object,
+    schedules_of,
+    schedules_text,
+    wants_schedules,
+)
 from funrl.cost.reports.search_needs import needs_of
 from funrl.cost.reports.search_report import search_json, search_text
+from funrl.cost.schedules.splits import Workload, lengths_of
 from funrl.cost.search.mesh_search import Traced, search
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.costs import MEMORY_KINDS
@@ -26,7 +37,9 @@ from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
@@ -52,15 +65,17 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
         return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool)
 
+    if settings.devices.place is not None and settings.devices.train.wanted is not None:
+        check_settings(settings)
+        result = place_search(settings, algorithm, HARDWARE[str(settings.estimate.hardware)])
+        chosen = with_flags(settings, **result.candidates[0].flags)
+        best = dry_run(chosen, lambda: algorithm)
+        return places_json(result, best) if settings.estimate.json else places_text(result, line, best)
     if (placement := settings.devices.placement) is not None:
         check_settings(settings)
-        if wants_schedules(settings):
-            raise SettingsError(
-                f"--dry_run with --place={placement} estimates each pool by itself, and --staleness, --window and "
-                "--lengths do nothing then; simulate them with --mesh=MESH of all devices instead of --place"
-            )
         hardware = HARDWARE[str(settings.estimate.hardware)]
-        return pools_report(settings, placement, costs, described_pool, hardware)
+        run = placed_run(settings, placement, algorithm, hardware, tokens)
+        return pools_report(settings, run, costs, described_pool, hardware)
     if settings.devices.train.wanted is not None:
         return searched(settings, algorithm, costs, line)
     node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
@@ -72,6 +87,29 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
             return json.dumps(json.loads(text) | {"schedules": schedules_object(schedules)}, indent=1)
         text += f"\n\n{schedules_text(schedules)}"
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
+
+
+def placed_run(
+    settings: Settings, placement: Placement, algorithm: Algorithm, hardware: Hardware, tokens: int
+) -> PlacedRun:
+    """Transfers between the pools of a run, and its schedules where they are asked for.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    if placement.scoring:
+        raise SettingsError(
+            f"--dry_run with --place={placement}: ranks of {next(iter(placement.scoring))} are not estimated; leave "
+            "that pool out, and its role is counted to the ranks that train"
+        )
+    job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
+    assert isinstance(job, RLJob)
+    transfers = pool_transfers(job, placement, tokens)
+    if not wants_schedules(settings):
+        return PlacedRun(placement, transfers)
+    work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
+    seconds = transfers[0].seconds(hardware)
+    return PlacedRun(placement, transfers, placed_schedules(settings, placement, algorithm, work, seconds))
 
 
 def searched(

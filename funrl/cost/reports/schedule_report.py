@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.dry_run import plain_job
+from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.rates import duration_text
-from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, parse_lengths
-from funrl.cost.schedules.simulation import Simulated
-from funrl.cost.schedules.splits import DeviceSplit, Workload, simulate_rule, simulate_splits
+from funrl.cost.schedules.lengths import LengthLaw
+from funrl.cost.schedules.simulation import AsyncRun, Simulated
+from funrl.cost.schedules.splits import (
+    DeviceSplit,
+    Workload,
+    async_run,
+    lengths_of,
+    rule_of,
+    shared_split,
+    simulate_rule,
+    simulate_split,
+    simulate_splits,
+    split_key,
+)
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import table
+from funrl.mesh.pools.placement import Placement
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 
 STALENESS = (0, 1, 2, 4)  # of the second table
@@ -55,33 +69,64 @@ def schedules_of(settings: Settings, algorithm: Algorithm, hardware: Hardware, t
     """
     job = plain_job(settings, algorithm, hardware.memory)
     assert isinstance(job, RLJob)
-    law = _lengths(settings, job.sampling.max_new_tokens)
-    rule = AdmissionRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
-    work = Workload(law, tokens, hardware)
-    unit = meshes.Mesh(job.sizes).world // job.sizes["data"]
+    rule = rule_of(settings)
+    work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
 
     def on_devices(count: int) -> RLJob:
-        mesh = meshes.text({**job.sizes, "data": count // unit})
-        trainer = plain_job(with_flags(settings, mesh=mesh, generate_mesh=None), algorithm, hardware.memory)
-        assert isinstance(trainer, RLJob)
-        return trainer
+        return _wider(settings, algorithm, hardware, job.sizes, count)
 
     splits, runs = simulate_splits(job, on_devices, work, rule)
     best = next((split for split in splits if not split.shared), None)
-    rules = []
-    if best is not None:
-        staleness = sorted({*STALENESS, rule.staleness})
-        windows = sorted({1, rule.window, rule.places})
-        tried = [rule._replace(staleness=s, window=w) for s in staleness for w in windows if s or w == 1]
-        rules = [(other, simulate_rule(runs[best], other)) for other in tried]
-    return Schedules(rule, law, splits, rules)
+    rules = [] if best is None else _tried_rules(runs[best], rule)
+    return Schedules(rule, work.lengths, splits, rules)
 
 
-def _lengths(settings: Settings, most: int) -> LengthLaw:
-    text = settings.estimate.lengths
-    if text is None:
-        return law_of_mean(most / 2, most)
-    return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
+def placed_schedules(
+    settings: Settings, placement: Placement, algorithm: Algorithm, work: Workload, transfer: float
+) -> Schedules:
+    """Simulate the run of a placement, beside one in which all its devices do both if they can.
+
+    Args:
+      settings: the flags.
+      placement: of the ranks.
+      work: rows of the run.
+      transfer: seconds until the ranks that generate have new weights.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    training = pool_settings(settings, placement.train, learns=True)
+    job = plain_job(training, algorithm, work.hardware.memory)
+    assert isinstance(job, RLJob)
+    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes)
+    rule = rule_of(settings)
+    run = async_run(job, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
+    splits = [simulate_split(job, run, work, rule)]
+    try:
+        shared = _wider(training, algorithm, work.hardware, placement.train.sizes, placement.world)
+        splits.append(shared_split(shared, work, rule)[0])
+    except ValueError:  # such as a number of devices that the mesh does not divide
+        pass
+    return Schedules(rule, work.lengths, sorted(splits, key=split_key), _tried_rules(run, rule))
+
+
+def _tried_rules(run: AsyncRun, rule: AdmissionRule) -> list[tuple[AdmissionRule, Simulated]]:
+    """A run under other rules than its own too."""
+    staleness = sorted({*STALENESS, rule.staleness})
+    windows = sorted({1, rule.window, rule.places})
+    tried = [rule._replace(staleness=s, window=w) for s in staleness for w in windows if s or w == 1]
+    return [(other, simulate_rule(run, other)) for other in tried]
+
+
+def _wider(settings: Settings, algorithm: Algorithm, hardware: Hardware, sizes: Mapping[str, int], count: int) -> RLJob:
+    """The job on `count` devices, whose mesh has another number of them along `data`. Raises: ValueError."""
+    unit = meshes.Mesh(dict(sizes)).world // sizes["data"]
+    if count % unit:
+        raise SettingsError(f"{count} devices are not a multiple of {unit}")
+    mesh = meshes.text({**sizes, "data": count // unit})
+    job = plain_job(with_flags(settings, mesh=mesh, generate_mesh=None), algorithm, hardware.memory)
+    assert isinstance(job, RLJob)
+    return job
 
 
 def schedules_text(schedules: Schedules) -> str:
@@ -98,10 +143,6 @@ def schedules_text(schedules: Schedules) -> str:
         cells = [(f"{other.staleness:g}", str(other.window), *_numbers(result)) for other, result in rules]
         best = next(split for split in splits if not split.shared)
         lines += ["", f"{_devices(best)}, by staleness and window:", *table(("S", "W", *RESULT_COLUMNS), cells)]
-    lines += [
-        "",
-        "a run loads weights between whole batches: a step takes at least the longer of generation and update",
-    ]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funrl.cost.rates import duration_text
-from funrl.cost.remedies import Verdict, written_flags
+from funrl.cost.remedies import Verdict, quoted_flags, written_flags
 from funrl.cost.reports.dry_json import as_object, peak_object
 from funrl.cost.search.mesh_search import Other, Search, Traced, spans_text
 from funrl.cost.tracing.hardware import USABLE
@@ -72,11 +72,11 @@ def command_text(line: Sequence[str], flags: dict[str, Any]) -> str:
       line: the program's name and its arguments; empty: only the flags are written.
     """
     if not line:
-        return written_flags(flags)
+        return quoted_flags(flags)
     replaced = {*flags, "dry_run", *(name for name, flag in settings_flags().items() if flag.requires == "dry_run")}
     names = [argument.removeprefix("--").partition("=")[0].replace("-", "_") for argument in line]
     kept = [argument for name, argument in zip(names[1:], line[1:], strict=True) if name not in replaced]
-    return " ".join([line[0], *map(shlex.quote, kept), written_flags(flags)])
+    return " ".join([line[0], *map(shlex.quote, kept), quoted_flags(flags)])
 
 
 def search_json(result: Search, needed: Sequence[str], verdict: Verdict) -> str:

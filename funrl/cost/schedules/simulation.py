@@ -1,8 +1,7 @@
 """Simulation of a run whose generators and trainer have devices of their own, or share them.
 
 Generators complete groups, a trainer takes batches, weights go back; `Admission` decides what may begin and what may be
-trained on. A run generates whole batches instead, one after the other, so it may be slower. There is no clock but that
-of the events: the result depends on the seed alone.
+trained on, as in a run. There is no clock but that of the events: the result depends on the seed alone.
 """
 
 from __future__ import annotations

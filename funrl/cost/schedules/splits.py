@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.schedules.engine_times import engine_times
-from funrl.cost.schedules.lengths import LengthLaw
+from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, parse_lengths
 from funrl.cost.schedules.simulation import AsyncRun, Simulated, rows_together, simulate_run
 from funrl.cost.schedules.update_times import UpdateTimes
 from funrl.cost.search.closed_form import training_bytes
@@ -18,6 +19,7 @@ from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
 from funrl.cost.tracing.turns import turns_of
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.settings.settings import Settings
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
@@ -52,6 +54,23 @@ class DeviceSplit(NamedTuple):
     shared: bool
     fits: bool
     result: Simulated
+
+
+def rule_of(settings: Settings) -> AdmissionRule:
+    """The rule of admission that the flags give."""
+    return AdmissionRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+
+
+def lengths_of(settings: Settings, most: int) -> LengthLaw:
+    """The law of --lengths, or half of the greatest length in the mean.
+
+    Args:
+      most: tokens of the longest completion.
+    """
+    text = settings.estimate.lengths
+    if text is None:
+        return law_of_mean(most / 2, most)
+    return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
 
 
 def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
@@ -109,13 +128,9 @@ def simulate_splits(
 
     Returns: the splits, the fastest that fits first, and the run of each.
     """
-    runs = {}
     everything = Mesh(job.sizes).world
-    shared = async_run(job, everything, work, rule._replace(staleness=0, window=1))
-    width = work.prompt + work.lengths.most
-    room = work.hardware.memory * USABLE
-    fits = training_bytes(job, width, work.hardware) <= room
-    runs[DeviceSplit(everything, everything, True, fits, simulate_rule(shared, shared.rule))] = shared
+    split, run = shared_split(job, work, rule)
+    runs = {split: run}
     unit = everything // job.sizes["data"]
     for train in _counts(everything, unit, job.generate_sizes["tensor"]):
         try:
@@ -123,9 +138,40 @@ def simulate_splits(
         except ValueError:  # such as rows that cannot be divided
             continue
         trainer_run = async_run(trainer, everything - train, work, rule)
-        fits = training_bytes(trainer, width, work.hardware) <= room
-        runs[DeviceSplit(train, everything - train, False, fits, simulate_rule(trainer_run, rule))] = trainer_run
-    return sorted(runs, key=lambda split: (not split.fits, split.result.step)), runs
+        runs[simulate_split(trainer, trainer_run, work, rule)] = trainer_run
+    return sorted(runs, key=split_key), runs
+
+
+def shared_split(job: RLJob, work: Workload, rule: AdmissionRule) -> tuple[DeviceSplit, AsyncRun]:
+    """The run in which all of a job's devices train and generate by turns, simulated."""
+    everything = Mesh(job.sizes).world
+    run = async_run(job, everything, work, rule._replace(staleness=0, window=1))
+    return DeviceSplit(everything, everything, True, _fits(job, work), simulate_rule(run, run.rule)), run
+
+
+def simulate_split(trainer: RLJob, run: AsyncRun, work: Workload, rule: AdmissionRule) -> DeviceSplit:
+    """A run whose trainer and generators have devices of their own, simulated.
+
+    Args:
+      trainer: the job on the mesh of its trainer.
+      run: by `async_run`.
+      work: its rows.
+      rule: of admission.
+    """
+    devices = Mesh(trainer.sizes).world
+    generating = run.replicas * trainer.generate_sizes["tensor"]
+    return DeviceSplit(devices, generating, False, _fits(trainer, work), simulate_rule(run, rule))
+
+
+def split_key(split: DeviceSplit) -> tuple[bool, float]:
+    """Sort key of splits: those that fit first, by the seconds of a step."""
+    return not split.fits, split.result.step
+
+
+def _fits(job: RLJob, work: Workload) -> bool:
+    """True if the formula of memory lets the trainer fit."""
+    width = work.prompt + work.lengths.most
+    return training_bytes(job, width, work.hardware) <= work.hardware.memory * USABLE
 
 
 def _counts(everything: int, unit: int, tensor: int) -> Sequence[int]:

@@ -45,14 +45,15 @@ class End(NamedTuple):
 class Requests:
     """The asking side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, first: int = 0) -> None:
         """Begin without a request.
 
         Args:
           mesh: of the asking ranks; this process is one of them.
+          first: number of the first request; those to each pool are numbered apart.
         """
         self.mesh = mesh
-        self.posted = 0
+        self.posted = first
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
     def post(self, request: Any) -> int:
@@ -60,7 +61,7 @@ class Requests:
         number = self.posted
         self.posted += 1
         if self.mesh.rank == 0:
-            _write(f"{KEY}/request/{number}", request)
+            write_value(f"{KEY}/request/{number}", request)
         beat()
         return number
 
@@ -76,9 +77,8 @@ class Requests:
         """
         key = f"{KEY}/answer/{number}"
         entered(waits_for)
-        limit_s = None if self.mesh.timeout is None else self.mesh.timeout.total_seconds()
-        _wait([key], self.mesh.world, waits_for, limit_s)
-        value = from_first_rank(_read(key) if self.mesh.rank == 0 else None, self.mesh)
+        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh))
+        value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.forget(number)
         return value
@@ -89,8 +89,8 @@ class Requests:
         while len(self.read) > KEPT_REQUESTS:
             oldest = self.read.popleft()
             if self.mesh.rank == 0:
-                _remove(f"{KEY}/request/{oldest}")
-                _remove(f"{KEY}/answer/{oldest}")
+                remove_value(f"{KEY}/request/{oldest}")
+                remove_value(f"{KEY}/answer/{oldest}")
 
     def ask(self, request: Any, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
@@ -100,14 +100,15 @@ class Requests:
 class Answers:
     """The answering side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, first: int = 0) -> None:
         """Begin before the first request.
 
         Args:
           mesh: of the answering ranks; this process is one of them.
+          first: as of `Requests`.
         """
         self.mesh = mesh
-        self.taken = 0
+        self.taken = first
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.
@@ -117,11 +118,16 @@ class Answers:
         """
         key = f"{KEY}/request/{self.taken}"
         entered(waits_for)
-        there = _wait([key, END_KEY], self.mesh.world, waits_for)
-        request = from_first_rank(_read(there[0]) if self.mesh.rank == 0 else None, self.mesh)
+        there = wait_for_keys([key, END_KEY], self.mesh.world, waits_for)
+        request = from_first_rank(read_value(there[0]) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.taken += 1
         return request
+
+    def waiting(self) -> bool:
+        """True if a request waits to be taken. Not collective."""
+        store = run_store()
+        return bool(store.check([f"{KEY}/request/{self.taken}"]) or store.check([END_KEY]))
 
     @contextlib.contextmanager
     def showing_progress(self) -> Iterator[None]:
@@ -131,7 +137,7 @@ class Answers:
         def show() -> None:
             while not ended.wait(PROGRESS_S):
                 with contextlib.suppress(RuntimeError):  # the store is gone, and this process will be
-                    _store().set(PROGRESS, str(beats()))
+                    run_store().set(PROGRESS, str(beats()))
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
         if self.mesh.rank == 0:
@@ -146,7 +152,7 @@ class Answers:
     def answer(self, value: Any) -> None:
         """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
-            _write(f"{KEY}/answer/{self.taken - 1}", value)
+            write_value(f"{KEY}/answer/{self.taken - 1}", value)
         beat()
 
 
@@ -158,14 +164,15 @@ def end_requests(mesh: Mesh, result: Any) -> None:
       result: `End.result`.
     """
     if mesh.rank == 0:
-        _write(END_KEY, End(result))
+        write_value(END_KEY, End(result))
 
 
-def _store() -> Any:
+def run_store() -> Any:
+    """The store of the run."""
     return dist.distributed_c10d._get_default_store()
 
 
-def _wait(keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None) -> list[str]:
+def wait_for_keys(keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None) -> list[str]:
     """Wait until one of the keys is there; return those that are.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
@@ -179,48 +186,94 @@ def _wait(keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None
     Raises:
       MeshError: it has made none for so long.
     """
-    store = _store()
-    pause_s = SHORTEST_S
-    progress = b""
-    since = looked = time.monotonic()
+    store = run_store()
+    pauses = Pauses(ranks)
+    limit = ProgressLimit(limit_s, waits_for)
     while True:
         there = [key for key in keys if store.check([key])]
         if there:
             return there
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, max(LONGEST_S, ranks * STORE_S))
+        pauses.sleep()
+        limit.check()
+
+
+class Pauses:
+    """Pauses between two looks at the store, longer the more ranks look."""
+
+    def __init__(self, ranks: int) -> None:
+        """Begin with the shortest pause.
+
+        Args:
+          ranks: that look at it.
+        """
+        self.next_s = SHORTEST_S
+        self.longest_s = max(LONGEST_S, ranks * STORE_S)
+
+    def sleep(self) -> None:
+        """Pause, and let the next pause be longer."""
+        time.sleep(self.next_s)
+        self.next_s = min(2 * self.next_s, self.longest_s)
+
+
+class ProgressLimit:
+    """Limit of the seconds for which other ranks may make no progress while this one waits for them."""
+
+    def __init__(self, limit_s: float | None, waits_for: str, key: str = PROGRESS) -> None:
+        """Begin to wait.
+
+        Args:
+          limit_s: seconds without progress; None: no limit.
+          waits_for: name of what comes, for the error.
+          key: whose value in the store changes with progress.
+        """
+        self.key = key
+        self.limit_s = limit_s
+        self.waits_for = waits_for
+        self.progress = b""
+        self.since = self.looked = time.monotonic()
+
+    def check(self) -> None:
+        """Look for progress, every few seconds. Raises: MeshError: there was none for too long."""
         now = time.monotonic()
-        if limit_s is None or now - looked < min(PROGRESS_S, limit_s / 4):
-            continue
-        looked = now
-        if store.check([PROGRESS]) and (newest := store.get(PROGRESS)) != progress:
-            progress = newest
-            since = now
-        if now - since > limit_s:
+        if self.limit_s is None or now - self.looked < min(PROGRESS_S, self.limit_s / 4):
+            return
+        self.looked = now
+        store = run_store()
+        if store.check([self.key]) and (newest := store.get(self.key)) != self.progress:
+            self.progress = newest
+            self.since = now
+        if now - self.since > self.limit_s:
             raise MeshError(
-                f"waited for {waits_for}: the ranks that were asked have made no progress for {limit_s:.0f} s; a "
-                "longer --timeout, in minutes, waits longer"
+                f"waited for {self.waits_for}: the ranks that were asked have made no progress for {self.limit_s:.0f} "
+                "s; a longer --timeout, in minutes, waits longer"
             )
 
 
-def _write(key: str, value: Any) -> None:
+def limit_of(mesh: Mesh) -> float | None:
+    """Seconds for which ranks that were asked may make no progress; None: there is no limit."""
+    return None if mesh.timeout is None else mesh.timeout.total_seconds()
+
+
+def write_value(key: str, value: Any) -> None:
     """Write a value under a key, in pieces that the store takes; the key is there once all of them are."""
     data = pickle.dumps(value)
     pieces = [data[begin : begin + VALUE_BYTES] for begin in range(0, len(data), VALUE_BYTES)]
-    store = _store()
+    store = run_store()
     for number, piece in enumerate(pieces):
         store.set(f"{key}/{number}", piece)
     store.set(key, str(len(pieces)))
 
 
-def _read(key: str) -> Any:
-    store = _store()
+def read_value(key: str) -> Any:
+    """The value that `write_value` wrote."""
+    store = run_store()
     count = int(store.get(key))
     return pickle.loads(b"".join(store.get(f"{key}/{number}") for number in range(count)))
 
 
-def _remove(key: str) -> None:
-    store = _store()
+def remove_value(key: str) -> None:
+    """Remove a value, if it is there."""
+    store = run_store()
     if not store.check([key]):
         return
     for number in range(int(store.get(key))):

@@ -1,10 +1,10 @@
-"""Placement of a run on pools of ranks: which ranks train and which generate. It imports no torch.
+"""Placement of a run on pools of ranks: which ranks train, generate, or score for a role. It imports no torch.
 
-    place = read_placement("train:dp2@0-1 generate:dp1@2")
+    place = read_placement("train:dp2@0-1 generate:dp1@2 reference:dp1@3")
     place.generate.ranks  # (2,)
 
-A pool is written NAME:MESH@RANKS. MESH is that of a mesh flag, or a number of ranks, which is so many dp. Without
-@RANKS a pool has the next ranks that no other one names.
+A pool is written NAME:MESH@RANKS; NAME is train, generate, or that of a role that does not learn. MESH is that of a
+mesh flag, or a number of ranks, which is so many dp. Without @RANKS a pool has the next ranks that no other one names.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ class Placement(NamedTuple):
     Attributes:
       train: the ranks that score and learn; rank 0 is the first of them.
       generate: the ranks that generate.
+      scoring: the ranks of each role that has some of its own, by the role's name.
     """
 
     train: RankPool
     generate: RankPool
+    scoring: Mapping[str, RankPool] = {}
 
     @property
     def world(self) -> int:
         """Number of ranks of the run."""
-        return len(self.train.ranks) + len(self.generate.ranks)
+        return sum(len(pool.ranks) for pool in (self.train, self.generate, *self.scoring.values()))
 
     @property
     def launched(self) -> dict[str, int]:
@@ -59,7 +61,8 @@ class Placement(NamedTuple):
         return dict.fromkeys(AXES, 1) | {AXES[0]: self.world}
 
     def __str__(self) -> str:
-        return f"{_TRAIN}:{self.train} {_GENERATE}:{self.generate}"
+        pools = {_TRAIN: self.train, _GENERATE: self.generate, **self.scoring}
+        return " ".join(f"{name}:{pool}" for name, pool in pools.items())
 
 
 def read_placement(flag: str, mesh: Mapping[str, int]) -> Placement:
@@ -75,9 +78,9 @@ def read_placement(flag: str, mesh: Mapping[str, int]) -> Placement:
     entries: dict[str, tuple[dict[str, int], tuple[int, ...] | None]] = {}
     for part in flag.split():
         name, colon, rest = part.partition(":")
-        if not colon or name not in _POOLS:
+        if not colon or not name.isidentifier():
             raise _error(
-                flag, f"{part!r} is not a pool; write {' or '.join(_POOLS)}, a colon and a mesh, as generate:2"
+                flag, f"{part!r} is not a pool; write {', '.join(_POOLS)} or a role, a colon and a mesh, as generate:2"
             )
         if name in entries:
             raise _error(flag, f"the pool {name!r} is given twice")
@@ -85,13 +88,13 @@ def read_placement(flag: str, mesh: Mapping[str, int]) -> Placement:
         entries[name] = _sizes(flag, shape), _ranks(flag, part, numbers) if sign else None
     if _GENERATE not in entries:
         raise _error(flag, "no pool generates; add one, such as generate:2, or leave --place out")
-    entries = {_TRAIN: entries.get(_TRAIN, (dict(mesh), None)), _GENERATE: entries[_GENERATE]}
+    entries = {_TRAIN: entries.get(_TRAIN, (dict(mesh), None)), _GENERATE: entries.pop(_GENERATE)} | entries
     if entries[_GENERATE][0]["sequence"] > 1:
         raise _error(flag, "generation does not split the tokens of a row; write dp for sp")
     pools = _pools(flag, entries)
     if 0 not in pools[_TRAIN].ranks:
         raise _error(flag, "rank 0 writes the run's files, and has to be one that trains")
-    return Placement(pools[_TRAIN], pools[_GENERATE])
+    return Placement(pools.pop(_TRAIN), pools.pop(_GENERATE), pools)
 
 
 def names_train(flag: str) -> bool:

@@ -13,7 +13,7 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
-from funrl.compiled_kernels.paged_attention import paged_attention
+from funrl.compiled_kernels.paged_attention import PagedHeads, paged_attention, static_paged_attention
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -22,8 +22,8 @@ from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
-from funrl.models.model import LayerCost, PagedHeads
 from funrl.models.split_residual import enter
+from funrl.models.token_costs import LayerCost
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Attention:
         return True
 
     @property
-    def paged(self) -> PagedHeads | None:
+    def paged(self) -> PagedHeads:
         """Heads for the kernel of paged attention."""
-        return PagedHeads(self.head, self.cap) if not self.sinks else None
+        return PagedHeads(self.head, not self.cap and not self.sinks)
 
     def shapes(self, embed: int) -> WeightShapes:
         """Shapes of the whole weights, as `Mixer.shapes`."""
@@ -158,7 +158,8 @@ class Attention:
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
             keys, values = context.kv_cache
-            return paged_attention(*new, (keys, values), context.paging, self.window, **options).unsqueeze(0)
+            attend = static_paged_attention if context.blockwise else paged_attention
+            return attend(*new, (keys, values), context.paging, self.window, **options).unsqueeze(0)
         if context.offsets is not None:
             new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
             options["blockwise"] = context.blockwise

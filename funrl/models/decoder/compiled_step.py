@@ -32,6 +32,7 @@ AS_COMPILED: dict[str, Any] = {
     "rotary_part": None,
     "rotary_pairs": False,
     "query_growth": 0.0,
+    "rope_axes": (),
     "mlp_bias": False,
     "mixers": (),
 }

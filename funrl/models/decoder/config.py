@@ -15,7 +15,8 @@ from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, Ro
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.flat import by_record
-from funrl.models.model import LayerCost, ModelConfig, ModelCost, ModelFiles, SpecialTokens, check_sizes
+from funrl.models.model import ModelConfig, ModelFiles, SpecialTokens, check_sizes
+from funrl.models.token_costs import LayerCost, ModelCost
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class RopeConfig:
       part: size of the part of a head that is rotated, its first numbers; None: all of it.
       interleaved: neighbours are the pairs that are rotated, not numbers half a head apart.
       query_growth: rate by which queries grow with their positions, as `Rope` says; 0: they do not.
+      axes: for each frequency which of a token's three positions it takes; (): tokens have one.
     """
 
     theta: float = 10000.0
@@ -104,6 +106,7 @@ class RopeConfig:
     part: int | None = None
     interleaved: bool = False
     query_growth: float = 0.0
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,11 @@ class Config(ModelConfig):
                 f"rope_scaling has {len(scaling.short)} short factors, the rotated part of a head has "
                 f"{self._rotated // 2} frequencies"
             )
+        if self.rope.axes and len(self.rope.axes) != self._rotated // 2:
+            raise ModelError(
+                f"rope_axes has {len(self.rope.axes)} entries, the rotated part of a head has {self._rotated // 2} "
+                "frequencies"
+            )
         for name, values in (("windows", self.attention.windows), ("rotates", self.rope.rotates)):
             if values is not None and len(values) != self.layers:
                 raise ModelError(f"{name} has {len(values)} entries for {self.layers} layers")
@@ -238,7 +246,7 @@ class Config(ModelConfig):
             return None
         if self.attention.window(layer) is not None and rope.local_theta is not None:
             return Rope(self._rotated, rope.local_theta, interleaved=rope.interleaved)
-        return Rope(self._rotated, rope.theta, rope.scaling, rope.interleaved, rope.query_growth)
+        return Rope(self._rotated, rope.theta, rope.scaling, rope.interleaved, rope.query_growth, rope.axes)
 
     def with_layers(self, layers: int) -> Self:
         """The same sizes with only the first `layers` layers."""

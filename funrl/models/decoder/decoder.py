@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
+from funrl.mesh.collectives import own_shard, pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
@@ -148,6 +149,7 @@ def apply(
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = watched("embedding", _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split))
+    x_BTD = _with_inserted(x_BTD, inputs, mesh)
     kinds = layers_of(config)
     contexts = _contexts(kinds, inputs, x_BTD.dtype)
     run = layer or decoder_layer
@@ -219,7 +221,9 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
         positions = torch.arange(T, device=device)
     distinct = {id(layer): layer for layer in layers}
     # Layers share rotations and masks: each is made once.
-    ropes = {rope: rope and rope.rotations(positions, dtype) for rope in {x.mixer.rope for x in distinct.values()}}
+    axial = inputs.axial_positions
+    kinds = {layer.mixer.rope for layer in distinct.values()}
+    ropes = {rope: rope and rope.rotations(positions, dtype, axial) for rope in kinds}
     contexts = {}
     masks: dict[int | None, Tensor] = {}
     for number, layer in distinct.items():
@@ -250,6 +254,19 @@ def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, spli
     mine_BT = (row_BT >= 0) & (row_BT < w_VD.shape[0])
     rows_BTD = F.embedding(torch.where(mine_BT, row_BT, 0), w_VD)
     return leave(torch.where(mine_BT.unsqueeze(-1), rows_BTD, 0), mesh, split)
+
+
+def _with_inserted(x_BTD: Tensor, inputs: Inputs, mesh: Mesh) -> Tensor:
+    """Embeddings of this rank's tokens, with the hidden states that some have instead."""
+    if inputs.inserted is None or inputs.inserted_at is None:
+        return x_BTD
+    rows_MD = inputs.inserted.to(x_BTD.dtype)
+    at_BT = inputs.inserted_at
+    if inputs.split:  # tensor ranks have parts of their gradient
+        rows_MD = pbroadcast(rows_MD, mesh, "tensor")
+        at_BT = own_shard(at_BT, mesh, "tensor", dim=1)
+    rows_BTD = F.embedding(at_BT.clamp_min(0), rows_MD)
+    return torch.where((at_BT >= 0).unsqueeze(-1), rows_BTD, x_BTD)
 
 
 def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:

@@ -14,8 +14,8 @@ from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import multiply
-from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
+from funrl.models.token_costs import LayerCost
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ from funrl.models.decoder.routing import (
 )
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.low_rank import multiply
-from funrl.models.model import LayerCost, RouterLoad
+from funrl.models.model import RouterLoad
 from funrl.models.split_residual import all_tokens, enter, leave, own_tokens
+from funrl.models.token_costs import LayerCost
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import AXIS as SEQUENCE
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import multiply
-from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
+from funrl.models.token_costs import LayerCost
 
 SMALLEST_A = 0.01  # of the first exp(a_log), uniform up to
 LARGEST_A = 16.0

@@ -34,8 +34,8 @@ from funrl.models.decoder.row_parallel import multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import Weight, computed_merged, multiply
-from funrl.models.model import LayerCost
 from funrl.models.split_residual import enter
+from funrl.models.token_costs import LayerCost
 
 NORM_EPS = 1e-6  # of the norms inside, whatever config.json says of the others
 
@@ -167,6 +167,8 @@ class LatentAttention:
         latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
+            if context.blockwise:
+                raise ModelError("latent attention to pages has no static shapes: decode it in torch")
             cached = (context.kv_cache[0], context.paging, latent.value, scale)
 
             def attend_cache(up_HMR: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
-from funrl.compiled_kernels.paged_attention import Paging
+from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotary, with_query_growth
 from funrl.mesh.mesh import Mesh
-from funrl.models.model import LayerCost, PagedHeads, RouterLoad
+from funrl.models.model import RouterLoad
+from funrl.models.token_costs import LayerCost
 
 WeightShapes = Mapping[str, tuple[int, ...]]  # name of a weight -> shape of the whole one
 WeightAxes = Mapping[str, tuple[str, ...]]  # name of a weight -> logical axis of each dim
@@ -91,6 +92,7 @@ class Rope:
       interleaved: neighbours are the pairs that are rotated, not numbers half a head apart.
       query_growth: rotated queries at position p have a factor 1 + query_growth log(1 + floor(p / original)), with
         `original` of `scaling`.
+      axes: for each frequency which of a token's three positions it takes, where it has three; (): there is one.
     """
 
     size: int
@@ -98,15 +100,24 @@ class Rope:
     scaling: RopeScaling | None = None
     interleaved: bool = False
     query_growth: float = 0.0
+    axes: tuple[int, ...] = ()
 
-    def rotations(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """Rotations of tokens at these positions."""
+    def rotations(self, positions: Tensor, dtype: torch.dtype, axial: Tensor | None = None) -> Rotary:
+        """Rotations of tokens at these positions.
+
+        Args:
+          positions: one of each token.
+          dtype: of the result.
+          axial: [..., 3] positions of each token; None: all three are `positions`.
+        """
         wide = torch.promote_types(dtype, torch.float32)
+        axes = () if axial is None else self.axes
+        where = axial if axial is not None and axes else positions
         scaling = self.scaling
         turns = frequencies(self.size, self.theta, scaling, dtype=wide, device=positions.device)
         if scaling is None:
-            return rotary(positions, turns, dtype)
-        rope = rotary(positions, turns, dtype, amplitude=scaling.amplitude)
+            return rotary(where, turns, dtype, axes=axes)
+        rope = rotary(where, turns, dtype, amplitude=scaling.amplitude, axes=axes)
         return with_query_growth(rope, positions, scaling.original, self.query_growth) if self.query_growth else rope
 
 
@@ -143,7 +154,8 @@ class Context(NamedTuple):
       form: of attention where a mesh splits the tokens of the row; one of `sequence_parallel.FORMS`.
       routes_BTK: the experts that tokens go to; None: as the router says.
       split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
-      blockwise: compute attention by blocks of static shapes, as on XLA.
+      blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of
+        pages.
     """
 
     layer: DecoderLayer

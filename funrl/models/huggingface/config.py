@@ -79,7 +79,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted(FAMILIES)}")
     family = FAMILIES[name]
-    got = {**family.defaults, **raw}
+    got = {**family.defaults, **(raw if family.vision is None else family.vision.text(raw))}
     _refuse(family, got)
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -107,7 +107,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     scaling = rotary["rope_scaling"]
     if scaling is not None and scaling.kind == "longrope":  # longer sequences rotate all of their tokens otherwise
         fields["max_positions"] = min(scaling.original, scaling.extended)
-    config = decoder_config(**fields | rotary | family.read(got))
+    config: Config = decoder_config(**fields | rotary | family.read(got))
+    if family.vision is not None:
+        config = family.vision.tower(raw, config)
     if config.attention.latent is None or config.rope.scaling is None or config.rope.scaling.sharpness == 1:
         return config
     return with_fields(config, attention_scale=config.attention.head**-0.5 * config.rope.scaling.sharpness)
@@ -157,6 +159,8 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
     raw |= family.write(config)
     if scaling is not None and FULL in raw.get("rope_parameters", ()):
         raw["rope_parameters"][FULL] |= raw["rope_scaling"]
+    if family.vision is not None:
+        raw = family.vision.nest(raw, config)
     written = with_fields(config_from_hf(raw), generation=config.source.generation)  # which has a file of its own
     if written != config:
         kept = flat_fields(written)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.configs.hf_family import VisionFamily
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.model import MOST_LAYERS
 
@@ -101,6 +102,16 @@ ROPE_FIELDS = (
 )
 
 
+def _with_text_fields(raw: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
+    """The fields with those of the text model of a family that sees pictures."""
+    if vision is None:
+        return raw
+    for part in ("text_config", "vision_config"):
+        if not isinstance(raw.get(part, {}), Mapping):
+            raise ModelError(f"{part} is {_short(raw[part])}, it must be an object")
+    return {**raw, **vision.text(raw)}
+
+
 def check_config_fields(raw: Mapping[str, Any]) -> None:
     """Check the fields of a parsed config.json that this package reads, where its family is one of `FAMILIES`.
 
@@ -110,6 +121,7 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return
+    raw = _with_text_fields(raw, FAMILIES[name].vision)
     for fields, text, holds in RULES:
         for field in fields:
             if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):

@@ -101,7 +101,9 @@ def _config_of(raw: Mapping[str, Any], code: str) -> tuple[ModelConfig, Callable
     problem = None
     if code != "hf":
         try:
-            return config_from_hf(raw), decoder_model
+            config = config_from_hf(raw)
+            vision = FAMILIES[config.source.family].vision
+            return config, decoder_model if vision is None else vision.make
         except ModelError as error:
             if code == "native":
                 raise

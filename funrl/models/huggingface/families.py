@@ -18,11 +18,12 @@ from funrl.models.huggingface.configs import (
     minimax_m2,
     ministral3,
     olmo3,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3_5,
     qwen3_next,
 )
-from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of
+from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, VisionFamily, family_of
 from funrl.models.huggingface.family_fields import (
     ACTIVATIONS,
     GELU,
@@ -54,6 +55,7 @@ from funrl.models.huggingface.family_fields import (
     write_smollm3,
     write_window,
 )
+from funrl.models.vision.model import vision_language_model
 
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {
@@ -97,6 +99,25 @@ FAMILIES: Mapping[str, HFFamily] = {
         read=lambda _: {"attention_bias": True},
         write=write_qwen2,
         supported=_DENSE | {"attention_bias": (True, None)},
+    ),
+    "qwen2_5_vl": family_of(
+        "Qwen2_5_VL",
+        qwen2_5_vl.VL_DEFAULTS,
+        supported=_DENSE | {"attention_bias": (True, None)},
+        read=qwen2_5_vl.read_qwen2_5_vl,
+        write=write_qwen2,
+        rope_types=("default",),
+        vision=VisionFamily(
+            text=qwen2_5_vl.text_of_qwen2_5_vl,
+            tower=qwen2_5_vl.tower_of_qwen2_5_vl,
+            nest=qwen2_5_vl.nest_qwen2_5_vl,
+            name=qwen2_5_vl.name_of_qwen2_5_vl,
+            make=vision_language_model,
+        ),
+    )._replace(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        classifier=None,
+        token_classifier=None,
     ),
     "qwen3": family_of(
         "Qwen3",

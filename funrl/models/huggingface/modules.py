@@ -39,7 +39,8 @@ from funrl.models.huggingface.skeletons import (
     windows_expected,
     windows_of_calls,
 )
-from funrl.models.model import Abilities, Inputs, Layer, LayerCost, Model, ModelCost, ModelFiles, Output, SpecialTokens
+from funrl.models.model import Abilities, Inputs, Layer, Model, ModelFiles, Output, SpecialTokens
+from funrl.models.token_costs import LayerCost, ModelCost
 
 
 class ModuleContext(NamedTuple):

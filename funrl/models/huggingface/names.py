@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model
 from funrl.models.value_head import HEAD, HEAD_BIAS
+from funrl.models.vision.model import VISION
 
 Names = Mapping[str, tuple[str, tuple[int, ...]]]  # of a weight here -> name and shape of the same weight elsewhere
 _OF_HEADS = (
@@ -109,8 +111,14 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
     if any(name.endswith("mlp_out_norm") for name in shapes):  # else norms before and behind would have one name
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
 
+    vision = FAMILIES[family].vision if family in FAMILIES else None
+
     def theirs(name: str) -> str:
         parts = name.split("/")
+        if parts[0] == VISION:
+            if vision is None:
+                raise ModelError(f"a {family} directory has no place for a vision tower")
+            return vision.name("/".join(parts[1:]))
         return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{layer[parts[-1]]}"
 
     return theirs

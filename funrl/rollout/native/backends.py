@@ -6,8 +6,9 @@ on a CPU. The scheduler knows neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,143 +19,25 @@ from funrl.compiled_kernels import decode_step
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
-from funrl.compiled_kernels.kernel_library import KernelError, library
+from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
 from funrl.compiled_kernels.packed import real_of
-from funrl.compiled_kernels.paged_attention import Paging, paging_of, takes_kernel
+from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter, factor_of, factors_of_layers, with_adapters
 from funrl.models.model import Inputs, Layer, Model, ModelCache
-from funrl.rollout.native.cells import CellCopies
-from funrl.rollout.native.decode_state import RowAdapters
-from funrl.rollout.native.host_copy import device_copy
+from funrl.rollout.native.cache_sizes import page_tokens
+from funrl.rollout.native.device.decode_state import DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
+from funrl.rollout.native.device.host_copy import device_copy
+from funrl.rollout.native.owned_prompts import OwnedPrompts
+from funrl.rollout.native.passes import Backend, PassWork, SampledRows
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 
 ROUTE = torch.int16  # dtype of recorded ids of experts
+log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
-SampledRows = tuple[Tensor, Tensor, Tensor]  # tokens [R] int64, their log-probabilities, sampling and raw, [R] nats
-
-
-class PassWork(NamedTuple):
-    """New tokens of some sequences.
-
-    Attributes:
-      tokens_N: int64 ids on the device, sequence by sequence.
-      counts: new tokens of each sequence.
-      ends: length of each sequence, including its new tokens.
-      table_SP: int32 pages of each sequence in order, on the CPU.
-      sampled_positions: indices into `tokens_N` of the tokens after which one is sampled.
-      adapters: number of each sequence's adapter, -1: it has none; None: no sequence has one.
-      cells: int64 cell of each sequence; None: the cache has none.
-    """
-
-    tokens_N: Tensor
-    counts: Sequence[int] | np.ndarray
-    ends: Sequence[int] | np.ndarray
-    table_SP: Tensor
-    sampled_positions: Sequence[int] | np.ndarray
-    adapters: np.ndarray | None = None
-    cells: np.ndarray | None = None
-
-
-class PassPlan(NamedTuple):
-    """A planned pass of the engine.
-
-    Attributes:
-      work: work of the backend.
-      sampling_slots: slots that sample a token, once for each token.
-      sources: row of the backend's output for each of them.
-      ahead: drafted tokens of the slot before each of them; None without drafts.
-      copies: (from, to) pages to copy after the pass.
-      cell_copies: cells to copy around it.
-    """
-
-    work: PassWork
-    sampling_slots: np.ndarray
-    sources: np.ndarray
-    ahead: np.ndarray | None
-    copies: Sequence[tuple[int, int]]
-    cell_copies: CellCopies
-
-
-class Backend(Protocol):
-    """A model with weights and a cache of pages, and perhaps of cells.
-
-    Attributes:
-      page_tokens: tokens of a page.
-      page_bytes: bytes of a page, all layers together, on a rank.
-      cell_bytes: bytes of a cell likewise; 0: the cache has none.
-      vocab: size of the vocabulary.
-    """
-
-    page_tokens: int
-    page_bytes: int
-    cell_bytes: int
-    vocab: int
-
-    def load(self, params: trees.Tree) -> None:
-        """Replace this rank's weights."""
-        ...
-
-    def drop(self) -> None:
-        """Release the weights."""
-        ...
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that it computes with, by name, in the model's own form."""
-        ...
-
-    def load_adapter(self, number: int, adapter: Adapter | None) -> None:
-        """Replace the adapter that `PassWork` calls by a number; None: remove it. The base has been loaded."""
-        ...
-
-    def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
-        """The factors that it computes with, by name; dims may be merged."""
-        ...
-
-    def resize(self, pages: int, cells: int) -> None:
-        """Replace the cache by `pages` empty pages and `cells` cells; 0 frees it."""
-        ...
-
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy keys and values of pages."""
-        ...
-
-    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy cells, (from, to) pairs; what one writes no other reads."""
-        ...
-
-    def forward(self, work: PassWork) -> Tensor:
-        """Input of `sample` for each of the work's sampled positions, [M, ...]."""
-        ...
-
-    def sample(
-        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
-    ) -> SampledRows:
-        """Sample one token per row of `source_R`.
-
-        Args:
-          output_M: of `forward`.
-          source_R: row of `output_M` for each sampled token.
-          noise_R: float64 in (0, 1); None: greedy.
-          sampling: temperature, truncation, penalty.
-          seen_RV: bool, tokens that the sequence has; None: there is no penalty.
-        """
-        ...
-
-
-def run_plan(backend: Backend, plan: PassPlan) -> Tensor:
-    """The output of a planned pass; cells and pages are copied around it."""
-    if plan.cell_copies.before:
-        backend.copy_cells(plan.cell_copies.before)
-    output = backend.forward(plan.work)
-    if plan.cell_copies.after:
-        backend.copy_cells(plan.cell_copies.after)
-    if plan.copies:
-        backend.copy_pages([a for a, _ in plan.copies], [b for _, b in plan.copies])
-    return output
 
 
 class TorchBackend:
@@ -189,6 +72,7 @@ class TorchBackend:
         self._unembed_VD: Tensor | None = None
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
+        self._owned = OwnedPrompts(model)
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
@@ -203,6 +87,7 @@ class TorchBackend:
     def drop(self) -> None:
         self._params = self._unembed_VD = None
         self._adapted.clear()
+        self._owned.clear()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from trees.named(self._params)
@@ -259,7 +144,11 @@ class TorchBackend:
             number_N = device_copy(np.repeat(work.adapters, work.counts), device)
             adapters = RowAdapters(tuple(np.unique(work.adapters).tolist()), number_N)
         cells_S = None if work.cells is None else device_copy(work.cells, device)
-        return self.hidden(work.tokens_N, paging, adapters, cells_S)[sampled_M]
+        owned = {}
+        if work.requests is not None:
+            numbers = np.asarray(work.counts), np.asarray(work.ends)
+            owned = self._owned.inputs(work.requests, *numbers, params=self._params)
+        return self.hidden(work.tokens_N, paging, adapters, cells_S, owned)[sampled_M]
 
     def hidden(
         self,
@@ -267,9 +156,14 @@ class TorchBackend:
         paging: Paging,
         adapters: RowAdapters | None = None,
         cells_S: Tensor | None = None,
+        owned: Mapping[str, Any] = {},
     ) -> Tensor:
-        """Hidden states [N, D] of new tokens, whose keys and values are written, and their states."""
-        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S)
+        """Hidden states [N, D] of new tokens, whose keys and values are written, and their states.
+
+        Args:
+          owned: further inputs of prompts that own values.
+        """
+        inputs = Inputs(tokens_N.unsqueeze(0), paging=paging, cells_S=cells_S, **owned)
         params = self._params if adapters is None else self._weights_with(adapters)
         hidden_1ND, self._cache, aux = self.model.apply(params, inputs, self.mesh, self._cache, self._layer)
         if self._choices:  # ids [L, N, k]
@@ -288,20 +182,30 @@ class TorchBackend:
             self._adapted[first] = with_adapters(self._params, [(self._adapters[first], None)])
         return self._adapted[first]
 
+    def decode(
+        self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`decode_pass` with these weights and this cache."""
+        return decode_pass(self, state, rows_B, form=form, spare=spare)
+
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        return all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
+        logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
+        unsampled = self.model.abilities.unsampled
+        if unsampled:
+            logits_RV[:, list(unsampled)] = -torch.inf
+        return logits_RV
 
     @property
     def by_kernel(self) -> bool:
         """True if the attention kernel stops at the end of each sequence, for any number of pages."""
         heads = self.model.abilities.paged_kernel
         device = self.mesh.device.type
-        return heads is not None and takes_kernel(
-            device, self._dtype, heads.head, page_tokens=self.page_tokens, cap=heads.cap
-        )
+        if heads is None:
+            return False
+        return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
 
     @property
     def rows_at_once(self) -> int:
@@ -428,18 +332,53 @@ def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:
     return problem
 
 
-def sampled_positions(
-    slots: np.ndarray, counts: np.ndarray, lacking: np.ndarray, decoding: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of a pass after which one is sampled: their indices, their slots, and the drafted tokens before each.
+class BackendOptions(Protocol):
+    """Options of an engine that choose its backend; see `NativeOptions`."""
+
+    @property
+    def packed(self) -> bool: ...
+
+    @property
+    def record_routes(self) -> bool: ...
+
+    @property
+    def make_backend(self) -> MakeBackend | None: ...
+
+
+MakeBackend = Callable[[Model, Mesh, torch.dtype, int], Backend]
+
+
+def backend_of(
+    model: Model,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    options: BackendOptions,
+    layer: Layer | None,
+    note: Callable[[str], None],
+) -> Backend:
+    """The backend that is given; else the compiled decoding step where it can run a model, or the training model.
 
     Args:
-      slots, counts: slot and number of new tokens of each sequence.
-      lacking: tokens of each sequence that this pass does not compute.
-      decoding: number of sequences, the first ones, that sample after each of their tokens.
+      layer: a replacement of `model.layer`; None: that one.
+      note: receives the reason why the compiled decoding step is not used.
     """
-    if len(slots) == decoding == counts.sum():  # nearly always: no prompts, no drafts
-        return np.arange(decoding), slots, np.zeros_like(slots)
-    sampled = np.where(np.arange(len(slots)) < decoding, counts, lacking == 0)  # of each sequence
-    ahead = np.arange(sampled.sum()) - np.repeat(np.cumsum(sampled) - sampled, sampled)
-    return np.repeat(np.cumsum(counts) - sampled, sampled) + ahead, np.repeat(slots, sampled), ahead
+    tokens = page_tokens(mesh.device.type)
+    if options.make_backend is not None:
+        return options.make_backend(model, mesh, dtype, tokens)
+    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
+    if layer not in (None, model.layer):
+        problem = "the layer is replaced"
+    if problem is None:
+        return PackedBackend(model, dtype)
+    # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
+    (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
+        f"generation runs in torch: {problem}"
+    )
+    return TorchBackend(model, mesh, dtype, layer=layer, page_tokens=tokens, record_routes=options.record_routes)
+
+
+def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
+    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
+    if packed and packed_problem(model, mesh, dtype) is None:
+        return PackedBackend(model, dtype).page_bytes
+    return model.page_bytes(mesh, page_tokens(mesh.device.type), dtype)

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from funrl.mesh.mesh import SINGLE
+from funrl.models.model import Model
 from funrl.rollout.native.pages import PagePool
 from funrl.rollout.native.sequence import RunningSequence
 
@@ -198,3 +201,15 @@ def wanted_cells(limits: Sequence[int], waiting: int, snapshot_tokens: int) -> i
     if not snapshot_tokens or not limits:
         return len(limits)
     return waiting + sum(3 + limit // snapshot_tokens for limit in limits)
+
+
+def options_without_states(model: Model) -> dict[str, str]:
+    """Options of an engine that do not go with a model, and why: with one whose layers keep states some do not."""
+    if not model.pages or not model.cell_bytes(SINGLE, torch.float32):
+        return {}
+    states = f"layers of a {model.config.source.family} keep a state"
+    return {
+        "speculate": f"{states}, which cannot take back the tokens of a wrong draft",
+        "keep_cache": f"{states}, which is computed again by new weights",
+        "make_backend": f"{states}, which decoding in JAX has no place for",
+    }

@@ -16,17 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.native.backends import Backend, PackedBackend, TorchBackend, packed_problem, run_plan
-from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, page_tokens, pass_tokens
-from funrl.rollout.native.decode_state import Spare
+from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
+from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, pass_tokens
+from funrl.rollout.native.cells import options_without_states
+from funrl.rollout.native.device.decode_state import Spare
 from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
-from funrl.rollout.native.prompt_lookup import speculation_problem
+from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
@@ -36,13 +36,6 @@ from funrl.rollout.requests import Completion, Request, check_requests
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
 log = logging.getLogger(__name__)
-
-
-def bytes_of_page(model: Model, mesh: Mesh, dtype: torch.dtype, packed: bool = True) -> int:
-    """Bytes of a page of keys and values on a rank, in an engine made by `native_engine`."""
-    if packed and packed_problem(model, mesh, dtype) is None:
-        return PackedBackend(model, dtype).page_bytes
-    return model.page_bytes(mesh, page_tokens(mesh.device.type), dtype)
 
 
 class NativeOptions(NamedTuple):
@@ -62,6 +55,8 @@ class NativeOptions(NamedTuple):
         that has some; they share `cache_bytes`. 0: there are none.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
+      make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
+      keep_cache: leave keys and values of running requests as older weights computed them; later ones share none.
     """
 
     max_rows: int = 512
@@ -73,6 +68,8 @@ class NativeOptions(NamedTuple):
     engines: int = 1
     snapshot_tokens: int = 0
     static: bool | None = None
+    make_backend: MakeBackend | None = None
+    keep_cache: bool = False
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -114,6 +111,7 @@ class NativeEngine:
         self.adapters: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
+        self._keep_cache = options.keep_cache
         spare = CacheSizes(int(static), int(static))
         self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
@@ -145,7 +143,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._renew_cache()
         self._backend.drop()
         self.version = None
         self._backend.load(shards(self.weights, named_weights))
@@ -178,7 +176,7 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._drop_cache()
+        self._renew_cache()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
         self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
@@ -230,6 +228,8 @@ class NativeEngine:
                     f"the cache of {limit * self._backend.page_bytes / 1e9:.3g} GB has {limit}: give it more "
                     "(--kv_cache_gb), or let prompts and completions be shorter"
                 )
+            if request.owned is not None and self.model.owned is None:
+                raise ValueError(f"prompt {request.number} has pictures, and the model reads text only")
             if request.sampling.stop_strings and self._sequences.decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
 
@@ -371,6 +371,15 @@ class NativeEngine:
         self._backend.resize(*sizes)
         self._scheduler.resize(*sizes)
 
+    def _renew_cache(self) -> None:
+        """Have keys and values computed by the next weights, those of running requests unless they are kept."""
+        if not (self._keep_cache and self._sizes.pages):
+            return self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
+        self._poll()
+        self._sequences.epoch += 1
+        if self._static is not None:
+            self._static.drop()
+
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""
         self._poll()
@@ -401,33 +410,17 @@ def native_engine(
       note: receives the reason why the compiled decoding step is not used.
 
     Raises:
-      ModelError: the model has a value head instead of an unembedding, or cannot verify drafts.
+      ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with.
     """
     if not model.generates:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
     if not model.pages:
         name = f"{model.abilities.code} is transformers' own code," if model.abilities.code else "the model is"
         raise ModelError(f"{name} without pages: use hf_engine")
-    if (unverified := speculation_problem(model, options.speculate)) is not None:
-        raise ModelError(f"speculate is {options.speculate}: {unverified}; it must be 0")
-    problem = packed_problem(model, mesh, dtype) if options.packed else "it was not asked for"
-    if layer not in (None, model.layer):
-        problem = "the layer is replaced"
-    if problem is None:
-        backend = PackedBackend(model, dtype)
-    else:
-        # Only a missing compiler or processor feature is worth a remark to every user; other reasons are intended.
-        (note if options.packed and library_problem() and mesh.device.type == "cpu" else log.info)(
-            f"generation runs in torch: {problem}"
-        )
-        backend = TorchBackend(
-            model,
-            mesh,
-            dtype,
-            layer=layer,
-            page_tokens=page_tokens(mesh.device.type),
-            record_routes=options.record_routes,
-        )
+    for name, reason in options_without_states(model).items():
+        if given := getattr(options, name):
+            raise ModelError(f"{name} is {getattr(given, '__name__', given)}: {reason}; leave it out")
+    backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None
     if problem is not None:

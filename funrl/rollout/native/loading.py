@@ -56,6 +56,11 @@ def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> tre
     return trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, spec.dtype)), params)
 
 
+def in_form(spec: WeightSpec, tree: trees.Tree) -> trees.Tree:
+    """A tree of this rank's shards in the dtype and on the device of an engine that is to take them; as `shards`."""
+    return trees.map_named(lambda name, x: x.to(spec.mesh.device, weight_dtype(name, spec.dtype)), tree)
+
+
 def native_weights(model: Model, mesh: Mesh, dtype: torch.dtype) -> WeightSpec:
     """The form in which a native engine takes the weights of a model; this process need not be in its mesh."""
     names = {name: (name, tuple(x.shape)) for name, x in trees.named(model.shapes)}

@@ -8,11 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from funrl.mesh.mesh import SINGLE
-from funrl.models.model import Model
-
 SIZES = (4, 3, 2)  # tokens that must recur; the longest is tried first
 LONGEST_WAIT = 64  # bound on the tokens without a draft after wrong drafts
 
@@ -70,10 +65,3 @@ class PromptLookup:
         self._reach = accepted + 1 if accepted < drafted else 2 * drafted
         self._wrong = 0 if accepted else self._wrong + 1
         self._begin = len(self._text) + (0 if accepted else min(1 << self._wrong, LONGEST_WAIT))
-
-
-def speculation_problem(model: Model, speculate: int) -> str | None:
-    """Reason why a model cannot verify drafts; None: it can, or there are none."""
-    if not speculate or not model.pages or not model.cell_bytes(SINGLE, torch.float32):
-        return None
-    return f"layers of a {model.config.source.family} keep a state, which cannot take back the tokens of a wrong draft"

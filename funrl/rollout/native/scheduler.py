@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
-from funrl.rollout.native.backends import PassPlan, PassWork, sampled_positions
 from funrl.rollout.native.cells import CellPool, wanted_cells
-from funrl.rollout.native.host_copy import device_copy
+from funrl.rollout.native.device.host_copy import device_copy
 from funrl.rollout.native.pages import PagePool
+from funrl.rollout.native.passes import PassPlan, PassWork, sampled_positions
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
 
@@ -185,7 +185,8 @@ class Scheduler:
                 raise RuntimeError(f"the cache of {self.pool.pages} pages has no room for a request that waits")
             return None
         # Neighbours have similar lengths and one adapter.
-        decoding = decoding[np.argsort(self._known[decoding], kind="stable")]
+        if len(decoding) > 1:
+            decoding = decoding[np.argsort(self._known[decoding], kind="stable")]
         if self._adapts:
             decoding = decoding[np.argsort(self._adapters[decoding], kind="stable")]
         drafts = self._drafts(decoding)
@@ -193,7 +194,7 @@ class Scheduler:
         counts = np.concatenate([drafts + 1, np.array([count for _, count in chunks], dtype=np.int64)])
         ends = self._known[slots] + counts
         tokens = self._tokens_of(decoding, drafts, chunks)
-        table_SP = torch.from_numpy(self._table[slots, : self._read(int(ends.max()))])
+        table_SP = torch.from_numpy(self._table[slots, : read_pages(int(ends.max()), self._page)])
         self._known[slots] = ends
         positions, sampling_slots, ahead = sampled_positions(
             slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
@@ -209,7 +210,9 @@ class Scheduler:
         self.prefilled += sum(count for _, count in chunks)
         adapters = self._adapters[slots] if self._adapts else None
         cells = self.cells.of_slots(slots)
-        work = PassWork(tokens, counts, ends, table_SP, sampled_positions=positions, adapters=adapters, cells=cells)
+        owners = self._sequences.owners_of(slots)
+        given = tokens, counts, ends, table_SP, positions
+        work = PassWork(*given, adapters=adapters, cells=cells, requests=owners)
         ahead = ahead if drafts.any() else None
         cell_copies = self.cells.take_copies()
         return PassPlan(work, sampling_slots, sources, ahead=ahead, copies=copies, cell_copies=cell_copies)
@@ -267,9 +270,6 @@ class Scheduler:
             new = self._sequences.tokens_at(sequence.slot, int(self._known[sequence.slot]), count)
             tokens.append(device_copy(new, last.device))
         return torch.cat(tokens)
-
-    def _read(self, end: int) -> int:
-        return read_pages(end, self._page)
 
     def _slots(self) -> np.ndarray:
         if self._running_slots is None:
@@ -418,7 +418,7 @@ class Scheduler:
         begin = len(sequence.pages)
         sequence.pages += pages
         width = self._table.shape[1]
-        needed = self._read(len(sequence.pages) * self._page)
+        needed = read_pages(len(sequence.pages) * self._page, self._page)
         if needed > width:
             self._table = np.pad(self._table, ((0, 0), (0, max(needed, 2 * width) - width)))
         self._table[sequence.slot, begin : len(sequence.pages)] = pages

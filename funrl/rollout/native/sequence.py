@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from funrl.rollout.native.pages import ROOT
 from funrl.rollout.native.prompt_lookup import PromptLookup
-from funrl.rollout.requests import Request
+from funrl.rollout.requests import Completion, Finish, Request
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -29,6 +31,7 @@ class RunningSequence:
       recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
+      epoch: of the sequences when it began; see `RunningSequences`.
     """
 
     request: Request
@@ -44,11 +47,13 @@ class RunningSequence:
     recomputed: int = 0
     lookup: PromptLookup | None = None
     adapter: int = -1
+    epoch: int = 0
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter share pages."""
-        return ROOT - 1 - self.adapter
+        """Content before its first page: texts of one adapter, epoch and of the same owned values share pages."""
+        owned = self.request.owned
+        return ROOT - 1 - self.adapter - (self.epoch << 32) - (0 if owned is None else (1 + owned.digest) << 64)
 
     @property
     def untouched(self) -> bool:
@@ -56,8 +61,8 @@ class RunningSequence:
         return len(self.text) == len(self.request.prompt)
 
     def is_sibling(self, other: RunningSequence) -> bool:
-        """True if `other` has the same prompt and adapter, and has sampled nothing yet."""
-        equal = other.untouched and self.adapter == other.adapter and len(self.text) == len(other.text)
+        """True if `other` has the same prompt, owned values and adapter, and has sampled nothing yet."""
+        equal = other.untouched and self.root == other.root and len(self.text) == len(other.text)
         return equal and bool((self.text == other.text).all())
 
     @property
@@ -70,3 +75,26 @@ class RunningSequence:
         if most is not None:
             count = min(count, most + (0 if begun is None else len(begun.tokens)))
         return len(self.request.prompt) + count
+
+    def completion(self, finish: Finish, routes: Tensor | None) -> Completion:
+        """The tokens sampled, with their log-probabilities.
+
+        Args:
+          finish: why it ended.
+          routes: experts of its tokens; None: they are not recorded.
+        """
+        begin = len(self.request.prompt)
+        starts = [start for start, _ in self.versions] + [len(self.text) - begin]
+        versions = np.repeat([version for _, version in self.versions], np.diff(starts))
+        with torch.inference_mode(False):  # autograd takes no tensors that are made in it
+            sampling_logp, raw_logp = torch.from_numpy(self.logps)
+            return Completion(
+                self.request.number,
+                torch.from_numpy(self.text[begin:]),
+                sampling_logp,
+                raw_logp=raw_logp,
+                versions=torch.from_numpy(versions.astype(np.int64)),
+                finish=finish,
+                routes=None if routes is None else routes.clone(),
+                recomputed=self.recomputed,
+            )

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.rollout.native.backends import Backend
-from funrl.rollout.native.host_copy import HostCopy, PendingTokens, device_copy
+from funrl.rollout.native.device.host_copy import HostCopy, PendingTokens, device_copy
+from funrl.rollout.native.device.slot_noise import NOISE_STEPS, SlotNoise
+from funrl.rollout.native.passes import Backend
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.native.sequence import RunningSequence
-from funrl.rollout.native.slot_noise import NOISE_STEPS, SlotNoise
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -35,6 +35,7 @@ class RunningSequences:
       drafted, accepted: drafted tokens, and those of them that were sampled.
       lengths: [slots] tokens of each sequence, including tokens not polled yet.
       serials: [slots] number of the assignment that holds each slot, never used twice; `NO_HOLDER`: the slot is free.
+      epoch: number of the weights that left earlier keys and values in the cache, for sequences that begin now.
       needs_sync: whether the next sampling needs all tokens on the host, for a repetition penalty.
       any_at_limit: whether a sequence has reached its limit since the last poll.
     """
@@ -51,6 +52,7 @@ class RunningSequences:
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
         self.decode = decode
         self.decoded = 0
+        self.epoch = 0
         self._device = device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -70,7 +72,7 @@ class RunningSequences:
         self._noise = SlotNoise(device)
         self.serials = self.lengths.copy()
         self._assignments = 0
-        self.needs_sync = self.any_at_limit = False
+        self.needs_sync = self.any_at_limit = self._owns = False
         if slots:
             self._add_slots(slots)
 
@@ -93,7 +95,9 @@ class RunningSequences:
             changes = np.flatnonzero(np.diff(begun.versions.numpy(), prepend=-2)).tolist()
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
-        sequence.known_before, sequence.adapter = request.computed, adapter
+        sequence.known_before = request.computed
+        sequence.adapter, sequence.epoch = adapter, self.epoch
+        self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence
 
@@ -104,7 +108,8 @@ class RunningSequences:
     def of_version(self, version: int, adapter: int = -1) -> None:
         """Attribute further tokens of an adapter, or of the base alone, to this version of the weights."""
         for sequence in (x for x in self.by_number.values() if x.adapter == adapter):
-            new_tokens = len(sequence.text) - len(sequence.request.prompt)
+            length = len(sequence.text) if sequence.slot < 0 else int(self.lengths[sequence.slot])
+            new_tokens = length - len(sequence.request.prompt)
             earlier = [pair for pair in sequence.versions if pair[0] < new_tokens]
             sequence.versions = [*earlier, (new_tokens, version)]
 
@@ -145,6 +150,11 @@ class RunningSequences:
     def holder(self, slot: int) -> RunningSequence | None:
         """The sequence that holds a slot; None: the slot is free."""
         return self._by_slot[slot]
+
+    def owners_of(self, slots: np.ndarray) -> list[Request | None] | None:
+        """Requests of some slots, None where a prompt owns no values; None: none has owned any."""
+        held = [self._by_slot[slot] for slot in slots.tolist()] if self._owns else []
+        return [x.request if x is not None and x.request.owned is not None else None for x in held] or None
 
     def full(self, slots: np.ndarray) -> np.ndarray:
         """True for slots whose sequence has reached its limit of tokens."""
@@ -231,13 +241,15 @@ class RunningSequences:
         source_R = device_copy(np.asarray(sources, dtype=np.int64), self._device)
         noise_R = self._noise.at(slots_R, lengths_R - self._prompts[slots_R])
         samplings = list(self._sampling_groups)
-        groups = np.unique(self._group[slots_R])
+        groups = [0] if len(samplings) == 1 else np.unique(self._group[slots_R]).tolist()
         parts = []
         order = []
-        for group in groups:  # nearly always one
-            rows = np.flatnonzero(self._group[slots_R] == group)
+        for group in groups:
+            rows = index = slice(None)
+            if len(groups) > 1:
+                rows = np.flatnonzero(self._group[slots_R] == group)
+                index = device_copy(rows, self._device)
             sampling = samplings[group]
-            index = device_copy(rows, self._device)
             noise = None if sampling.greedy else noise_R[index]
             seen = self._seen(sampling, slots_R[rows], lengths_R[rows], backend)
             parts.append(backend.sample(output_M, source_R[index], noise, sampling, seen))
@@ -337,24 +349,11 @@ class RunningSequences:
         """End a sequence, all of whose tokens have been polled."""
         if sequence.slot >= 0:
             self.release_slot(sequence)
-        begin = len(sequence.request.prompt)
-        starts = [start for start, _ in sequence.versions] + [len(sequence.text) - begin]
-        versions = np.repeat([version for _, version in sequence.versions], np.diff(starts))
-        with torch.inference_mode(False):  # autograd takes no tensors that are made in it
-            sampling_logp, raw_logp = torch.from_numpy(sequence.logps)
-            completion = Completion(
-                sequence.request.number,
-                torch.from_numpy(sequence.text[begin:]),
-                sampling_logp,
-                raw_logp=raw_logp,
-                versions=torch.from_numpy(versions.astype(np.int64)),
-                finish=finish,
-                routes=None if self.routes is None else self.routes(sequence.pages, len(sequence.text) - 1).clone(),
-                recomputed=sequence.recomputed,
-            )
+        computed = len(sequence.text) - 1
+        routes = None if self.routes is None else self.routes(sequence.pages, computed)
         del self.by_number[sequence.request.number]
         self._released.append(sequence)
-        return completion
+        return sequence.completion(finish, routes)
 
     def take_ended_of(self, numbers: Container[int]) -> list[Completion]:
         """Completions of some requests that are finished and were not returned yet."""

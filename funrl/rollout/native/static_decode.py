@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from funrl.models.model import Model
-from funrl.rollout.native.backends import Backend, TorchBackend
-from funrl.rollout.native.captured import CapturedFunctions
-from funrl.rollout.native.decode_state import STOP, DecodeForm, DecodeState, Spare, decode_pass, empty_state
-from funrl.rollout.native.host_copy import HostCopy, device_copy
+from funrl.rollout.native.backends import TorchBackend
+from funrl.rollout.native.device.captured import CapturedFunctions
+from funrl.rollout.native.device.decode_state import STOP, DecodeForm, DecodeState, Spare, empty_state
+from funrl.rollout.native.device.host_copy import HostCopy, device_copy
+from funrl.rollout.native.passes import Backend
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
 from funrl.rollout.sampling_parameters import Sampling
@@ -68,7 +69,7 @@ class StaticDecode:
         adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
         form = DecodeForm(rows, self._read_pages(slots), groups, adapters)
         rows_B = self._rows_of(slots, rows)
-        sampled = self._graphs.run(form, lambda: decode_pass(self._backend, state, rows_B, form=form, spare=spare))
+        sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, spare))
         self._lengths[slots] += 1
         return HostCopy(sampled)
 
@@ -130,4 +131,6 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
         return "the compiled step computes on the CPU"
     if speculate:
         return "drafts are made on the host"
+    if model.owned is not None:
+        return "prompts may own pictures, whose positions are made on the host"
     return None

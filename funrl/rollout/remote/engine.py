@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from funrl import trees
+from funrl.mesh.collectives import from_first_rank
+from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Requests
+from funrl.mesh.pools.transfer import WeightSender, WeightTransfer
 from funrl.models.deployed import Deployed
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
@@ -33,16 +37,24 @@ class LoadRequest(NamedTuple):
     digests: bool
 
 
+class DigestsRequest(NamedTuple):
+    """Add up the digests of the weights of a version, held or on their way. Its answer is `EngineDigests`."""
+
+    version: int
+
+
 class GreedyRequest(NamedTuple):
     """Complete a text greedily. Its answer is `Greedy`.
 
     Attributes:
       prompts: token ids.
       new_tokens: of each completion.
+      version: of the weights.
     """
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
+    version: int
 
 
 class RemoteEngine:
@@ -52,6 +64,8 @@ class RemoteEngine:
       weights: the form in which it takes weights; its mesh is that of the generating ranks.
       version: version of the weights that it was sent last; None: none were.
       requests: the way to those ranks.
+      sender: sends all weights but the first in the background; None: each load waits.
+      held: version -> whether all generators hold it; asked on the first rank that trains.
     """
 
     def __init__(self, weights: WeightSpec, requests: Requests, *, base: bool = False, digests: bool = True) -> None:
@@ -68,6 +82,8 @@ class RemoteEngine:
         self.base = base
         self.digests = digests
         self.loading = -1  # number of the newest request
+        self.sender: WeightSender | None = None
+        self.held: Callable[[int], bool] = lambda version: True
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Send weights. Collective over the ranks that train.
@@ -84,6 +100,24 @@ class RemoteEngine:
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
+    @property
+    def in_background(self) -> bool:
+        """True if the next weights are sent while the engine goes on with the present ones."""
+        return self.sender is not None and self.version is not None
+
+    def send(self, tree: trees.Tree, plan: Plan, version: int) -> None:
+        """Begin to send weights in the background. Collective over the ranks that train.
+
+        Args:
+          tree: this rank's shards.
+          plan: to the engine's ranks.
+          version: of the weights.
+        """
+        assert self.sender is not None
+        self.sender.begin(tree, plan, WeightTransfer(version))
+        self.loading = -1
+        self.version = version
+
     def sync_digests(self, source: Deployed, version: int) -> RemoteDigests:
         """Digests of this rank's parts of the trainer's weights, to compare with those of the engine's ranks.
 
@@ -95,13 +129,24 @@ class RemoteEngine:
         number = self.loading
 
         def theirs() -> EngineDigests:
-            return self.requests.answer(number, f"the generators' weights {version}")
+            asked = self.requests.post(DigestsRequest(version)) if number < 0 else number
+            return self.requests.answer(asked, f"the generators' weights {version}")
 
-        return RemoteDigests(version, source.mesh, source.stored, self.weights, own, theirs)
+        def held() -> bool:
+            return number >= 0 or self._all_hold(version)
+
+        mesh = source.mesh
+        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
+
+    def _all_hold(self, version: int) -> bool:
+        """True if all generators hold a version. Collective over the ranks that train."""
+        mesh = self.requests.mesh
+        return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the engine's first replica. Collective over the ranks that train."""
-        tokens_BS, logp_BS, spread = self.requests.ask(GreedyRequest(prompts, new_tokens), "the generators' probe")
+        request = GreedyRequest(prompts, new_tokens, self.version or 0)
+        tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device
         return Greedy(tokens_BS.to(device), logp_BS.to(device), spread)
 

@@ -102,6 +102,12 @@ CHARTS = (
         log=True,
     ),
     Chart("Gradient norm", "before clipping", (("actor/grad_norm", "norm"),)),
+    Chart(
+        "Who waited",
+        "seconds of a step: the trainer for rows, a replica for the trainer",
+        (("wait/trainer_s", "trainer"), ("wait/generator_s", "generators")),
+    ),
+    Chart("Age of rows", "versions behind, of a step's tokens", (("age/mean", "mean"), ("age/max", "largest"))),
     Chart("Throughput", "tokens a second", (("perf/tokens_per_s", "tokens/s"),)),
     Chart("Memory", "GB at its peak", (("memory/peak_gb", "peak"),)),
 )

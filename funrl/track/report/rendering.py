@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,12 @@ INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 
 def render_page(template: str, **values: Any) -> str:
     """Fill a file of templates/ with values."""
+    return _environment().get_template(template).render(values)
+
+
+@functools.cache
+def _environment() -> Any:
+    """jinja2's environment, which keeps the compiled templates."""
     import jinja2  # here, as it takes 50 ms and most commands write no page
 
     folder = Path(__file__).with_name("templates")
@@ -27,7 +34,7 @@ def render_page(template: str, **values: Any) -> str:
         finalize=_visible,
     )
     environment.filters |= {"number": number, "shown": shown_value}
-    return environment.get_template(template).render(values)
+    return environment
 
 
 def shown_value(value: Any) -> str:

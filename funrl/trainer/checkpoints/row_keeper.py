@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from funrl.environments.agents import with_environment
-from funrl.environments.logged import LoggedEpisode
 from funrl.trainer.checkpoints.checkpoint import sweep
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
@@ -16,6 +15,7 @@ from funrl.trainer.checkpoints.weight_digests import weight_digests
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
 
@@ -52,7 +52,7 @@ class RowKeeper:
         drawn: Rows,
         scored: Rows,
         metrics: Mapping[str, Mapping[str, float]],
-        episodes: Sequence[LoggedEpisode] = (),
+        source: Source,
     ) -> None:
         """Write the rows of a step, with digests of the weights after it. Collective.
 
@@ -60,7 +60,7 @@ class RowKeeper:
           state: after the step's updates.
           drawn, scored: its rows as the source gave them, and as they were learned from.
           metrics: of both stages, and those of the updates as "learned".
-          episodes: of this replica, of which the rows were made.
+          source: that gave the rows, with the episodes of this replica and the log of groups.
 
         Raises:
           CheckpointError: a rank cannot write; on every rank.
@@ -74,10 +74,13 @@ class RowKeeper:
             "weights": {n: weight_digests(role.params, roles[n].stored, mesh) for n, role in state.roles.items()},
             "dtype": self.settings.models.dtype,
         }
+        groups = source.log()
+        if groups is not None:
+            record["groups"] = groups
         writer = None
         if self.parts.generator is not None and self.agents:
             record["agents"] = self.agents
-            writer = functools.partial(write_episodes, episodes=episodes, mesh=self.parts.generator.mesh)
+            writer = functools.partial(write_episodes, episodes=source.episodes, mesh=self.parts.generator.mesh)
         nbytes = save_rows(self.folder, drawn, scored, record=record, beside=writer)
         if mesh.rank == 0 and self.settings.run.keep_rollouts is not None:
             keep_newest(self.folder, self.settings.run.keep_rollouts)

@@ -25,6 +25,7 @@ from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import ROLES, RoleMessages
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.lowered.backend import make_engine_backend
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.state import EarlierSelf
 
@@ -81,6 +82,7 @@ def open_frozen_agents(
 def native_options(job: Job) -> NativeOptions:
     """Options of the native engines of a job."""
     engines = job.settings.engines
+    make_backend = make_engine_backend(job.settings)
     return NativeOptions(
         engines.decode_rows,
         round((engines.kv_cache_gb or 0) * 1e9),
@@ -89,6 +91,9 @@ def native_options(job: Job) -> NativeOptions:
         record_routes=job.settings.routers.router_replay,
         snapshot_tokens=engines.state_snapshot_tokens,
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
+        static=None if make_backend is None else True,
+        make_backend=make_backend,
+        keep_cache=job.settings.asynchrony.keep_cache,
     )
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Loss
-from funrl.algos.reading import reads
 from funrl.compiled_kernels.flash_kernel import attention_by
+from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
-from funrl.models.compile import Compilations, is_compiled
+from funrl.models.compiling.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
 from funrl.models.deployed import Deployed, deployed
 from funrl.models.huggingface import directories as hf
@@ -25,8 +25,10 @@ from funrl.models.lora import decoder_of, first_trained, on_base
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights
+from funrl.optim import Transformation
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.seeds import derived_seed
 from funrl.trainer.jobs.agents import (
     earlier_self,
@@ -37,13 +39,16 @@ from funrl.trainer.jobs.agents import (
     open_policies,
 )
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
-from funrl.trainer.jobs.sharding import splits_residual, stored_rules
-from funrl.trainer.lowered.backend import with_backend
-from funrl.trainer.settings.settings import Settings
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores
+from funrl.trainer.jobs.learning_rates import optimizer_of
+from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
+from funrl.trainer.lowered.backend import with_backend, with_devices
+from funrl.trainer.lowered.on_mesh import OnMesh
+from funrl.trainer.settings.settings import Settings, scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.optimizer import make_optimizer
+from funrl.trainer.steps.optimizer import frozen_beginnings
+from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import RouterLosses
 from funrl.trainer.steps.state import State
@@ -62,6 +67,7 @@ class Parts(NamedTuple):
       judge: None where no model writes verdicts.
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
+      elsewhere: roles on ranks of their own, by name; they are not among `roles`.
     """
 
     mesh: Mesh
@@ -73,16 +79,22 @@ class Parts(NamedTuple):
     judge: Judge | None = None
     compilations: Compilations | None = None
     agents: Mapping[str, Collection[int]] = {}
+    elsewhere: Mapping[str, RemoteScorer] = {}
 
 
-def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
-    """Meshes, layouts and functions. Called by every rank."""
+def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = None) -> Parts:
+    """Meshes, layouts and functions. Called by every rank.
+
+    Args:
+      only: the one role of these ranks, which neither train nor generate; None: they have all but those with ranks of
+        their own.
+    """
     settings = job.settings
     if mesh.device.type == "cuda":
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
-    mode = settings.models.compile
+    mode = settings.models.compile if settings.models.backend == "torch" else "off"
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
@@ -91,7 +103,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             )
         return compiled[model.layer]
 
-    def placed(name: str, model: Model) -> Placed:
+    def placed(name: str, model: Model, mesh: Mesh = mesh) -> Placed:
         layer = with_form(layer_of(model), settings.devices.sequence_parallel)
         replay = settings.routers.router_replay and name in (job.main_role, *job.agents.policies)
         split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
@@ -109,13 +121,14 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
 
     begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
-    roles = {name: _role(job, name, places) for name in places}
+    apart = {} if job.placement is None else job.placement.scoring
+    roles = {name: _role(job, name, places) for name in places if (name not in apart if only is None else name == only)}
     roles = {name: _base_role(begin, roles) for name in bases(roles)} | roles
-    learning = {name: roles[name] for name in job.algorithm.losses}
+    learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = None
     judge = None
-    if isinstance(job, RLJob):
+    if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
         policies = open_policies(job, generator.mesh, native_options(job), layer_of)
@@ -124,6 +137,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
             meshes = (mesh, generator.mesh)
             layer = layer_of(job.judge.model)
             judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
+    elsewhere = {}
+    for number, (name, pool) in enumerate(apart.items() if mesh.here and only is None else ()):
+        own = submesh(mesh, pool.sizes, pool.ranks)
+        role = _role(job, name, {name: placed(name, job.models[name], own)})
+        elsewhere[name] = RemoteScorer(name, role, mesh, number, scoring_budget(settings))
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
@@ -138,13 +156,27 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None]) -> Parts:
         judge=judge,
         compilations=compilations if some else None,
         agents=agents,
+        elsewhere=elsewhere,
     )
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
     """`build` for a run that trains: with its pool, and with roles whose steps its backend computes."""
-    parts = build(job, mesh, note)._replace(pool=pool)
-    return parts._replace(roles=with_backend(parts.roles, job.settings, note))
+    parts = build(job, with_devices(mesh, job.settings), note)._replace(pool=pool)
+    return parts._replace(roles=with_backend(parts.roles, job.settings, note, on_mesh(job, parts.roles)))
+
+
+def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
+    """The roles of a run, which has them on one process, as they are on a mesh of devices that it drives."""
+
+    def place_role(name: str, mesh: Mesh) -> Placed:
+        shared = name not in job.models  # stored as the weights that the run begins with
+        return relaid(job.settings, roles[name].placed, job.main_role if shared else name, mesh, part=shared)
+
+    def optimize(name: str, placed: Placed) -> Transformation:
+        return optimizer_of(job, name, placed, roles[name].first_step)
+
+    return OnMesh(place_role, optimize, job.settings.devices.remat)
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -168,16 +200,16 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
     if loss is None:
         return role
     first_step = settings.optimization.critic_warmup_steps + 1 if kind.generates else 1
-    updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
     return role._replace(
         loss=loss,
-        optimizer=make_optimizer(settings, job.rates[name], updates, placed),
+        optimizer=optimizer_of(job, name, placed, first_step),
         mask=kind.mask,
         first_step=first_step,
         metric=job.kind_of_role(name).loss_metric(name) if samples else "train/loss",
         watch_entropy=kind.generates and samples,
         companion=_companion(job, loss, places),
         router=router_losses(settings, placed),
+        frozen=frozen_beginnings(settings, placed.model),
     )
 
 
@@ -211,27 +243,6 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
     return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
 
 
-def needs_old_scores(job: Job) -> bool:
-    """True if the old log-probabilities take a pass of their own.
-
-    Where each batch has a single update, they are those of its forward pass, unless something before or beside the
-    policy's loss reads them, or a gap to the engine is to stop the run before the update.
-    """
-    algorithm = job.algorithm
-    if isinstance(job, TextJob) and algorithm.advantage is None:
-        return False
-    kinds = algorithm.role_kinds
-    main_role = job.main_role
-    others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
-    before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
-    updates = job.settings.updates
-    single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
-    stops = isinstance(job, RLJob) and job.settings.engines.on_gap == "stop"
-    further = set(writes_of(main_role, algorithm)) - {"old_logp"}
-    beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
-    return bool("old_logp" in before or further) or not single or beside or stops
-
-
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
     """This rank's own weights of every role. Those that begin as the policy are copies, for it is updated in place.
 
@@ -240,6 +251,9 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     """
     if parts.generator is not None:
         load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
+    for name, scorer in parts.elsewhere.items():
+        if name not in job.directories:
+            scorer.send_first(begin, parts.begin.stored, job.dtype)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
@@ -323,6 +337,12 @@ def sync(
         for name, engine in engines.items():
             own = state.roles[name].params
             merge = base is None or name != parts.main_role
+            if isinstance(engine, RemoteEngine) and engine.in_background:
+                generator.proof.settle()  # the update has left the generators time to take the weights before it
+                role = parts.roles[name]
+                policy = deployed(role.placed, role.whole(own, frozen or {}), merge=merge)
+                engine.send(policy.tree(), generator.to_engine, state.version + 1)
+                continue
             engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
         sync_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)

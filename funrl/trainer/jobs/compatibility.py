@@ -16,14 +16,11 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
-from funrl.role_kinds import ROLES, SCORING_ROLES
-from funrl.rollout.native.cache_sizes import page_tokens
-from funrl.rollout.native.engine import bytes_of_page
-from funrl.rollout.native.prompt_lookup import speculation_problem
+from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind
+from funrl.rollout.native.cells import options_without_states
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.sampling import row_new_tokens
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_forms,
@@ -32,6 +29,7 @@ from funrl.trainer.jobs.sharding import (
     generate_sizes,
     learns_sharded,
 )
+from funrl.trainer.lowered.backend import decodes_in_jax
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.scorers import NO_OBJECTS, GivenObjects, environment_flag, has_environment
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
@@ -72,26 +70,69 @@ def check_algorithm(
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
     _check_staleness(algorithm, settings)
+    _check_scoring_pools(algorithm, settings)
+
+
+def _check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
+    placement = settings.devices.placement
+    kinds = algorithm.role_kinds
+    only_score = [
+        name for name in role_names(algorithm) if name not in algorithm.losses and not kinds[name].scores_completions
+    ]
+    for name in () if placement is None else placement.scoring:
+        problem = None
+        if name not in only_score:
+            problem = f"the roles of this run that only score are {', '.join(only_score) or 'none'}"
+        elif algorithm.divergence is not None and algorithm.divergence.role == name:
+            problem = "the loss compares whole distributions with it, in the update"
+        elif not _has_own_model(kinds[name], settings) and settings.adapters.lora_rank:
+            problem = f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
+        elif not _has_own_model(kinds[name], settings) and kinds[name].value_head:
+            problem = "its model begins as the policy, with a head of its own"
+        if problem is not None:
+            raise SettingsError(
+                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
+            )
+
+
+def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
+    """True if a role starts from a directory of its own."""
+    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
 
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
     staleness = settings.asynchrony.staleness
-    window = settings.asynchrony.window
     if staleness and settings.devices.place is None and not settings.estimate.dry_run:
         raise SettingsError(
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
             "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
-    if window > 1 and not settings.estimate.dry_run:
-        raise SettingsError(
-            f"--window={window}: a run trains on groups in the order in which they begin, which is --window=1; others "
-            "are simulated by --dry_run"
-        )
+    if staleness and not settings.estimate.dry_run:
+        _check_groups(algorithm, settings)
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
+
+
+def _check_groups(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse batches that are not made of groups in their order. Raises: SettingsError."""
+    staleness = settings.asynchrony.staleness
+    drops = "the algorithm's filter" if algorithm.filter is not None else ""
+    drops = "--on_reward_error=skip" if settings.rewards.on_reward_error == "skip" else drops
+    refills = settings.sampling.max_refills
+    if drops and refills > 1:
+        raise SettingsError(
+            f"--staleness={staleness}: {drops} drops rows, and prompts that are written ahead do not replace them; let "
+            "batches be smaller then (--max_refills=1), or leave --staleness out"
+        )
+    if "greedy_score" in reads(algorithm).required:
+        raise SettingsError(
+            f"--staleness={staleness}: the algorithm compares rows with greedy completions, which newer weights would "
+            "write; leave --staleness out"
+        )
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:
@@ -226,6 +267,8 @@ def check_meshes(
     place = settings.devices.place
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
+        for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
+            check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
     check_forms(models, settings, sizes)
     return generating
 
@@ -246,13 +289,52 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
         )
         if own and settings.models.compile == "on":
             raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
-        if name == generates and (problem := speculation_problem(model, settings.engines.speculate)) is not None:
-            raise SettingsError(f"--speculate={settings.engines.speculate}: {problem}; leave it out")
+        if name == generates:
+            _check_states(settings, model)
         if name == generates and not model.pages and settings.engines.engine != "hf":
             code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
             raise SettingsError(
                 f"--engine={settings.engines.engine}{code}: {what}, which has no pages of keys; give --engine=hf"
             )
+
+
+def _check_states(settings: Settings, model: Model) -> None:
+    """Refuse flags of the engine that do not go with layers that keep states. Raises: SettingsError."""
+    speculate = settings.engines.speculate
+    given = {
+        "speculate": f"--speculate={speculate}" if speculate else "",
+        "keep_cache": "--keep_cache" if settings.asynchrony.keep_cache else "",
+        "make_backend": "--compile=on with --backend=xla" if decodes_in_jax(settings) else "",
+    }
+    for option, reason in options_without_states(model).items():
+        if given[option]:
+            raise SettingsError(f"{given[option]}: {reason}; leave it out")
+
+
+def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
+    """Check what models that see pictures cannot do yet.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+    seeing = [name for name, model in models.items() if model.owned is not None]
+    if not seeing:
+        return
+    what = f"the {seeing[0]} sees pictures"
+    if algorithm.divergence is not None:
+        raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+    refused = {
+        "engine": (settings.engines.engine != "native", "give --engine=native"),
+        "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
+        "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
+        "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
+        "env": (settings.environments.env is not None, "environments give text: leave it out"),
+        "backend": (settings.models.backend != "torch", "give --backend=torch"),
+        "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
+    }
+    for name, (given, way_out) in refused.items():
+        if given:
+            raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
 
 
 def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
@@ -316,59 +398,6 @@ def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorit
         raise SettingsError(
             "--process_reward=each: the algorithm reads no rewards of tokens, as ppo does; give --process_reward=min "
             "or another that makes one number of a completion's steps"
-        )
-
-
-def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
-    """Raise SettingsError where no completion or episode could take more than one step.
-
-    Args:
-      new_tokens: of a completion.
-    """
-    tokens = settings.sampling.new_tokens_per_step
-    most = row_new_tokens(settings, task, new_tokens)
-    if tokens is not None and tokens >= most:
-        flags = (
-            "--max_new_tokens" if task.environment is None else "--max_new_tokens, --episode_turns, --episode_tokens"
-        )
-        what = "a completion" if task.environment is None else "a trajectory"
-        raise SettingsError(
-            f"--new_tokens_per_step={tokens}: {what} has {most} tokens at most ({flags}), so none "
-            "would go on in a later step; give fewer, or leave it out"
-        )
-
-
-def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:
-    """Check that the cache holds the longest prompt with its completion, and the memory holds the cache.
-
-    Args:
-      mesh: the generate mesh.
-      memory: bytes that one rank may use.
-
-    Raises:
-      SettingsError: --kv_cache_gb is less than the keys and values of that row, or more than the memory.
-    """
-    if settings.engines.kv_cache_gb is None:
-        return
-    if settings.engines.kv_cache_gb * 1e9 > memory:
-        raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: a rank of this machine has "
-            f"{memory / 1e9:.3g} GB in all; give "
-            "less"
-        )
-    longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
-    tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
-    dtype = TORCH_DTYPES[settings.models.dtype]
-    pages = -(-tokens // page_tokens(mesh.device.type))
-    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
-    needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
-    if needed > settings.engines.kv_cache_gb:
-        what = "completion" if task.environment is None else "episode"
-        flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
-        raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and {what} "
-            f"may have {tokens} tokens, "
-            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller {flag}"
         )
 
 

@@ -28,6 +28,7 @@ from funrl.data.supervised import (
 from funrl.data.text_lengths import fit_examples, pick
 from funrl.environments.builtin.load import environment_arguments, environment_from
 from funrl.environments.environment import Environment, PromptingEnvironment
+from funrl.environments.hosting.hosted import hosted_environment
 from funrl.foreign.load import named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -54,7 +55,7 @@ from funrl.trainer.settings.checks import (
     refuse_idle_data,
     weights_of_rewards,
 )
-from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.scorers import environment_flag, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value
@@ -159,8 +160,19 @@ def eval_prompts(
 def episode_task(
     name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, environment: Environment
 ) -> Task:
-    """Prompts with an environment, which rewards its episodes."""
-    return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=_new_tokens(settings), environment=environment)
+    """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot run in workers."""
+    most = _new_tokens(settings)
+    hosted = in_workers(environment, settings)
+    return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=most, environment=hosted)
+
+
+def in_workers(environment: Environment, settings: Settings) -> Environment:
+    """An environment whose episodes run in --env_workers processes. Raises: SettingsError, they cannot."""
+    workers = settings.environments.env_workers
+    if not workers:
+        return environment
+    with blaming(f"env_workers={workers}"):
+        return hosted_environment(environment, workers)
 
 
 def rewarded_task(
@@ -197,7 +209,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     else:
         train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
-    environment = None if embedded.environment is None else embedded.environment()
+    environment = None if embedded.environment is None else in_workers(embedded.environment(), settings)
     rewards = () if embedded.reward is None else (embedded.reward,)
     check_workers(settings, rewards)
     weights = (1.0,) if environment is not None else weights_of_rewards(settings, len(rewards))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from funrl import trees
+from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -17,7 +19,11 @@ from funrl.models.lora import trained_part
 from funrl.models.model import Layer
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
-from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.hf_engine import hf_engine, hf_weights
+from funrl.rollout.joined.engine import JoinedEngine, LateProof
+from funrl.rollout.joined.messages import TrainerFacts
+from funrl.rollout.joined.office import Office
+from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.joint_engine import JointEngine
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, native_engine
@@ -25,7 +31,7 @@ from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
-from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine
+from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
 from funrl.trainer.jobs.agents import FrozenAgent, native_options
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
@@ -102,6 +108,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         they are merged.
     """
     mesh = generating_mesh(job, placed.mesh)
+    if job.settings.devices.joined:
+        return _joined_generator(job, mesh, placed)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
     settings = job.settings
@@ -137,16 +145,43 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
     digests = job.settings.engines.verify_sync
-    spec = native_weights(placed.model, mesh, job.dtype)
-    engine = RemoteEngine(spec, requests, base=policy.model.adapters is not None, digests=digests)
+    adds = policy.model.adapters is not None and job.settings.engines.engine == "native"
+    spec = _remote_weights(job, mesh, placed)
+    engine = RemoteEngine(spec, requests, base=adds, digests=digests)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
-    if policy.model.adapters is None:
+    if not adds or policy.model.adapters is None:
         return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
     factors = spec_of_adapter(placed.model, mesh, spec, policy.model.adapters.lora)
     to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
     adapter = RemoteEngine(factors, requests, digests=digests)
     base = AdaptedBase(cast(NativeEngine, engine), to_engine)
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
+
+
+def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
+    """The generator of other jobs, which take weights as they are stored, adapters merged."""
+    names = native_weights(placed.model, mesh, job.dtype).names
+    weights = WeightSpec(names, placed.stored, placed.mesh, job.dtype)
+    offices = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
+    digests = job.settings.engines.verify_sync
+    shelf = Shelf(weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, offices, digests))
+    limit_s = 60.0 * job.settings.waiting.timeout
+    office = None
+    if mesh.index("tensor") == 0:
+        office = Office(LeaseRule(stuck_s=limit_s), shelf)
+    engine = JoinedEngine(placed.model.config, mesh, shelf, weights, office, limit_s=limit_s)
+    to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
+    return Generator(engine, mesh, to_engine, proof=LateProof())
+
+
+def _remote_weights(job: Job, mesh: Mesh, placed: Placed) -> WeightSpec:
+    """The form in which an engine on other ranks takes weights, which come to it by a plan."""
+    engine = job.settings.engines.engine
+    if engine == "native":
+        return native_weights(placed.model, mesh, job.dtype)
+    if engine == "hf":
+        return hf_weights(placed.model, mesh, job.dtype)
+    return dataclasses.replace(vllm_weights(placed.model, mesh, job.dtype), streamed=False)
 
 
 def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:

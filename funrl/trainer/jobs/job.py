@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.core import Algorithm
+from funrl.algos.reading import reads
 from funrl.data.prompts import Example
 from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
@@ -23,7 +24,7 @@ from funrl.trainer.jobs.provenance import Provenance
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import JudgeJob
-from funrl.trainer.steps.roles import main_role_of
+from funrl.trainer.steps.roles import main_role_of, writes_of
 
 DEMONSTRATION = "demonstration"  # field of a prompt's record
 
@@ -211,3 +212,24 @@ class TextJob(BaseJob):
 
 
 Job = RLJob | TextJob
+
+
+def needs_old_scores(job: Job) -> bool:
+    """True if the old log-probabilities take a pass of their own.
+
+    Where each batch has a single update, they are those of its forward pass, unless something before or beside the
+    policy's loss reads them, or a gap to the engine is to stop the run before the update.
+    """
+    algorithm = job.algorithm
+    if isinstance(job, TextJob) and algorithm.advantage is None:
+        return False
+    kinds = algorithm.role_kinds
+    main_role = job.main_role
+    others = {name: loss for name, loss in algorithm.losses.items() if name != main_role}
+    before = reads(algorithm.advantage, algorithm.filter, *others.values(), fields=algorithm.fields).required
+    updates = job.settings.updates
+    single = updates.epochs * updates.minibatches == 1 and job.settings.optimization.critic_warmup_steps == 0
+    stops = isinstance(job, RLJob) and job.settings.engines.on_gap == "stop"
+    further = set(writes_of(main_role, algorithm)) - {"old_logp"}
+    beside = any(not kinds[name].value_head for name in others)  # whose probabilities are not those of the samples
+    return bool("old_logp" in before or further) or not single or beside or stops

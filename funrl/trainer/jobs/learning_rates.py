@@ -29,8 +29,12 @@ import math
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.models.model import Model
+from funrl.models.placed import Placed
+from funrl.optim import Transformation
+from funrl.trainer.jobs.job import BaseJob
 from funrl.trainer.settings.declaration import run_kind
 from funrl.trainer.settings.settings import Settings, flag_value
+from funrl.trainer.steps.optimizer import make_optimizer
 
 # c
 RATE_OF_ONE = 0.2
@@ -81,3 +85,15 @@ def learning_rates(settings: Settings, algorithm: Algorithm, model: Model, adapt
     rules = {name: algorithm.role_kinds[name].rate for name in algorithm.losses}
     given = {name: flag_value(settings, rule.flag) if rule.flag else None for name, rule in rules.items()}
     return {name: rules[name].factor * lr if rate is None else rate for name, rate in given.items()}
+
+
+def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Transformation:
+    """The optimizer of a role that learns, whose rate decays over its updates of the whole run.
+
+    Args:
+      placed: its model on its devices.
+      first_step: the first step in which it learns.
+    """
+    settings = job.settings
+    updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
+    return make_optimizer(settings, job.rates[name], updates, placed)

@@ -9,9 +9,10 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.data.pictures import picture_form, with_picture_form
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
@@ -20,11 +21,10 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
-    check_budget,
-    check_cache,
     check_code,
     check_engine,
     check_meshes,
+    check_owned_values,
     check_readers,
     check_token_ids,
 )
@@ -35,14 +35,15 @@ from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import Models, agent_models, first_model, located, lora_of, models_of, reads_policys
 from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, new_tokens, samplings
-from funrl.trainer.jobs.sharding import generate_sizes, rank_memory
+from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
+from funrl.trainer.jobs.sharding import check_driven, generate_sizes, rank_memory
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
+from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 
@@ -84,9 +85,11 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_settings(settings, given=given.objects)
     settings = located(settings)
     sizes, device = devices_of(settings)
-    check_backend(settings, sizes, device)
+    check_backend(settings, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
+    with blaming(f"model={settings.models.model}"):
+        tokenizer = with_picture_form(tokenizer, picture_form(model.config, settings.models.model))
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -95,6 +98,9 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     with blaming(f"model={settings.models.model}"):
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
+    check_driven(settings, models)
+    check_owned_values(settings, models, algorithm)
+    frozen_beginnings(settings, model)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)
     devices = Devices(sizes, generating, device)
@@ -126,7 +132,7 @@ def rl_job(
             f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
             "ended; leave one out"
         )
-    if settings.devices.place is not None and settings.run.save_rollouts and task.environment is not None:
+    if settings.devices.placement is not None and settings.run.save_rollouts and task.environment is not None:
         raise SettingsError(
             f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "
             "ranks that write no files; leave one out"
@@ -219,6 +225,8 @@ def readers_of(algorithm: Algorithm, roles: Models, task: Task | Texts) -> dict[
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     """Sizes of the mesh, and "cpu" or "cuda". Raises: SettingsError, MeshError, the machine does not have them."""
     sizes = settings.devices.train.chosen
+    if settings.models.backend != "torch":  # one process drives all devices
+        sizes = dict.fromkeys(AXES, 1)
     device = settings.devices.device or device_type()
     if device == "cuda" and (problem := gpu_problem()) is not None:
         raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")

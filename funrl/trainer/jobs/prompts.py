@@ -183,12 +183,13 @@ def _are(count: int, noun: str) -> str:
 
 
 def _key(example: Any) -> tuple[int, ...]:
-    """Tokens of the prompt of an example."""
+    """Tokens of the prompt of an example, and the digest of what it owns."""
+    owned = () if example.owned is None else (example.owned.digest,)
     if isinstance(example, Example):
-        return tuple(example.tokens)
+        return (*owned, *example.tokens)
     text = example.texts[0]
     first = next((place for place, trained in enumerate(text.trained) if trained), len(text.tokens))
-    return tuple(text.tokens[:first])
+    return (*owned, *text.tokens[:first])
 
 
 def chosen_places(total: int, count: int, seed: int) -> np.ndarray:

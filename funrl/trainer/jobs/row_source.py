@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
+from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
 from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
@@ -34,6 +35,7 @@ from funrl.mesh.rows import gather_table
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
+from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.datasets import has_workers
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
@@ -58,6 +60,7 @@ from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSc
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
@@ -68,27 +71,37 @@ REWARD_TIMEOUT_S = 600.0  # where no flag says
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
-def open_rewards(job: Job, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
-    """A rank's reward workers, for as long as the context lasts; None where it has none.
+@contextlib.contextmanager
+def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
+    """A rank's reward workers and those of its environment, for as long as the context lasts; None: it has no former.
 
     Enter it before the rank has process groups, threads or a device; see `open_pool`. Only the first tensor rank of a
     replica asks for rewards, so only it has workers.
     """
-    if not isinstance(job, RLJob):
-        return contextlib.nullcontext()
+    if not isinstance(job, RLJob) or not runs_episodes(job, rank):
+        yield None
+        return
     settings = job.settings
     rewards = job.task.rewards
+    with contextlib.ExitStack() as stack:
+        if isinstance(job.task.environment, HostedEnvironment):
+            stack.enter_context(open_hosted(job.task.environment, chat_of(job), serve_agent))
+        if not has_workers(settings, rewards):
+            yield None
+            return
+        workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
+        timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
+        most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
+        yield stack.enter_context(open_pool(rewards, workers, timeout_s, most))
+
+
+def runs_episodes(job: RLJob, rank: int) -> bool:
+    """True of the first tensor rank of a replica, which asks for rewards and runs environments."""
     if job.placement is not None:
         if rank not in job.placement.generate.ranks:
-            return contextlib.nullcontext()
+            return False
         rank = job.placement.generate.ranks.index(rank)
-    asks = Mesh(job.generate_sizes, rank).index("tensor") == 0
-    if not asks or not has_workers(settings, rewards):
-        return contextlib.nullcontext()
-    workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
-    timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
-    most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
-    return open_pool(rewards, workers, timeout_s, most)
+    return Mesh(job.generate_sizes, rank).index("tensor") == 0
 
 
 def remarks_on_workers(job: Job) -> list[str]:
@@ -297,7 +310,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),
         weights=job.task.weights[: max(len(rewards), job.task.environment is not None)],
-        queue=job.settings.engines.queue,
+        queue="fixed" if job.settings.devices.joined else job.settings.engines.queue,
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,
@@ -426,4 +439,5 @@ def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     if further:
         mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
     table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
-    return rows_of(mine._replace(length=table["length"]), owner, mesh)
+    rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
+    return with_owned(rows, [example.owned for example in own], examples[0].owned)

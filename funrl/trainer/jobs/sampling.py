@@ -1,11 +1,15 @@
-"""Sampling of a run: of the completions to train on, and of those to evaluate."""
+"""Sampling of a run: of the completions to train on, and of those to evaluate, and the room that these need."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from funrl.models import ModelConfig
+from funrl.mesh.mesh import Mesh
+from funrl.models import Model, ModelConfig
 from funrl.models.huggingface.generation_config import GENERATION, sampling_defaults
+from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.rollout.native.backends import bytes_of_page
+from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
@@ -76,3 +80,56 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
         )
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
+
+
+def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
+    """Raise SettingsError where no completion or episode could take more than one step.
+
+    Args:
+      new_tokens: of a completion.
+    """
+    tokens = settings.sampling.new_tokens_per_step
+    most = row_new_tokens(settings, task, new_tokens)
+    if tokens is not None and tokens >= most:
+        flags = (
+            "--max_new_tokens" if task.environment is None else "--max_new_tokens, --episode_turns, --episode_tokens"
+        )
+        what = "a completion" if task.environment is None else "a trajectory"
+        raise SettingsError(
+            f"--new_tokens_per_step={tokens}: {what} has {most} tokens at most ({flags}), so none "
+            "would go on in a later step; give fewer, or leave it out"
+        )
+
+
+def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:
+    """Check that the cache holds the longest prompt with its completion, and the memory holds the cache.
+
+    Args:
+      mesh: the generate mesh.
+      memory: bytes that one rank may use.
+
+    Raises:
+      SettingsError: --kv_cache_gb is less than the keys and values of that row, or more than the memory.
+    """
+    if settings.engines.kv_cache_gb is None:
+        return
+    if settings.engines.kv_cache_gb * 1e9 > memory:
+        raise SettingsError(
+            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: a rank of this machine has "
+            f"{memory / 1e9:.3g} GB in all; give "
+            "less"
+        )
+    longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
+    tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
+    dtype = TORCH_DTYPES[settings.models.dtype]
+    pages = -(-tokens // page_tokens(mesh.device.type))
+    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
+    needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
+    if needed > settings.engines.kv_cache_gb:
+        what = "completion" if task.environment is None else "episode"
+        flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
+        raise SettingsError(
+            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and {what} "
+            f"may have {tokens} tokens, "
+            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller {flag}"
+        )

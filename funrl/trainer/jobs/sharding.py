@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Collection, Mapping
 
@@ -10,11 +12,15 @@ import torch
 from funrl import trees
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError
-from funrl.mesh.rules import GENERATE, STORED, Rules, fully_sharded, layouts
+from funrl.mesh.rules import COMPUTE, GENERATE, STORED, Rules, fully_sharded, layouts
 from funrl.mesh.text import AXES, SHORT, TOKEN_AXES
 from funrl.models import Model
+from funrl.models.decoder.sequence_parallel import is_ring
+from funrl.models.lora import decoder_of
+from funrl.models.placed import Placed
 from funrl.role_kinds import ROLES
-from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.lowered.backend import device_sizes
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
 
 
@@ -116,6 +122,53 @@ def check_layouts(
     role = ROLES.generating(models)
     if role is not None:
         layouts(models[role].shapes, models[role].axes, GENERATE, generate_sizes)
+
+
+def check_driven(settings: Settings, models: Mapping[str, Model]) -> None:
+    """Check that models can be laid out on the devices that one process drives.
+
+    Args:
+      models: of every role.
+
+    Raises:
+      SettingsError, MeshError: a dim does not divide, or attention over a split row goes round a ring.
+    """
+    sizes = device_sizes(settings)
+    if Mesh(sizes).world == 1:
+        return
+    mesh = f"mesh={settings.devices.mesh}"
+    with blaming(mesh):
+        check_layouts(models, settings, sizes, dict.fromkeys(AXES, 1))
+    for role, model in models.items():
+        if is_ring(settings.devices.sequence_parallel, model.abilities.heads // sizes["tensor"], sizes):
+            raise SettingsError(
+                f"--backend=xla with --{mesh}: the steps of ring attention depend on numbers; give an sp that divides "
+                f"the {model.abilities.heads // sizes['tensor']} query heads of the {role} on a device, and no ring"
+            )
+        for name, layout in trees.named(layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)):
+            for length, axes in zip(layout.shape, layout.spec, strict=True):
+                parts = math.prod(sizes[axis] for axis in axes)
+                if length % parts:
+                    raise SettingsError(
+                        f"--backend=xla with --{mesh}: {name} of the {role} has a dim of {length}, which does not "
+                        f"divide over {parts} devices of {', '.join(axes)}; choose sizes that divide it"
+                    )
+
+
+def relaid(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
+    """A model on another mesh, in the layouts of the flags.
+
+    Args:
+      role: by whose rule tables.
+      part: whether it is the part of a decoder that adapters stand on.
+    """
+    model = placed.model
+    tables = stored_rules(settings, role), COMPUTE
+    stored, compute = (layouts(model.shapes, model.axes, table, mesh.sizes) for table in tables)
+    if part:
+        stored, compute = ({name: decoder_of(tree)[name] for name in placed.stored} for tree in (stored, compute))
+    split = splits_residual(settings, mesh.sizes, mesh.device.type != "cpu")
+    return dataclasses.replace(placed, mesh=mesh, stored=stored, compute=compute, splits=split)
 
 
 def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: bool) -> bool:

@@ -34,8 +34,9 @@ from funrl.trainer.jobs.build import Parts, sync
 from funrl.trainer.jobs.generator import policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
-from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout, text_after
+from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.state import State
 

@@ -1,21 +1,24 @@
-"""The flag --backend: checks before a run, and the programs of its roles."""
+"""The flag --backend: checks before a run, its devices, and the programs of its roles."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
 
-from funrl.mesh.text import text as mesh_text
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.text import AXES
+from funrl.rollout.native.backends import MakeBackend
+from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.roles import Role
 
 
-def check_backend(settings: Settings, sizes: Mapping[str, int], device: str) -> None:
+def check_backend(settings: Settings, device: str) -> None:
     """Check that the backend of the flags can run here.
 
     Args:
-      sizes: of the mesh's axes.
       device: type of the run's devices.
 
     Raises:
@@ -25,8 +28,6 @@ def check_backend(settings: Settings, sizes: Mapping[str, int], device: str) -> 
         return
     if importlib.util.find_spec("jax") is None:
         raise SettingsError("--backend=xla needs jax, which is not installed: pip install 'funrl[xla]'")
-    if any(size > 1 for size in sizes.values()):
-        raise SettingsError(f"--backend=xla computes on one device so far: leave --mesh={mesh_text(dict(sizes))} out")
     if device != "cpu":
         raise SettingsError(f"--backend=xla computes on the CPU so far, beside an engine in torch: leave out {device}")
     if settings.devices.remat == "selective":
@@ -35,13 +36,59 @@ def check_backend(settings: Settings, sizes: Mapping[str, int], device: str) -> 
         )
     if settings.models.model_code == "hf":
         raise SettingsError("--backend=xla lowers funrl's own layers: leave --model_code=hf out")
+    for name, value in (("place", settings.devices.place), ("generate_mesh", settings.devices.generate_mesh)):
+        if value is not None:
+            raise SettingsError(
+                f"--backend=xla drives all devices from one process, which generates too: leave --{name}={value} out"
+            )
 
 
-def with_backend(roles: Mapping[str, Role], settings: Settings, note: Callable[[str], None]) -> dict[str, Role]:
-    """The roles of a run, with programs where its backend is not torch; `note` receives how long each took to make."""
+def device_sizes(settings: Settings) -> dict[str, int]:
+    """Sizes of the mesh of devices that one process drives; each is 1 where torch is the backend."""
+    return dict.fromkeys(AXES, 1) if settings.models.backend == "torch" else settings.devices.train.chosen
+
+
+def decodes_in_jax(settings: Settings) -> bool:
+    """True if a native engine decodes in JAX: with --compile=on. It neither drafts tokens nor records experts there."""
+    wanted = settings.models.backend == "xla" and settings.models.compile == "on"
+    wanted = wanted and settings.engines.engine == "native"
+    return wanted and not settings.engines.speculate and not settings.routers.router_replay
+
+
+def make_engine_backend(settings: Settings) -> MakeBackend | None:
+    """Maker of the backend of a native engine; None: its other options choose one."""
+    if not decodes_in_jax(settings):
+        return None
+    from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
+
+    return XlaBackend
+
+
+def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
+    """The mesh of this process with the devices that it drives, if these are several."""
+    sizes = device_sizes(settings)
+    return mesh if Mesh(sizes).world == 1 else dataclasses.replace(mesh, driven=sizes)
+
+
+def with_backend(
+    roles: Mapping[str, Role], settings: Settings, note: Callable[[str], None], on_mesh: OnMesh
+) -> dict[str, Role]:
+    """The roles of a run, with programs where its backend is not torch.
+
+    Args:
+      note: receives how long each program took to make.
+      on_mesh: what the job says of the roles on a mesh of several devices.
+    """
     if settings.models.backend == "torch":
         return dict(roles)
-    from funrl.trainer.lowered.programs import XlaPrograms  # it imports jax
+    sizes = device_sizes(settings)
+    if Mesh(sizes).world == 1:
+        from funrl.trainer.lowered.programs import XlaPrograms  # it imports jax
 
-    programs = XlaPrograms(settings.devices.remat, note)
-    return {name: role._replace(programs=programs) for name, role in roles.items()}
+        programs = XlaPrograms(settings.devices.remat, note)
+        return {name: role._replace(programs=programs) for name, role in roles.items()}
+    from funrl.trainer.lowered.mesh_programs import MeshPlace, MeshPrograms
+    from funrl.xla.meshes import DeviceCopies, devices_of_mesh
+
+    place = MeshPlace(on_mesh, roles, DeviceCopies(devices_of_mesh(sizes)), note)
+    return {name: role._replace(programs=MeshPrograms(place, name)) for name, role in roles.items()}

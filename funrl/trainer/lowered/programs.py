@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import Batch, as_dict, schema_of
+from funrl.trainer.lowered.static_rows import static_rows
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.trainer.steps.router_losses import Choices
 from funrl.trainer.steps.score import outputs
@@ -24,9 +25,6 @@ from funrl.xla.compiled import Compiled, Timed
 from funrl.xla.layers import as_one_operator
 
 _log = logging.getLogger(__name__)
-TRAINED_PARTS = (
-    4  # of a row: the number of trained tokens is filled up to a multiple of a part, so that few programs are made
-)
 
 
 class XlaPrograms:
@@ -39,6 +37,10 @@ class XlaPrograms:
         self._programs: dict[Any, Compiled] = {}
 
     @property
+    def lanes(self) -> int:
+        return 1
+
+    @property
     def made(self) -> list[Timed]:
         """Seconds that each program took to be made."""
         return [timed for program in self._programs.values() for timed in program.made]
@@ -47,13 +49,14 @@ class XlaPrograms:
         self,
         params: trees.Tree,
         role: Role,
-        rows: Batch,
+        group: Sequence[Batch],
         denominators: Sequence[Tensor],
         frozen: Mapping[str, trees.Tree] | None = None,
         chosen: Choices | None = None,
     ) -> tuple[Any, trees.Tree]:
         """`trees.value_and_grad(objective)` on one micro-batch."""
         assert role.loss is not None
+        (rows,) = group
         fields_of(role.loss)  # runs the loss on example rows, which is not to be a part of the program
         schema = schema_of(rows)
         inside = self._lowered(role)
@@ -74,8 +77,9 @@ class XlaPrograms:
 
         return self._program("update", role, run)(grads, state, norm)
 
-    def outputs(self, role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
+    def outputs(self, role: Role, params: trees.Tree, group: Sequence[Batch]) -> Sequence[Sequence[Tensor]]:
         """`score.outputs` on one micro-batch."""
+        (rows,) = group
         schema = schema_of(rows)
         inside = self._lowered(role)
 
@@ -83,7 +87,7 @@ class XlaPrograms:
             with torch.no_grad():
                 return tuple(outputs(inside, params, Batch(schema, **fields)))
 
-        return self._program("scores", role, run)(params, as_dict(static_rows(rows)))
+        return [self._program("scores", role, run)(params, as_dict(static_rows(rows)))]
 
     def _program(self, what: str, role: Role, run: Any) -> Compiled:
         """The program of a role for one purpose."""
@@ -102,18 +106,3 @@ class XlaPrograms:
 
     def _placed(self, placed: Any) -> Any:
         return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, self._remat))
-
-
-def static_rows(rows: Batch) -> Batch:
-    """The rows with a number of trained tokens that is a part of the row's length.
-
-    Places are added that the mask does not count: that behind the last token of a row is one always.
-    """
-    trained = rows.get("trained")
-    if trained is None:
-        return rows
-    tokens = rows.tokens.shape[1]
-    part = -(-tokens // TRAINED_PARTS)
-    wanted = min(max(1, -(-len(trained) // part)) * part, tokens)
-    filling = trained.new_full((wanted - len(trained),), tokens - 1)
-    return rows._replace(trained=torch.cat([trained, filling]))

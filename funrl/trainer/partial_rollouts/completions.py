@@ -18,7 +18,7 @@ from funrl.rollout.requests import Completion, Finish, Request, RequestGroups
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
-from funrl.trainer.sources.generation import Rollout, empty_rollout, run_requests, to_rows
+from funrl.trainer.sources.generation import RewardedEngine, Rollout, run_requests, to_rows
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import Chosen, Generation, filter_samples, first_samples
@@ -198,3 +198,23 @@ def _dealt(rows: Rows, numbers: np.ndarray, mesh: Mesh) -> Rows:
     longest_first = numbers[np.argsort(-rows.lengths[numbers], kind="stable")]
     owner[longest_first] = np.arange(len(numbers)) % mesh.size(mesh.row_axes)
     return moved(rows, owner, mesh)
+
+
+def empty_rollout(engine: RewardedEngine) -> Rollout:
+    """A rollout without prompts."""
+    mesh = engine.mesh
+    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
+    scores = torch.zeros(0, len(engine.weights), dtype=torch.float64, device=mesh.device)
+    failed = None if engine.on_error == "stop" else none.bool()
+    owner = np.zeros(0, dtype=np.int64)
+    return Rollout(
+        (),
+        lengths=none,
+        finished=none.bool(),
+        score=scores.sum(1),
+        scores=scores,
+        owner=owner,
+        mesh=mesh,
+        dtype=engine.dtype,
+        failed=failed,
+    )

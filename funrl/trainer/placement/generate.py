@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,28 +12,34 @@ from funrl.data.prompts import Example
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
+from funrl.mesh.pools.transfer import Arrived, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
+from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
-from funrl.rollout.remote.engine import GreedyRequest, LoadRequest, ReadyRequest
+from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
+from funrl.rollout.resident import set_aside
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
+from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
     EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
     SamplesRequest,
+    SendGroupsRequest,
     SendRequest,
     WriteRequest,
     WrittenRows,
     split_origins,
     written_rows,
 )
+from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
@@ -86,7 +94,9 @@ class WrittenHere(NamedTuple):
 class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
-    def __init__(self, generation: Generation, generator: Generator, training: Mesh, show: Shown) -> None:
+    def __init__(
+        self, generation: Generation, generator: Generator, training: Mesh, show: Shown, group: Any = None
+    ) -> None:
         """Begin without rows.
 
         Args:
@@ -94,7 +104,9 @@ class GeneratingRank:
           generator: with an engine of this rank.
           training: the mesh of the ranks that train.
           show: receives what is shown.
+          group: of `transfer_group`.
         """
+        self.group = group
         self.generation = generation
         self.generator = generator
         self.training = training
@@ -162,13 +174,14 @@ class GeneratingRank:
         return self.evaluate(request)
 
 
-def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None) -> Any:
+def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
     """Serve the ranks that train, on a rank that generates, until they have ended; returns `End.result`.
 
     Args:
       job: what runs.
       training, generating: the meshes; this rank is in the second.
       pool: this rank's reward workers.
+      group: of `transfer_group`.
     """
     show = Shown()
     with heartbeat.phase("load"):
@@ -177,23 +190,63 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         generation = generation_of(job, parts, {}, Clock(), show)
     if generation.episodes is not None:
         generation = generation._replace(episodes=generation.episodes._replace(log=None))
-    rank = GeneratingRank(generation, parts.generator, training, show)
+    rank = GeneratingRank(generation, parts.generator, training, show, group)
     answers = Answers(generating)
     with stops_when_asked(), answers.showing_progress():
+        if job.settings.asynchrony.staleness:
+            return _serve_beside_groups(job, rank, answers)
         while not isinstance(request := answers.take("a request of the ranks that train"), End):
-            if isinstance(request, ReadyRequest):
-                answers.answer(None)
-                continue
-            if isinstance(request, LoadRequest):
-                answers.answer(rank.load(request))
-                continue
-            if isinstance(request, GreedyRequest):
-                answers.answer(compared_greedy(parts.generator.engine, *request))
-                continue
-            value = problem = None
-            try:
-                value = rank.answer(request, answers.taken - 1)
-            except RewardError as error:  # on every rank of the mesh
-                problem = str(error)
-            answers.answer(PoolAnswer(value, tuple(show.taken().notes), problem))
+            _serve(rank, request, answers)
     return request.result
+
+
+def _serve(rank: GeneratingRank, request: Any, answers: Answers) -> None:
+    """Answer one request. Collective."""
+    if isinstance(request, ReadyRequest):
+        answers.answer(None)
+    elif isinstance(request, LoadRequest):
+        answers.answer(rank.load(request))
+    elif isinstance(request, GreedyRequest):
+        answers.answer(compared_greedy(rank.generator.engine, request.prompts, request.new_tokens))
+    else:
+        value = problem = None
+        try:
+            value = rank.answer(request, answers.taken - 1)
+        except RewardError as error:  # on every rank of the mesh
+            problem = str(error)
+        answers.answer(PoolAnswer(value, tuple(rank.show.taken().notes), problem))
+
+
+def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> Any:
+    """Serve requests while groups are written without a break; returns `End.result`."""
+    generator = rank.generator
+    spec = generator.engine.weights
+
+    def take_weights(arrived: Arrived) -> None:
+        generator.engine.load(spec.named(arrived.tree), arrived.transfer.version)
+
+    receiver = WeightReceiver(answers.mesh, generator.to_engine, functools.partial(in_form, spec), rank.group)
+    generation = rank.generation
+    writer = GroupWriter(generation, admission_rule(job), receiver, take_weights)
+    with receiver.receiving(), contextlib.closing(writer):
+        while True:
+            if not writer.turn(answers).request:
+                writer.step()
+                continue
+            request = answers.take("a request of the ranks that train")
+            if isinstance(request, End):
+                return request.result
+            if isinstance(request, SendGroupsRequest):
+                writer.send(request, rank.training)
+                answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
+                continue
+            version = request.version if isinstance(request, VERSIONED) else 0
+            writer.take_version(version)
+            if isinstance(request, DigestsRequest):
+                answers.answer(engine_digests(generator.engine))
+                continue
+            with set_aside(generation.engine.engine, answers.mesh, writer.resident):
+                _serve(rank, request, answers)
+
+
+VERSIONED = (DigestsRequest, GreedyRequest, EvaluateRequest)  # served with the newest weights

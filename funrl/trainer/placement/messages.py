@@ -47,6 +47,48 @@ class SendRequest(NamedTuple):
     kept: frozenset[int] = frozenset()
 
 
+class SendGroupsRequest(NamedTuple):
+    """Hand over rows of groups, and let go of these groups. Its answer is empty.
+
+    Attributes:
+      origins: [B] of the rows, as `origins_of` numbers them, by their groups.
+      owner: [B] the rank that has each row, by its index over the row axes of the mesh to generate on.
+      lengths: [B] tokens of each row.
+      to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
+      groups: numbers of the groups.
+    """
+
+    origins: np.ndarray
+    owner: np.ndarray
+    lengths: np.ndarray
+    to: np.ndarray
+    groups: tuple[int, ...]
+
+
+class WrittenGroup(NamedTuple):
+    """A group that a replica has written, as the ranks that train get to know it.
+
+    Attributes:
+      generator: the replica, by its index over the row axes.
+      written: its rows; None where there is a problem.
+      tokens: version -> sampled tokens of the rows.
+      switches: of each row, (first sampled token, version) pairs.
+      waited_s: seconds in which the replica had nothing to write, since it delivered another group.
+      shown: its first sample, where samples are shown.
+      notes: remarks.
+      problem: message of the `RewardError` that ends the run; None without one.
+    """
+
+    generator: int
+    written: WrittenRows | None
+    tokens: Mapping[int, int]
+    switches: Sequence[Sequence[tuple[int, int]]]
+    waited_s: float
+    shown: Sequence[ShownSample] = ()
+    notes: Sequence[str] = ()
+    problem: str | None = None
+
+
 class SamplesRequest(NamedTuple):
     """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
 
@@ -60,9 +102,15 @@ class SamplesRequest(NamedTuple):
 
 
 class EvaluateRequest(NamedTuple):
-    """Evaluate on the held-out prompts, after `step`. Its answer is `HeldoutEvaluation`."""
+    """Evaluate on the held-out prompts, after `step`. Its answer is `HeldoutEvaluation`.
+
+    Attributes:
+      step: that has ended.
+      version: of the weights.
+    """
 
     step: int
+    version: int
 
 
 class PoolAnswer(NamedTuple):

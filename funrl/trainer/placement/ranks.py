@@ -1,15 +1,21 @@
-"""The program of a rank: it trains, it generates, or it does both."""
+"""The program of a rank: it trains, it generates, it does both, or it scores for a role."""
 
 from __future__ import annotations
+
+import functools
 
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import end_requests
+from funrl.mesh.pools.transfer import transfer_group
+from funrl.processes.torchrun import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
+from funrl.trainer.placement.joined import joinable_source
+from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -25,14 +31,24 @@ def run_rank(
       observer, source, pool: as of `train_loop`; a job with a placement has a source of its own.
     """
     placement = job.placement
+    if (remark := shutdown_remark(shutdown_s())) is not None:
+        observer.note(remark)
+    if job.settings.devices.joined:
+        return train_loop(job, mesh, observer, joinable_source, pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
+    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None  # every rank makes it
+    scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
+    for name, own in scoring.items():
+        if own.here:
+            error, stopped = serve_scores(job, name, training, own)
+            return Outcome({}, {}, error, stopped)
     if generating.here:
-        error, stopped = serve_requests(job, training, generating, pool)
+        error, stopped = serve_requests(job, training, generating, pool, group)
         return Outcome({}, {}, error, stopped)
-    outcome = train_loop(job, training, observer, placed_source, pool)
+    outcome = train_loop(job, training, observer, functools.partial(placed_source, group=group), pool)
     end_requests(training, (outcome.error, outcome.stopped))
     return outcome

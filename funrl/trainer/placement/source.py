@@ -7,262 +7,75 @@ batch is complete; before that the ranks that train know only what every rank kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.batch import as_dict, declare, kind_of, schema_of
-from funrl.data.mixture import Mixture
-from funrl.data.order import take_next
-from funrl.data.prompts import Example
-from funrl.fields import FIELDS, Field
-from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.handover import Handover, receive_rows
-from funrl.rewards.call import RewardError
+from funrl.fields import FIELDS
+from funrl.mesh.pools.transfer import WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
-from funrl.rollout.sampling_parameters import Sampling
-from funrl.seeds import derived_seed
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.messages import (
-    EvaluateRequest,
-    SamplesRequest,
-    SendRequest,
-    WriteRequest,
-    WrittenRows,
-    blank_batch,
-    origins_of,
-)
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.placement.generators import Generators, with_places
+from funrl.trainer.placement.groups import GroupGenerators, admission_rule
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import Generation, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, moved, rows_of
-
-ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
+from funrl.trainer.steps.step_rows import Rows
 
 
-class NumberedExample(Example):
-    """A prompt that knows its place among those of the job."""
+def placed_source(
+    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show, *, group: Any = None
+) -> Source:
+    """The source of the ranks that train, of a job with a placement; a `MakeSource`.
 
-    place: int
-
-
-class NumberedPrompts(Sequence[Example]):
-    """Prompts that know their places."""
-
-    def __init__(self, prompts: Sequence[Example]) -> None:
-        """Number prompts, each when it is asked for."""
-        self.prompts = prompts
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, place: int) -> Example: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Example]: ...
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return _numbered(self.prompts[place], place)
-
-
-class NumberedMixture(Mixture[Example]):
-    """Prompts of several parts that know their places."""
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return _numbered(super().__getitem__(index), index)
-
-
-def with_places(prompts: Sequence[Example]) -> Sequence[Example]:
-    """The prompts, in the same order, as `NumberedExample`s."""
-    if isinstance(prompts, Mixture):
-        return NumberedMixture(prompts.parts, prompts.shares)
-    return NumberedPrompts(prompts)
-
-
-def _numbered(prompt: Example, place: int) -> NumberedExample:
-    example = NumberedExample(*prompt)
-    example.place = int(place)
-    return example
-
-
-class Generators:
-    """The ranks that generate, as those that train see them; an `Elsewhere`.
-
-    Attributes:
-      step: that the next rows are for.
+    Args:
+      job, parts, frozen, clock, show: as of any source.
+      group: of `transfer_group`.
     """
-
-    def __init__(self, engine: RemoteEngine, mesh: Mesh, show: Show, *, early: bool, staleness: int = 0) -> None:
-        """Name the ranks.
-
-        Args:
-          engine: theirs.
-          mesh: to train on.
-          show: receives their remarks.
-          early: whether rows come as soon as they are written, and not when the batch is complete.
-          staleness: versions that tokens may be behind.
-        """
-        self.engine = engine
-        self.requests = engine.requests
-        self.mesh = mesh
-        self.generating = engine.weights.mesh
-        self.show = show
-        self.early = early
-        self.staleness = staleness
-        self.step = 0
-        self.newest = -1  # number of the request of the newest rows
-        self.ahead: dict[tuple[int, bytes], int] = {}  # requests of later steps, by their seeds and places
-
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
-
-        Raises:
-          RewardError: as `rollout` raises it.
-        """
-        places = np.array([example.place for example in examples if isinstance(example, NumberedExample)])
-        number = self.ahead.pop((seed, places.tobytes()), None)
-        if number is None:
-            number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
-        self.newest = number
-        written: WrittenRows = self._answer(number, f"the generators' rows of step {self.step}")
-        device = self.mesh.device
-        facts: dict[str, Any] = {
-            name: x.to(device) if isinstance(x, Tensor) else x for name, x in written.rollout.items()
-        }
-        done = Rollout(completions=(), mesh=self.generating, **facts)
-        batch = declare(blank_batch(written, device), ORIGIN)
-        origin_B = torch.from_numpy(origins_of(number, len(written.owner))).to(device)
-        rows = rows_of(batch._replace(origin=origin_B), written.owner, self.generating)
-        if not self.early:
-            return done, rows
-        ranks = self.mesh.size(self.mesh.row_axes)
-        to = batch.group.cpu().numpy() * ranks // max(1, len(examples))
-        return done, self.move(rows, to, self.mesh)
-
-    def write_ahead(self, request: WriteRequest) -> None:
-        """Let rows of a later step be generated, unless they are on their way. Collective."""
-        key = request.seed, request.places.tobytes()
-        if key not in self.ahead:
-            self.ahead[key] = self.requests.post(request)
-
-    def samples(self, count: int) -> list[ShownSample]:
-        """Samples of the newest rows; see `Elsewhere`."""
-        return self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
-
-    def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Metrics of an evaluation; see `Elsewhere`."""
-        number = self.requests.post(EvaluateRequest(step))
-        metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
-        show.samples(step, samples)
-        show.evaluated(table)
-        return dict(metrics)
-
-    def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        """`moved`, also for rows of the ranks that generate, which let go of all other rows then. Collective."""
-        if rows.mesh.here:
-            return moved(rows, to, mesh)
-        fields = as_dict(rows.batch)
-        origins = fields.pop("origin").cpu().numpy()
-        shown = {self.newest} if self.early else set()  # whose samples may be asked for
-        kept = frozenset({*self.ahead.values(), *shown})
-        number = self.requests.post(SendRequest(origins, to, kept))
-        kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
-        way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
-        self._answer(number, "the generators' rows")
-        if "version" in own:
-            own["stale"] = own["mask"] & self._aged(own["version"], own["mask"])
-        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
-        batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
-        return rows_of(batch, to, mesh)
-
-    def _aged(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, tokens of other weights than those that were sent last.
-
-        Raises:
-          RuntimeError: a token that was sampled is older than it may be.
-        """
-        age_bT = (self.engine.version or 0) - version_bT
-        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
-        if oldest > self.staleness:
-            raise RuntimeError(f"a token of step {self.step} is {oldest} versions old; --staleness={self.staleness}")
-        return age_bT != 0
-
-    def _answer(self, number: int, waits_for: str) -> Any:
-        """The value of an answer, after its remarks have been shown. Raises: RewardError."""
-        value, notes, problem = self.requests.answer(number, waits_for)
-        for note in notes:
-            self.show.note(note)
-        if problem is not None:
-            raise RewardError(problem)
-        return value
-
-
-def placed_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of the ranks that train, of a job with a placement; a `MakeSource`."""
     assert isinstance(job, RLJob) and parts.generator is not None
     generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: Any = parts.generator.whole
+    engine: Any = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
     early = needs_tokens(job, generation)
-    generators = Generators(engine, parts.mesh, show, early=early, staleness=job.settings.asynchrony.staleness)
     schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
+    if not job.settings.asynchrony.staleness:
+        generators = Generators(engine, parts.mesh, show, early=early)
+    else:
+        engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
+        generators = GroupGenerators(
+            engine,
+            parts.mesh,
+            show,
+            rule=admission_rule(job),
+            early=early,
+            schedule=schedule,
+        )
+        generators.keeps_cache = job.settings.asynchrony.keep_cache
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
-    later: list[WriteRequest] = []
+    init = source.init
 
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        generators.step = step
+        state = generators.restored(state)
+        generators.begin_step(step, state["prompts_consumed"], job.settings.run.steps)
         rows, state, metrics = next_rows(state, step)
-        later[:] = requests_ahead(job, generation, state["prompts_consumed"], step)
-        return rows, state, metrics
+        return rows, generators.saved(state), metrics | generators.metrics()
 
-    def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        rows = generators.move(rows, to, mesh)
-        for request in later:  # after the rows of this step, which would wait for them
-            generators.write_ahead(request)
-        return rows
-
-    return source._replace(next_rows=at_step, move=move)
-
-
-def requests_ahead(job: RLJob, generation: Generation, consumed: int, step: int) -> list[WriteRequest]:
-    """First requests of the steps after `step` that may be generated with its weights: as many as --staleness says.
-
-    Where a filter may take further prompts for a step, only the next one's prompts are known.
-
-    Args:
-      consumed: prompts taken up to `step`.
-    """
-    staleness = job.settings.asynchrony.staleness
-    known = staleness if generation.selection.filter is None else min(staleness, 1)
-    requests = []
-    for later in range(step + 1, min(step + known, job.settings.run.steps) + 1):
-        prompts, batch, seed, _ = generation.schedule
-        taken = take_next(prompts, batch, seed, position=consumed)
-        requests.append(WriteRequest(later, taken.places, generation.sampling, derived_seed(seed, consumed)))
-        consumed = taken.end
-    return requests
+    return source._replace(
+        init=lambda: generators.saved(init()),
+        next_rows=at_step,
+        move=generators.move,
+        close=generators.close,
+        log=generators.log,
+    )
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import Placement, read_placement
-from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, read_mesh
+from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.role_kinds import ROLES
 from funrl.trainer.settings.declaration import (
     RL,
@@ -38,8 +39,8 @@ class DeviceSettings:
     )
     place: str | None = flag(
         None,
-        "ranks that train and ranks that generate, such as 'train:dp4@0-3 generate:dp2@4-5'; generate:2 adds two to "
-        "those of --mesh",
+        "ranks that train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
+        "generate:2 adds two; generate:join: other jobs; auto:8 chooses by a dry run",
         example="generate:1",
         chosen="all do both",
         kinds=RL,
@@ -107,19 +108,39 @@ class DeviceSettings:
 
     @functools.cached_property
     def placement(self) -> Placement | None:
-        """The pools of ranks, parsed once; None: every rank trains and generates. Raises: MeshError."""
-        return None if self.place is None else read_placement(self.place, read_mesh(self.mesh).chosen)
+        """The pools of ranks, parsed once; None: every rank trains, auto:N, or no pools. Raises: MeshError."""
+        if self.place is None or self.joined or self._wanted is not None:
+            return None
+        return read_placement(self.place, read_mesh(self.mesh).chosen)
+
+    @property
+    def joined(self) -> bool:
+        """True if generators of other jobs generate, and every rank of the run trains."""
+        return generators_join(self.place)
+
+    @property
+    def _wanted(self) -> int | None:
+        """N of --place=auto:N. Raises: MeshError."""
+        return None if self.place is None else wanted_devices(self.place, "place")
 
     @property
     def written(self) -> str:
         """The mesh to train on, or the pools, for people."""
-        return f"mesh {self.mesh}" if self.placement is None else f"place {self.placement}"
+        if self.joined:
+            return f"place {self.place}"
+        return f"mesh {self.mesh}" if self.place is None else f"place {self.placement or self.place}"
 
     @functools.cached_property
     def train(self) -> MeshFlag:
         """The mesh to train on, parsed once. Raises: MeshError."""
         placement = self.placement
-        return read_mesh(self.mesh) if placement is None else MeshFlag("place", str(placement), placement.train.sizes)
+        if placement is not None:
+            return MeshFlag("place", str(placement), placement.train.sizes)
+        if self.place is not None and self._wanted is not None:
+            return MeshFlag("place", self.place, parse(f"dp{self._wanted}"), wanted=self._wanted)
+        if self.place is not None and self.joined:
+            return MeshFlag("place", self.place, training_sizes(self.place, read_mesh(self.mesh).chosen))
+        return read_mesh(self.mesh)
 
     @functools.cached_property
     def generate(self) -> MeshFlag | None:

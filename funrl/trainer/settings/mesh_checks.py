@@ -6,7 +6,7 @@ from funrl.environments.agents import parse_agents
 from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.scorers import has_environment, scorers_of
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
 
 
@@ -30,19 +30,29 @@ def check_placement(settings: Settings, place: str) -> None:
         raise SettingsError(
             f"--generate_mesh={flags.generate_mesh} does nothing: --place={place} gives the mesh to generate on"
         )
-    if flags.mesh != "dp1" and names_train(place):
+    if flags.mesh != "dp1" and (names_train(place) or flags.placement is None):
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
     agents = parse_agents(settings.environments.agents)
+    joined = flags.joined
+    engine = settings.engines.engine
+    staleness = settings.asynchrony.staleness
     apart = {
-        f"--engine={settings.engines.engine}": settings.engines.engine != "native",
+        f"--engine={engine}": engine == "vllm" or (joined and engine != "native"),
+        f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
         f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
-        **{f"--{name}": True for name in scorers_of(settings)},
+        **{f"--{name}": not joined for name in scorers_of(settings)},
+        "--router_replay": joined and settings.routers.router_replay,
     }
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
         raise SettingsError(
             f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
             "of a step choose the prompts of the next, so that none is generated before; leave one out"
+        )
+    if joined and settings.asynchrony.staleness and has_environment(settings):
+        raise SettingsError(
+            f"--staleness={settings.asynchrony.staleness} with --place={place}: environments run on the ranks that "
+            "train, and not during the update; leave --staleness out, or give ranks that generate, as generate:2"
         )
     for flag, given in apart.items():
         if given:

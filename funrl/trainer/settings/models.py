@@ -51,12 +51,12 @@ class ModelSettings:
     )
     compile: str = flag(
         "auto",
-        "compile one decoder layer; auto: if it pays off, on CUDA",
+        "compile one decoder layer; auto: if it pays off, on CUDA; on with --backend=xla: decode in JAX",
         one_of("on", "off", "auto"),
     )
     backend: str = flag(
         "torch",
-        "what computes gradients, updates and scores: torch, or xla, which is JAX; the engine is torch's",
+        "what computes gradients, updates and scores: torch, or xla, which is JAX on all devices of --mesh",
         one_of("torch", "xla"),
         example="xla",
     )

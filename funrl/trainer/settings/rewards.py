@@ -128,6 +128,14 @@ class EnvironmentSettings:
         kinds=RL,
         effect="event",
     )
+    env_workers: int = flag(
+        0,
+        "processes per rank that run whole episodes, for environments that compute; 0: the rank runs them itself",
+        at_least(0),
+        at_most(256),
+        kinds=RL,
+        effect="ranks",
+    )
     max_waiting: int = flag(
         1024,
         "maximum unfinished episodes of a replica",

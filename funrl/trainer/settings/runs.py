@@ -20,6 +20,7 @@ from funrl.trainer.settings.declaration import (
 
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 LENGTHS = r"mean:\d{1,9},max:\d{1,9}(,spread:\d{1,3}(\.\d{1,9})?)?"
+HARDWARE_NAMES = ("a100", "h100", "h200", "gb200", "mi300x", "v5e", "v5p", "v6e", "cpu")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class AsynchronySettings:
         requires="staleness",
         effect="output",
     )
+    keep_cache: bool = flag(
+        False,
+        "keep keys and values of running sequences under new weights",
+        kinds=RL,
+        requires="staleness",
+    )
 
 
 @dataclass(frozen=True)
@@ -164,8 +171,8 @@ class EstimateSettings:
     json: bool = flag(False, "print the result of --dry_run as one JSON object", requires="dry_run", effect="output")
     hardware: str | None = flag(
         None,
-        "GPU whose memory and speed --dry_run assumes",
-        one_of("a100", "h100", "h200", "gb200", "mi300x", "cpu"),
+        "GPU or TPU whose memory and speed --dry_run assumes",
+        one_of(*HARDWARE_NAMES),
         chosen="h100",
         requires="dry_run",
         effect="output",

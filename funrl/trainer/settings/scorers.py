@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from funrl.environments.agents import parse_agents
+from funrl.environments.agents import AgentMap, parse_agents
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
@@ -23,6 +23,7 @@ EPISODE_FLAGS = (
     "episode_tokens",
     "env_timeout",
     "episode_retries",
+    "env_workers",
     "max_waiting",
     "assume_turns",
     "assume_turn_tokens",
@@ -144,7 +145,18 @@ def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS
             f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: further models "
             "are served by the native engine; leave --engine out"
         )
-    if (agents.frozen or agents.policies) and settings.sampling.new_tokens_per_step is not None:
+    if settings.sampling.new_tokens_per_step is not None:
+        _check_across_steps(settings, agents)
+
+
+def _check_across_steps(settings: Settings, agents: AgentMap) -> None:
+    """Check the flags of environments whose episodes take several steps."""
+    if settings.environments.env_workers:
+        raise SettingsError(
+            f"--env_workers={settings.environments.env_workers} with --new_tokens_per_step: episodes across steps wait "
+            "in the rank's own process; leave one of them out"
+        )
+    if agents.frozen or agents.policies:
         raise SettingsError(
             f"--agents={settings.environments.agents} with --new_tokens_per_step: episodes across steps have one "
             "model; leave one of them out"

@@ -59,6 +59,12 @@ class OptimizerSettings:
         requires="weight_decay",
     )
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
+    freeze: str | None = flag(
+        None,
+        "what does not learn: vision (a tower less its projector), none, or how names of weights begin",
+        chosen="vision",
+        example="embed",
+    )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
+from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
+from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -135,7 +137,8 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    groups = RequestGroups([example.tokens for example in examples], sampling, seed)
+    owned = [example.owned for example in examples]
+    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
     return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
 
 
@@ -160,17 +163,37 @@ def run_requests(
       RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
-    mesh = engine.mesh
-    # Every tensor rank holds the same rows. One of them calls the reward functions, which may be costly or random.
-    asks = mesh.index("tensor") == 0 and bool(engine.pool.functions)
-    pending = _pending(engine, examples, rows // len(examples)) if asks else None
-    start = time.perf_counter()
+    pending = pending_rewards(engine, examples, rows // len(examples))
+    begin = time.perf_counter()
     completions = _complete_proved(engine, groups, own, finished=None if pending is None else pending.add)
+    return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+
+
+def collected_rollout(
+    engine: RewardedEngine,
+    completions: Sequence[Completion],
+    pending: PendingRewards | None,
+    *,
+    rows: int,
+    begin: float,
+) -> Rollout:
+    """Completions of all ranks with their rewards, for which this waits. Collective.
+
+    Args:
+      completions: of this replica, ascending by their numbers.
+      pending: their rewards; None: another rank asks for them, or there are none.
+      rows: number of completions of all replicas.
+      begin: when they began, by `time.perf_counter`.
+
+    Raises:
+      RewardError: as in `rollout`.
+    """
+    mesh = engine.mesh
     generated = time.perf_counter()
     with heartbeat.phase("reward"):
         collected = _collect(engine, completions, pending)
     rewarded = generated if pending is None else time.perf_counter()
-    times = (generated - start, rewarded - start, float(bool(collected.entries)))
+    times = (generated - begin, rewarded - begin, float(bool(collected.entries)))
     last_generated, last_rewarded, has_entries = raise_everywhere(collected.error, times, mesh)
     entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
     reward_s = min(
@@ -203,26 +226,6 @@ def run_requests(
         reward_s=reward_s,
         failed=table.get("failed"),
         entries=entries,
-    )
-
-
-def empty_rollout(engine: RewardedEngine) -> Rollout:
-    """A rollout without prompts."""
-    mesh = engine.mesh
-    none = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    scores = torch.zeros(0, len(engine.weights), dtype=torch.float64, device=mesh.device)
-    failed = None if engine.on_error == "stop" else none.bool()
-    owner = np.zeros(0, dtype=np.int64)
-    return Rollout(
-        (),
-        lengths=none,
-        finished=none.bool(),
-        score=scores.sum(1),
-        scores=scores,
-        owner=owner,
-        mesh=mesh,
-        dtype=engine.dtype,
-        failed=failed,
     )
 
 
@@ -299,8 +302,13 @@ def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndar
     return collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
 
 
-def _pending(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards:
-    """Rewards of the prompts' rows, before any is complete."""
+def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards | None:
+    """Rewards of the prompts' rows, before any is complete; None on a rank that asks for none.
+
+    Every tensor rank has the same rows. One of them calls the reward functions, which may be costly or random.
+    """
+    if engine.mesh.index("tensor") or not engine.pool.functions:
+        return None
     decode = engine.decode
     opening = functools.cache(lambda token: decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
@@ -337,12 +345,6 @@ def completion_texts(
         return [decode(row) for row in rows]
     opening = {token: decode([token]) for token in set(before)}
     return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
-
-
-def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
-    """Text of a completion as it continues the token before it, whose own text is `opening`."""
-    joined = decode([before, *tokens])
-    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
 def to_rows(
@@ -410,7 +412,9 @@ def to_rows(
         routes=routes.to(device) if choices else None,
         failed=done.failed,
     )
-    return rows_of(batch, done.owner, done.mesh)
+    rows = rows_of(batch, done.owner, done.mesh)
+    owned = [example.owned for example in examples]
+    return with_owned(rows, [owned[number // samples] for number in own.tolist()], next(iter(owned), None))
 
 
 def first_texts(

@@ -15,11 +15,16 @@ from funrl.data.supervised import Text, TextExample, steps_text, text_batch
 from funrl.data.tokenizer import encode_prompt
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError
-from funrl.trainer.sources.generation import text_after
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 Decode = Callable[[list[int]], str]
 UNFINISHED = "\ufffd"  # ends a text whose last character continues in the next token
+
+
+def text_after(opening: str, before: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Text of a completion as it continues the token before it, whose own text is `opening`."""
+    joined = decode([before, *tokens])
+    return joined[len(opening) :] if joined.startswith(opening) else decode(list(tokens))
 
 
 class WrittenRow(NamedTuple):

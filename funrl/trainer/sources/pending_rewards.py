@@ -84,6 +84,10 @@ class PendingRewards:
         if len(group) == self._samples:
             self._begin(sorted(self._groups.pop(done.number // self._samples)), batched=True)
 
+    def ready(self) -> bool:
+        """True if `collect` need not wait for workers, once all rows have been added."""
+        return all(future.done() for future, _ in self._parts.values())
+
     def collect(self, on_error: str = "stop") -> Rewarded:
         """Wait for all rewards.
 

@@ -150,7 +150,9 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         spare: tuple[list[Example], Rows] | None = None
         while room and sampled < most:
             taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
-            selected = [prompts[place] for place in taken.places.tolist()]
+            with clock.phase("generate"):
+                places = taken.places if generation.elsewhere is None else generation.elsewhere.order(taken.places)
+            selected = [prompts[place] for place in places.tolist()]
             noise = derived_seed(seed, consumed)
             done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
             if not sampled and generation.shows(step):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Source(NamedTuple):
       spread: whether each rank holds a different part of the state.
       close: ends what goes on between steps.
       episodes: this replica's episodes of the newest step, where they are kept.
+      log: () -> the groups of the newest step for its log; None: there is nothing to log.
       move: (rows of `next_rows`, ranks [B], mesh) -> the rows on these ranks of the mesh; as `moved`.
     """
 
@@ -57,6 +58,7 @@ class Source(NamedTuple):
     spread: bool = False
     close: Callable[[], None] = lambda: None
     episodes: Sequence[LoggedEpisode] = ()
+    log: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
     move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
 
 
@@ -65,6 +67,10 @@ class Elsewhere(Protocol):
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Completions or episodes of prompts, without what only the ranks that made them have, and their rows."""
+        ...
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Places of the prompts whose rows come next, as many as these: others may have overtaken some."""
         ...
 
     def samples(self, count: int) -> list[ShownSample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -79,7 +80,7 @@ def plan_epoch(
     """
     assert plan.cost is not None
     example, together = units
-    ranks = mesh.size(mesh.row_axes)
+    ranks = mesh.size(mesh.row_axes) * mesh.lanes
     examples = len(lengths) if example is None else len(np.unique(example))
     parts = mini_batches(examples, plan.minibatches, plan.seed, plan.step, number)
     if example is not None:
@@ -92,7 +93,7 @@ def plan_epoch(
     ]
     to = np.zeros(len(lengths), dtype=np.int64)
     for part, packing in zip(parts, packings, strict=True):
-        to[part] = packing.rank
+        to[part] = packing.rank // mesh.lanes
     return Epoch(number, parts, packings, to, plan)
 
 
@@ -140,8 +141,11 @@ def own_micro_batches(
     """
     ranks = rows.mesh.size(rows.mesh.row_axes)
     split = token_ranks(rows.mesh)
-    packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
-    most = sizes_of(rows.lengths, token_budget, split, SCORE_PARTS)[1]
+    sizes, most = sizes_of(rows.lengths, token_budget, split, SCORE_PARTS)
+    if rows.mesh.lanes > 1:  # all rows are this process's own
+        packing = pack(rows.lengths, rows.mesh.lanes, sizes, most, cost=cost)
+    else:
+        packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
     yield from packed(rows, packing, None, most, mask, row_fields)
 
 
@@ -153,7 +157,7 @@ def packed(
     mask: str = "mask",
     row_fields: Collection[str] = (),
 ) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of a packing.
+    """This rank's micro-batches of a packing. Those of one number, on several devices, follow one another.
 
     Args:
       part: numbers of the rows that the packing is of; None: all.
@@ -163,13 +167,21 @@ def packed(
     own = rows.own
     rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
     batch = rows.batch._replace(mask=getattr(rows.batch, mask).cpu())  # once for all: no micro-batch waits for it
-    # Ranks of `expert` exchange the tokens of a micro-batch: it has one size on all of them.
-    sizes = packing.size.max(1).tolist() if rows.mesh.size("expert") > 1 else packing.size[:, rows.index].tolist()
-    for (places, _), size in zip(packing.own(rows.index), sizes, strict=True):
+    # Ranks of `expert` exchange the tokens of a micro-batch, and devices run one program: it has one size on all.
+    alike = rows.mesh.size("expert") > 1 or rows.mesh.lanes > 1
+    sizes = packing.size.max(1) if alike else packing.size[:, rows.index]
+    for places, size in zip(own_places(packing, rows), sizes.repeat(rows.mesh.lanes).tolist(), strict=True):
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)
         micro = micro_batch(batch, lengths[own], places, size, max_rows, rows.mesh)
         yield micro._replace(batch=micro.batch._replace(**_spread_rows(rows, micro, row_fields)))
+
+
+def own_places(packing: Packing, rows: Rows) -> list[np.ndarray]:
+    """Rows of each micro-batch of this rank, by their places in the packing, in the order of `packed`."""
+    lanes = rows.mesh.lanes
+    each = [packing.own(rows.index * lanes + lane) for lane in range(lanes)]
+    return [places for micro in zip(*each, strict=True) for places, _ in micro]
 
 
 def _spread_rows(rows: Rows, micro: MicroBatch, names: Collection[str]) -> dict[str, Tensor]:
@@ -186,8 +198,9 @@ def _spread_rows(rows: Rows, micro: MicroBatch, names: Collection[str]) -> dict[
 
 
 def token_ranks(mesh: Mesh) -> int:
-    """Ranks of a mesh that share the tokens of a forward pass."""
-    return mesh.size(mesh.token_axes) // mesh.size(mesh.row_axes)
+    """Ranks of a mesh, or devices that a process drives, that share the tokens of a forward pass."""
+    sizes = mesh.driven or mesh.sizes
+    return math.prod(sizes[axis] for axis in mesh.token_axes if axis not in mesh.row_axes)
 
 
 def sizes_of(
@@ -247,7 +260,7 @@ def micro_batch(
     rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
     places = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
     mask_1N = pack_tokens(host_mask, places, False)
-    own = size // token_ranks(mesh)
+    own = size if mesh.driven else size // token_ranks(mesh)
     trained = mask_1N[0, 1 + int(mesh.index("sequence")) * own :][:own].nonzero().squeeze(-1)
     places = places.to(device)
     laid = {n: pack_tokens(x, places, False if x.dtype == torch.bool else 0) for n, x in fields.items()}

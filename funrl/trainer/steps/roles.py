@@ -31,6 +31,7 @@ from funrl.models.model import Model
 from funrl.models.placed import Placed, Teacher
 from funrl.optim import Transformation
 from funrl.role_kinds import ROLES
+from funrl.trainer.steps.optimizer import with_frozen
 from funrl.trainer.steps.router_losses import Choices, RouterLosses
 
 TOPK = 64
@@ -58,26 +59,33 @@ class Companion(NamedTuple):
 
 
 class StepPrograms(Protocol):
-    """Programs of another backend that compute what the steps of a role do in torch, on torch's tensors."""
+    """Programs of another backend that compute what the steps of a role do in torch, on torch's tensors.
+
+    Attributes:
+      lanes: number of micro-batches that are computed at a time, by the devices that have rows of their own.
+    """
+
+    @property
+    def lanes(self) -> int: ...
 
     def value_and_grad(
         self,
         params: trees.Tree,
         role: Role,
-        rows: Batch,
+        group: Sequence[Batch],
         denominators: Sequence[Tensor],
         frozen: Mapping[str, trees.Tree] | None,
         chosen: Choices | None,
     ) -> tuple[Any, trees.Tree]:
-        """`trees.value_and_grad` of `step.objective`."""
+        """`trees.value_and_grad` of `step.objective` on `lanes` micro-batches: values [lanes], and sums of the rest."""
         ...
 
     def update(self, role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
         """`step.updated`."""
         ...
 
-    def outputs(self, role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:
-        """`score.outputs`."""
+    def outputs(self, role: Role, params: trees.Tree, group: Sequence[Batch]) -> Sequence[Sequence[Tensor]]:
+        """`score.outputs` of `lanes` micro-batches."""
         ...
 
 
@@ -101,6 +109,7 @@ class Role(NamedTuple):
       programs: compute its gradients, updates and scores instead of torch; None: torch computes them.
       base: the frozen role whose weights it has, with adapters of its own beside them where it learns; None: all its
         weights are its own.
+      frozen: how the names of those of its weights begin that do not learn.
     """
 
     placed: Placed
@@ -117,6 +126,7 @@ class Role(NamedTuple):
     base: str | None = None
     router: RouterLosses = RouterLosses()
     programs: StepPrograms | None = None
+    frozen: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
@@ -145,7 +155,7 @@ class Role(NamedTuple):
           own: its own weights; None where all of them are the base's.
           frozen: weights of the roles that do not learn.
         """
-        return whole_weights(self.placed.model, self.base, own, frozen)
+        return with_frozen(whole_weights(self.placed.model, self.base, own, frozen), self.frozen)
 
 
 class RoleState(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +14,8 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.micro_batch import unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.micro import MicroBatch, own_micro_batches, row_cost
+from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
 
@@ -48,6 +49,32 @@ def score(
     return rows
 
 
+class RemoteScores:
+    """Scores of roles on ranks of their own, on their way while this rank computes others."""
+
+    def __init__(self, scorers: Mapping[str, RemoteScorer], rows: Rows, step: int) -> None:
+        """Send the rows. Collective over the ranks that train.
+
+        Args:
+          scorers: by role.
+          rows, step: to score, and the step that they are of.
+        """
+        self.scorers = scorers
+        for scorer in scorers.values():
+            scorer.begin(rows, step)
+
+    def finish(self, rows: Rows, clock: Clock) -> Rows:
+        """The rows with the fields that these roles write. Collective over the ranks that train.
+
+        Args:
+          clock: receives the phases, which are waits.
+        """
+        for name, scorer in self.scorers.items():
+            with clock.phase(f"score_{name}"):
+                rows = scorer.finish(rows)
+        return rows
+
+
 def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:
     """Fields of all rows of this rank, of which a role has written those of some agents."""
     chosen_b = torch.from_numpy(np.isin(rows.own, agent_numbers(rows, agents))).to(rows.mesh.device)
@@ -67,9 +94,7 @@ def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: C
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
     whole: list[Tensor] = []
-    programs = role.programs
-    for piece in own_micro_batches(rows, token_budget, row_cost(role.placed)):
-        outs = outputs(role, params, piece.batch) if programs is None else programs.outputs(role, params, piece.batch)
+    for piece, outs in _pieces_with_outputs(role, params, rows, token_budget):
         if not whole:
             shape = rows.batch.tokens.shape
             dtypes = [out.dtype if out.is_floating_point() else TOKEN_INT for out in outs]
@@ -78,6 +103,19 @@ def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) ->
             unpack_tokens(out, piece.at, all_rows)
         beat()
     return dict(zip(role.writes, whole, strict=True))
+
+
+def _pieces_with_outputs(
+    role: Role, params: trees.Tree, rows: Rows, token_budget: int
+) -> Iterator[tuple[MicroBatch, Sequence[Tensor]]]:
+    """This rank's micro-batches, each with the fields that one role writes."""
+    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed))
+    if role.programs is None:
+        for piece in pieces:
+            yield piece, outputs(role, params, piece.batch)
+        return
+    for group in zip(*[pieces] * role.programs.lanes, strict=True):
+        yield from zip(group, role.programs.outputs(role, params, [piece.batch for piece in group]), strict=True)
 
 
 def outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:

@@ -140,12 +140,17 @@ def gradient(
     if role.router.wanted:
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
-    value_and_grad = trees.value_and_grad(objective) if role.programs is None else role.programs.value_and_grad
-    for rows in micro_batches:
-        (value, (numerators, metrics)), grad = value_and_grad(params, role, rows, denominators, frozen, chosen)
+    lanes = 1 if role.programs is None else role.programs.lanes
+    for group in zip(*[iter(micro_batches)] * lanes, strict=True):
+        given = (denominators, frozen, chosen)
+        if role.programs is None:
+            (value, sums), grad = trees.value_and_grad(objective)(params, role, *group, *given)
+        else:
+            (value, sums), grad = role.programs.value_and_grad(params, role, group, *given)
+        numerators, metrics = sums
         grads = grad if grads is None else _accumulate(grads, grad)
         del grad  # before the next one is made
-        micro_losses.append(value.detach())
+        micro_losses += value.detach().reshape(-1).unbind()
         beat()
         sums_so_far = _joined(sums_so_far, numerators, metrics)
     assert sums_so_far is not None

@@ -159,6 +159,7 @@ POINTWISE: dict[str, Lowering] = {
     "aten.bitwise_and": of_arguments(lambda a, b: a & b),
     "aten.bitwise_or": of_arguments(lambda a, b: a | b),
     "aten.bitwise_xor": of_arguments(lambda a, b: a ^ b),
+    "aten.__rshift__": of_arguments(jnp.right_shift),
     "aten.bitwise_not": of_arguments(lambda x: ~x),
     "aten.logical_and": _logical(jnp.logical_and),
     "aten.logical_or": _logical(jnp.logical_or),

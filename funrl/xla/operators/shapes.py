@@ -7,12 +7,20 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from funrl.xla.operators.result import JaxArray, Lowering, OperatorResult, of_arguments
 
 
 def _reshape(result: OperatorResult, x: JaxArray, *_: Any) -> JaxArray:
+    return jnp.reshape(x, result.shape)
+
+
+def _view(result: OperatorResult, x: JaxArray, shape_or_dtype: Any) -> JaxArray:
+    """Another shape, or the same bits in a dtype of the same size."""
+    if isinstance(shape_or_dtype, torch.dtype):
+        return lax.bitcast_convert_type(x, result.dtype)
     return jnp.reshape(x, result.shape)
 
 
@@ -103,7 +111,7 @@ def _arange(result: OperatorResult, *args: float) -> JaxArray:
 
 
 SHAPES: dict[str, Lowering] = {
-    "aten.view": _reshape,
+    "aten.view": _view,
     "aten._unsafe_view": _reshape,
     "aten.reshape": _reshape,
     "aten.squeeze": _reshape,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import upper_layers
+from funrl.models.model import Model
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
@@ -14,6 +15,24 @@ _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": Fa
 
 def _nothing(_: object) -> dict[str, Any]:
     return {}
+
+
+class VisionFamily(NamedTuple):
+    """Parts that a family that sees pictures has beside its text model.
+
+    Attributes:
+      text: fields of config.json -> those of the text model, as config.json of such a model has them.
+      tower: (fields of config.json, config of the text model) -> the config with its tower.
+      nest: (fields of the text model, config) -> fields of config.json.
+      name: name of a weight in the tree of the tower -> its name in files.
+      make: config -> the model.
+    """
+
+    text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    tower: Callable[[Mapping[str, Any], Config], Config]
+    nest: Callable[[Mapping[str, Any], Config], dict[str, Any]]
+    name: Callable[[str], str]
+    make: Callable[[Any], Model]
 
 
 class HFFamily(NamedTuple):
@@ -38,6 +57,7 @@ class HFFamily(NamedTuple):
       woven: tensor of a layer's file -> the tensors whose numbers along its last dim it holds in turn; matrices are
         transposed there.
       in_rows: last parts of the names of vectors that are matrices of one row in a layer's file.
+      vision: what it has of its own where it sees pictures; None: it reads text only.
     """
 
     architecture: str
@@ -56,6 +76,7 @@ class HFFamily(NamedTuple):
     names: Mapping[str, str] = {}
     in_rows: Collection[str] = ()
     woven: Mapping[str, Sequence[str]] = {}
+    vision: VisionFamily | None = None
 
 
 def family_of(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:

@@ -40,7 +40,7 @@ def compile_layer(
     plain = rematerialized(model.layer, remat)
     if not is_compiled(model, mode, device):
         return plain
-    from funrl.models.compiled_layer import compiled_layer
+    from funrl.models.compiling.compiled_layer import compiled_layer
 
     return compiled_layer(plain, note, backend, device)
 
@@ -74,7 +74,7 @@ class Compilations:
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
         """Compile everything that is needed, for the duration of the context; then report number and seconds."""
-        from funrl.models.compile_cache import graphs_compiled, graphs_found
+        from funrl.models.compiling.compile_cache import graphs_compiled, graphs_found
 
         note = self._note
         self._note = _ignore

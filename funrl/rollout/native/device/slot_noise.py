@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from funrl.processes.device_memory import copy_to_device
-from funrl.rollout.native.host_copy import device_copy
+from funrl.rollout.native.device.host_copy import device_copy
 from funrl.rollout.sampling import stream_noise
 
 NOISE_STEPS = 64  # numbers of a stream that are computed at a time

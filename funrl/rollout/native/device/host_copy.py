@@ -16,8 +16,8 @@ class HostCopy:
     """Tensors on their way to the host; on a CPU they are there already."""
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self._tensors = [copy_to_host(x) for x in tensors]
         self._ready: torch.cuda.Event | None = None
+        self._tensors = tensors if tensors[0].is_cpu else [copy_to_host(x) for x in tensors]
         if tensors[0].is_cuda:
             self._ready = torch.cuda.Event()
             self._ready.record()

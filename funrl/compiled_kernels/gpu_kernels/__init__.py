@@ -1,0 +1,1 @@
+"""Triton kernels of attention over pages and of AdamW, for GPUs of both makers."""

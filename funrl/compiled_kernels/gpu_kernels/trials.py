@@ -1,0 +1,46 @@
+"""Trials of Triton kernels: a small call of each shows once whether it computes on this GPU what its reference does."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+_PROBED = "cuda"  # where the kernels are tried
+_TOLERANCE = 1e-4  # of sums and gradients of size 1 in float32
+
+
+@functools.cache
+def kernels_run(trial: Callable[[str], float]) -> bool:
+    """True if kernels compute what torch's operators do on this machine's GPU; logged once.
+
+    Args:
+      trial: device -> the largest error of a small call; its name is that of the subject, with "_error" after it.
+    """
+    problem = trial_problem(trial)
+    subject = trial.__name__.removesuffix("_error").replace("_", " ")
+    if problem is None:
+        log.info("Triton kernels on the GPU: %s", subject)
+        return True
+    log.warning("torch's operators on the GPU, which take several times as long: %s; %s", subject, problem)
+    return False
+
+
+def trial_problem(trial: Callable[[str], float]) -> str | None:
+    """Reason why kernels are not for this machine's GPU; None: they are."""
+    try:
+        error = trial(_PROBED)
+    except ImportError as problem:
+        return f"{problem}; torch for CUDA and ROCm brings triton along"
+    except Exception as problem:  # a compiler's errors share no type
+        return f"{type(problem).__name__}: {problem}".partition("\n")[0]
+    return None if error < _TOLERANCE else f"its results differ by {error:.2g} from the reference's"
+
+
+def largest_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Largest difference of numbers from those on the host; not a number where one is not."""
+    return torch.stack([(here.cpu().double() - there).abs().max() for here, there in pairs]).max().item()

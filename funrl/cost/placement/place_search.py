@@ -1,0 +1,299 @@
+"""A search over placements: all ways to divide N devices between a trainer and generators, ranked by simulation.
+
+`--place=auto:64` is such a search. For each number of devices that train, the search of meshes gives the trainer's
+mesh, and the rates of the hardware that of the generators; the run of both is simulated. The best are traced. The
+result depends only on flags, the model's config.json and the table of hardware, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from funrl.algos.core import Algorithm
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.placement.pool_settings import pool_settings
+from funrl.cost.rates import duration_text
+from funrl.cost.remedies import Peak, peak_of, quoted_flags
+from funrl.cost.schedules.simulation import AsyncRun, Simulated
+from funrl.cost.schedules.splits import MOST_SPLITS, Workload, async_run, lengths_of, rule_of, simulate_rule
+from funrl.cost.search.closed_form import training_bytes
+from funrl.cost.search.closed_seconds import training_seconds
+from funrl.cost.search.closed_split import split_of
+from funrl.cost.search.mesh_search import Ranked, chosen_mesh, ranked_splits, split_flags
+from funrl.cost.search.split_variants import Candidate, engine_meshes, rank_key, tensor_nodes
+from funrl.cost.tracing.hardware import USABLE, Hardware
+from funrl.mesh import mesh as meshes
+from funrl.mesh.explain import size
+from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.pools.placement import Placement, RankPool
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import Settings, with_flags
+
+TRACED_PLACES = 3  # placements that are traced, unless one fits before
+
+
+class PlacedCandidate(NamedTuple):
+    """A way to divide the devices.
+
+    Attributes:
+      placement: of the ranks.
+      flags: `place`, and those of training that differ from the given ones.
+      result: of the simulation.
+      nbytes: memory of a rank that trains, by formula.
+      nodes: nodes that the widest tensor parallel group spans.
+      peaks: the largest memory of a rank of each pool, traced; empty: the placement was not traced.
+    """
+
+    placement: Placement
+    flags: dict[str, Any]
+    result: Simulated
+    nbytes: float
+    nodes: int
+    peaks: Mapping[str, Peak] = {}
+
+    def fits(self, room: float) -> bool:
+        """True if every rank has room for it: traced, or else by formula."""
+        return all(peak.nbytes <= room for peak in self.peaks.values()) if self.peaks else self.nbytes <= room
+
+
+class PlaceSearch(NamedTuple):
+    """Ways to divide some devices.
+
+    Attributes:
+      world: devices.
+      hardware: of the devices.
+      candidates: those that fit first, then the fastest; the first was traced.
+      shared: seconds of a step where all devices train and generate by turns, simulated; None: that cannot be.
+      dropped: reason for each number of training devices that has no placement.
+    """
+
+    world: int
+    hardware: Hardware
+    candidates: tuple[PlacedCandidate, ...]
+    shared: float | None
+    dropped: dict[int, str]
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that can be used."""
+        return self.hardware.memory * USABLE
+
+
+class _Trainer(NamedTuple):
+    """The best mesh to train on.
+
+    Attributes:
+      job: on that mesh.
+      flags: that differ from the given ones.
+      nbytes: memory of a rank, by formula.
+    """
+
+    job: RLJob
+    flags: dict[str, Any]
+    nbytes: float
+
+
+def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> PlaceSearch:
+    """Simulate divisions of the devices of --place=auto:N and trace the best of them.
+
+    Raises:
+      ValueError: a flag cannot work on any division, or no division is possible; the message has the first reason.
+    """
+    world = settings.devices.train.wanted or 2
+    alone = with_flags(settings, place=None, dry_run=True)
+    tokens = tokens_of(alone, algorithm)
+    base = plain_job(alone, algorithm, hardware.memory)
+    assert isinstance(base, RLJob)
+    work = Workload(lengths_of(alone, base.sampling.max_new_tokens), tokens, hardware)
+    rule = rule_of(alone)
+    ranked = functools.cache(lambda count: ranked_splits(alone, algorithm, count, hardware))
+    candidates = []
+    dropped = {}
+    for train in train_counts(world):
+        try:
+            candidates.append(_candidate(ranked(train), alone, (train, world - train), work, rule))
+        except ValueError as error:
+            dropped[train] = str(error)
+    if not candidates:
+        reason = next(iter(dropped.values()), "one device cannot be divided")
+        raise SettingsError(f"--place={settings.devices.place}: no division of {world} devices is possible: {reason}")
+    room = hardware.memory * USABLE
+    key = functools.partial(_key, room=room)
+
+    def trace(candidate: PlacedCandidate) -> PlacedCandidate:
+        return _traced(candidate, alone, algorithm, hardware, tokens)
+
+    best = _traced_best(sorted(candidates, key=key), trace, room)
+    shared = _shared_seconds(lambda: ranked(world), work, rule)
+    return PlaceSearch(world, hardware, tuple(sorted(best, key=key)), shared, dropped)
+
+
+def train_counts(world: int) -> list[int]:
+    """Numbers of devices to train on: a few, evenly spaced by a power of two."""
+    stride = 1 << max(0, math.ceil(math.log2(world / MOST_SPLITS)))
+    return list(range(stride, world, stride))
+
+
+def _key(candidate: PlacedCandidate, room: float) -> tuple[bool, bool, float]:
+    nbytes = max((peak.nbytes for peak in candidate.peaks.values()), default=candidate.nbytes)
+    return rank_key(candidate.fits(room), candidate.nodes, candidate.result.step, nbytes)
+
+
+def _candidate(
+    ranked: Ranked, settings: Settings, counts: tuple[int, int], work: Workload, rule: AdmissionRule
+) -> PlacedCandidate:
+    """The best meshes for numbers of devices, simulated.
+
+    Args:
+      ranked: splits of the trainer.
+      counts: of devices that train and that generate.
+
+    Raises:
+      ValueError: there are no such meshes.
+    """
+    train, generate = counts
+    trainer = _best_trainer(ranked, settings, work)
+    engines = engine_meshes(ranked.space, with_flags(settings, generate_mesh=None), generate)
+    runs = [(text, _run(trainer.job, text, generate, work, rule)) for text in engines]
+    roomy = [(text, run) for text, run in runs if run.engine.capacity >= work.prompt + work.lengths.most]
+    if not roomy:
+        raise SettingsError(
+            f"{generate} devices have no room to generate with {trainer.job.model.config.source.family}"
+        )
+    text, run = max(roomy, key=lambda entry: _tokens_per_second(entry[1]))
+    training = RankPool(trainer.job.sizes, tuple(range(train)))
+    placement = Placement(training, RankPool(meshes.parse(text), tuple(range(train, train + generate))))
+    job = dataclasses.replace(trainer.job, generate_sizes=meshes.parse(text))
+    flags = {"place": str(placement)} | trainer.flags
+    return PlacedCandidate(placement, flags, simulate_rule(run, rule), trainer.nbytes, nodes=tensor_nodes(job))
+
+
+def _best_trainer(ranked: Ranked, settings: Settings, work: Workload) -> _Trainer:
+    """The fastest split of training that fits without an engine, by formula. Raises: SettingsError."""
+    hardware = work.hardware
+    width = work.prompt + work.lengths.most
+    best = None
+    for candidate in (candidate for candidates in ranked.splits for candidate in candidates):
+        job = _training_job(ranked, candidate)
+        nbytes = training_bytes(job, width, hardware)
+        seconds = training_seconds(job, split_of(job, width, hardware), hardware)
+        nodes = math.ceil(job.sizes["tensor"] / RANKS_PER_NODE)
+        key = rank_key(nbytes <= ranked.space.room, nodes, seconds, nbytes)
+        if best is None or key < best[0]:
+            flags = split_flags(job.settings, settings)
+            del flags["mesh"]
+            best = key, _Trainer(job, flags, nbytes)
+    if best is None:
+        raise SettingsError(ranked.others[0].reason if ranked.others else "the model has no mesh of so many devices")
+    return best[1]
+
+
+def _training_job(ranked: Ranked, candidate: Candidate) -> RLJob:
+    """The job of a candidate, without its engine."""
+    settings = with_flags(candidate.settings, generate_mesh=None)
+    sizes = settings.devices.train.chosen
+    job = ranked.space.base
+    assert isinstance(job, RLJob)
+    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
+
+
+def _run(job: RLJob, engine: str, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
+    """The run with an engine on a mesh of devices of its own."""
+    return async_run(dataclasses.replace(job, generate_sizes=meshes.parse(engine)), generate, work, rule)
+
+
+def _tokens_per_second(run: AsyncRun) -> float:
+    """Tokens that all replicas sample in a second while all slots have rows."""
+    rows = min(run.slots, math.ceil(run.rule.places * run.samples / run.replicas))
+    context = rows * (run.prompt + run.lengths.mean / 2)
+    iteration = float(run.engine.without_context(np.array(rows))) + run.engine.token * context
+    return run.replicas * rows / iteration
+
+
+def _traced_best(
+    candidates: list[PlacedCandidate], trace: Callable[[PlacedCandidate], PlacedCandidate], room: float
+) -> list[PlacedCandidate]:
+    """The candidates, of which the first few are traced until one fits."""
+    traced = []
+    for candidate in candidates[:TRACED_PLACES]:
+        traced.append(trace(candidate))
+        if traced[-1].fits(room):
+            break
+    return traced + candidates[len(traced) :]
+
+
+def _traced(
+    candidate: PlacedCandidate, settings: Settings, algorithm: Algorithm, hardware: Hardware, tokens: int
+) -> PlacedCandidate:
+    """A candidate with the peaks of both pools."""
+    placement = candidate.placement
+    chosen = with_flags(settings, **candidate.flags)
+    peaks = {}
+    for name, pool in {"train": placement.train, "generate": placement.generate}.items():
+        own = pool_settings(chosen, pool, learns=name == "train")
+        peaks[name] = peak_of(estimate(plain_job(own, algorithm, hardware.memory), tokens, hardware, name))
+    return candidate._replace(peaks=peaks)
+
+
+def _shared_seconds(ranked: Callable[[], Ranked], work: Workload, rule: AdmissionRule) -> float | None:
+    """Seconds of a step on the best mesh of all devices, which take turns; None: there is no mesh."""
+    result = ranked()
+    if not result.splits:
+        return None
+    best = result.splits[0][0]
+    job = _training_job(result, best)
+    devices = meshes.Mesh(job.sizes).world
+    generate = best.settings.devices.generate
+    run = async_run(
+        job if generate is None else dataclasses.replace(job, generate_sizes=generate.sizes), devices, work, rule
+    )
+    return simulate_rule(run, rule._replace(staleness=0, window=1)).step
+
+
+def chosen_devices(settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> tuple[Settings, str]:
+    """Settings with the best mesh or placement instead of auto:N, and a line that describes it.
+
+    Raises:
+      SettingsError: the run fits none.
+    """
+    choose = chosen_mesh if settings.devices.place is None else chosen_place
+    return choose(settings, compose, hardware)
+
+
+def chosen_place(settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> tuple[Settings, str]:
+    """Settings with the best placement instead of auto:N, and a line that describes it.
+
+    Raises:
+      SettingsError: the run fits no placement.
+    """
+    result = place_search(settings, compose(), hardware)
+    best = result.candidates[0]
+    room = size(result.room)
+    if not best.fits(result.room):
+        pool, peak = max(best.peaks.items(), key=lambda entry: entry[1].nbytes)
+        raise SettingsError(
+            f"--place={settings.devices.place}: no division of {result.world} devices fits: "
+            f"{quoted_flags(best.flags)} needs {size(peak.nbytes)} of {room} per device, to {pool}"
+        )
+    return with_flags(
+        settings, **best.flags
+    ), f"--place={settings.devices.place} is {reasons_text(result)}, by a dry run"
+
+
+def reasons_text(result: PlaceSearch) -> str:
+    """The best placement and why: its time, who waits, and what shared devices take."""
+    best = result.candidates[0]
+    busy = best.result
+    beside = "" if result.shared is None else f"; on shared devices {duration_text(result.shared)}"
+    return (
+        f"{quoted_flags(best.flags)}: {duration_text(busy.step)} a step, in which the trainer works for "
+        f"{busy.trainer_busy:.0%} and the generators for {busy.generators_busy:.0%}{beside}"
+    )

@@ -1,0 +1,281 @@
+"""Pictures of records: read by Pillow, resized as the model wants them, cut into patches, and their placeholders.
+
+A record has its pictures in a field `images` (a list) or `image`: paths, bytes, objects with `bytes` or `path` as
+parquet files of `datasets` have them, base64 as data URLs, arrays [H, W, 3] or pictures of Pillow. A prompt in messages
+says with parts {"type": "image"} where they are; in a text they are where it says <image>, or before it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from funrl.data.json_lines import DataError
+from funrl.kinds import OwnedLines, owned_lines
+from funrl.models.model import ModelConfig
+from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
+from funrl.models.vision.inputs import GRIDS, PATCHES
+
+PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
+PICTURE_COLUMNS = ("images", "image")
+PROCESSOR = "preprocessor_config.json"
+MOST_RATIO = 200  # of the sides of a picture, as in transformers
+MIN_PIXELS = 56 * 56
+MAX_PIXELS = 28 * 28 * 1280
+MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
+
+
+class PictureForm(NamedTuple):
+    """Form in which a model takes pictures.
+
+    Attributes:
+      tower: its sizes and tokens.
+      min_pixels, max_pixels: bounds on the pixels of a resized picture.
+    """
+
+    tower: TowerConfig
+    min_pixels: int = MIN_PIXELS
+    max_pixels: int = MAX_PIXELS
+
+    @property
+    def factor(self) -> int:
+        """Pixels that both sides are multiples of."""
+        return self.tower.patch * self.tower.merge
+
+
+def picture_form(
+    config: ModelConfig, directory: str | None = None, max_pixels: int | None = None
+) -> PictureForm | None:
+    """The form for a model; None: it sees no pictures.
+
+    Args:
+      config: of the model.
+      directory: its files, whose preprocessor_config.json bounds pixels.
+      max_pixels: a bound that goes before that of the files.
+
+    Raises:
+      DataError: the file says what is not supported.
+    """
+    if not isinstance(config, VisionLanguageConfig):
+        return None
+    form = PictureForm(config.tower)
+    file = None if directory is None else Path(directory) / PROCESSOR
+    if file is not None and file.exists():
+        got = json.loads(file.read_text())
+        size = got.get("size") or {}
+        low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
+        high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
+        form = form._replace(min_pixels=low, max_pixels=high)
+    if max_pixels is not None:
+        form = form._replace(min_pixels=min(form.min_pixels, max_pixels), max_pixels=max_pixels)
+    if form.max_pixels < form.factor**2:
+        raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
+    return form
+
+
+def with_picture_form(tokenizer: Any, form: PictureForm | None) -> Any:
+    """The tokenizer as one that reads pictures in this form; see `picture_form_of`."""
+    if form is not None:
+        tokenizer.picture_form = form
+    return tokenizer
+
+
+def picture_form_of(tokenizer: Any) -> PictureForm | None:
+    """The form in which a tokenizer's model takes pictures; None: it sees none."""
+    return getattr(tokenizer, "picture_form", None)
+
+
+def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
+    """The pictures of a record, as it has them: those of its messages, or else of its own field.
+
+    Raises:
+      DataError: they are no list, or the tokenizer's model sees none.
+    """
+    named = next((name for name in PICTURE_COLUMNS if record.get(name) is not None), None)
+    given: Any = [] if named is None else record[named]
+    if named == "images" and (isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__")):
+        raise DataError(f"'images' must be a list of pictures, not {type(given).__name__}")
+    pictures = list(given) if named != "image" else [given]
+    inner = [x for name in ("prompt", "messages") for x in _inner_pictures(record.get(name))]
+    if inner and pictures:
+        raise DataError(f"the messages have pictures of their own, and so has the field {named!r}; leave one out")
+    if (inner or pictures) and picture_form_of(tokenizer) is None:
+        raise DataError("the record has pictures, and the model reads text only; leave them out, or give another model")
+    return inner or pictures
+
+
+def _inner_pictures(messages: Any) -> list[Any]:
+    """The pictures that parts of messages hold themselves."""
+    contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if part.get("image") is not None]
+
+
+def marked(prompt: Any, tokenizer: Any) -> Any:
+    """A prompt of a record with pictures, in which marks for them are what the model reads.
+
+    Args:
+      prompt: text or messages.
+      tokenizer: with a form.
+    """
+    if isinstance(prompt, str):
+        tower = tokenizer.picture_form.tower
+        ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
+        return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
+    return [{**message, "content": _parts(message["content"])} for message in prompt]
+
+
+def _parts(content: Any) -> Any:
+    if not isinstance(content, str):
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+    if PICTURE_MARK not in content:
+        return content
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(PICTURE_MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+class Expanded(NamedTuple):
+    """Token ids with a placeholder for each token of the pictures, and the values of these."""
+
+    tokens: list[int]
+    owned: OwnedLines
+
+
+def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: PictureForm) -> Expanded:
+    """Token ids with all placeholders.
+
+    Args:
+      tokens: with one placeholder a picture; without any, the pictures come before them.
+      pictures: as the record has them.
+      form: of the model.
+
+    Raises:
+      DataError: there are other placeholders than pictures, or a picture cannot be used.
+    """
+    tower = form.tower
+    places = sum(token == tower.placeholder for token in tokens)
+    if pictures and not places:
+        around = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
+        tokens = [*around * len(pictures), *tokens]
+    elif places != len(pictures):
+        raise DataError(
+            f"there are {places} places for pictures (token {tower.placeholder}) and {len(pictures)} pictures; a text "
+            "may not hold the placeholder by itself"
+        )
+    read = [patches_of(read_picture(picture), form) for picture in pictures]
+    counts = iter([len(patches) // tower.merge**2 for patches, _ in read])
+    ids = [i for token in tokens for i in [token] * (next(counts) if token == tower.placeholder else 1)]
+    none = np.zeros((0, CHANNELS, tower.patch, tower.patch), dtype=np.uint8)
+    values = {
+        PATCHES: torch.from_numpy(np.concatenate([none, *(patches for patches, _ in read)])),
+        GRIDS: torch.tensor([grid for _, grid in read], dtype=torch.int64).reshape(-1, 2),
+    }
+    return Expanded(ids, owned_lines(values))
+
+
+def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, form: PictureForm) -> list[bool]:
+    """Flags of the tokens of `expand_placeholders`: false at placeholders and at what came before the text.
+
+    Args:
+      tokens, flags: of the text before.
+    """
+    placeholder = form.tower.placeholder
+    old = [flag for token, flag in zip(tokens, flags, strict=True) if token != placeholder]
+    before = sum(token != placeholder for token in new.tokens) - len(old)
+    rest = iter([False] * before + old)
+    return [token != placeholder and next(rest) for token in new.tokens]
+
+
+def read_picture(given: Any) -> Any:
+    """A picture of Pillow in red, green and blue; transparency is dropped, as in transformers.
+
+    Raises:
+      DataError: it is absent, broken or huge, or Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    if isinstance(given, Image.Image):
+        return given.convert("RGB")
+    if isinstance(given, np.ndarray):
+        return Image.fromarray(given).convert("RGB")
+    source, name = _source(given)
+    try:
+        with Image.open(source) as picture:
+            if picture.width * picture.height > MOST_STORED_PIXELS:
+                raise DataError(f"the picture {name} has {picture.width} x {picture.height} pixels; resize it")
+            return picture.convert("RGB")
+    except FileNotFoundError:
+        raise DataError(f"the picture {name} is not there") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = " ".join(str(error).split())
+        raise DataError(f"the picture {name} cannot be read: {reason}") from None
+
+
+def _source(given: Any) -> tuple[Any, str]:
+    """A path or a file of bytes, and what errors call it."""
+    if isinstance(given, Mapping):
+        inner = next((given[key] for key in ("bytes", "path", "image") if given.get(key) is not None), None)
+        return _source(inner)
+    if isinstance(given, bytes | bytearray):
+        return io.BytesIO(given), f"of {len(given)} bytes"
+    if isinstance(given, str) and given.startswith("data:"):
+        try:
+            return io.BytesIO(base64.b64decode(given.partition(",")[2], validate=True)), "in base64"
+        except ValueError:
+            raise DataError(f"the picture {given[:40]}... is no base64") from None
+    if isinstance(given, str | Path) and str(given):
+        return str(given), str(given)
+    raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {type(given).__name__}")
+
+
+def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, int]]:
+    """Patches [P, 3, side, side] of a picture in the order of its tokens, and its height and width in patches.
+
+    Raises:
+      DataError: it is too long for its width.
+    """
+    from PIL import Image
+
+    tower = form.tower
+    height, width = fitting_size(picture.height, picture.width, form)
+    if (width, height) != picture.size:
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    grid = (height // tower.patch, width // tower.patch)
+    order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
+    sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}
+    return np.ascontiguousarray(rearrange(np.asarray(picture, dtype=np.uint8), order, **sides)), grid
+
+
+def fitting_size(height: int, width: int, form: PictureForm) -> tuple[int, int]:
+    """Sides of a picture after it is resized: multiples of a token's side, with pixels within the bounds.
+
+    Raises:
+      DataError: one side is more than 200 times the other.
+    """
+    factor = form.factor
+    if max(height, width) > MOST_RATIO * min(height, width):
+        raise DataError(f"a picture of {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+    sides = [max(factor, round(side / factor) * factor) for side in (height, width)]
+    if math.prod(sides) > form.max_pixels:
+        scale = math.sqrt(height * width / form.max_pixels)
+        sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)]
+    elif math.prod(sides) < form.min_pixels:
+        scale = math.sqrt(form.min_pixels / (height * width))
+        sides = [math.ceil(side * scale / factor) * factor for side in (height, width)]
+    return sides[0], sides[1]

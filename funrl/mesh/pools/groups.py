@@ -1,0 +1,141 @@
+"""Groups of rows between the rank that trains and replicas that generate, through the store of the run.
+
+Groups are numbered from 0. A replica takes the next number by a shared counter, begins the group when the rule of
+admission allows it, and delivers what every rank needs to know of its rows. Replicas find out for themselves which
+weights all of them hold, so that none waits for the trainer to tell. Nothing here is collective, and nothing grows with
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
+
+GROUPS_KEY = "funrl/groups"
+PLAN_KEY = f"{GROUPS_KEY}/plan"
+WORK_KEY = f"{GROUPS_KEY}/work"
+FINISHED_KEY = f"{GROUPS_KEY}/finished"
+
+
+class GroupPlan(NamedTuple):
+    """Groups of a run, or of its rest where it was resumed. Group 0 is the first of the first batch.
+
+    Attributes:
+      position: of group 0's prompt in the order of prompts.
+      count: number of groups from 0 on.
+      step: whose batch the first groups are.
+      fresh: number of the first group that was never begun before the run was resumed.
+      again: numbers below it of groups that were overtaken by others and are not trained on yet.
+    """
+
+    position: int
+    count: int
+    step: int
+    fresh: int = 0
+    again: tuple[int, ...] = ()
+
+    def number_of(self, ticket: int) -> int | None:
+        """The group of a ticket; None: there are no more."""
+        number = self.fresh + ticket - len(self.again)
+        if ticket < len(self.again):
+            return self.again[ticket]
+        return number if number < self.count else None
+
+
+class GroupBoard:
+    """The groups of a run, as one rank sees them in the store.
+
+    Attributes:
+      replicas: number of replicas that generate.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        """Begin before the first group.
+
+        Args:
+          replicas: its attribute.
+        """
+        self.replicas = replicas
+        self._read = 0  # groups that have been read here
+        self._everywhere: int | None = None  # the newest version that all replicas are known to hold
+        self._batch = 0  # whose first groups may begin with it
+
+    @property
+    def everywhere(self) -> int:
+        """The newest version that all replicas are known to hold; -1: there is none."""
+        return -1 if self._everywhere is None else self._everywhere
+
+    # the side that trains
+
+    def open(self, plan: GroupPlan) -> None:
+        """Let replicas begin."""
+        write_value(PLAN_KEY, plan)
+
+    def train(self, batch: int, version: int) -> None:
+        """Record the version that a batch is trained with; several batches have it where some had no update."""
+        run_store().set(f"{GROUPS_KEY}/batch/{version}", str(batch))
+
+    def next_finished(self) -> int | None:
+        """Number of the next group that a replica has delivered, in the order of delivery; None: there is none yet."""
+        store = run_store()
+        key = f"{FINISHED_KEY}/{self._read}"
+        if not store.check([key]):
+            return None
+        self._read += 1
+        number = int(store.get(key))
+        store.delete_key(key)
+        return number
+
+    def collect(self, number: int) -> Any:
+        """Value delivered of a group, which is then removed."""
+        key = f"{GROUPS_KEY}/{number}"
+        value = read_value(key)
+        remove_value(key)
+        return value
+
+    # the side that generates
+
+    def plan(self) -> GroupPlan | None:
+        """The plan, once it is there."""
+        return read_value(PLAN_KEY) if run_store().check([PLAN_KEY]) else None
+
+    def take_ticket(self) -> int:
+        """Number for `GroupPlan.number_of`, which no other replica gets."""
+        return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
+
+    def hold(self, version: int) -> None:
+        """Record that this replica generates with a version from now on. Called once for each version."""
+        run_store().add(f"{GROUPS_KEY}/held/{version}", 1)
+
+    def deliver(self, number: int, value: Any) -> None:
+        """Deliver a group."""
+        store = run_store()
+        write_value(f"{GROUPS_KEY}/{number}", value)
+        place = store.add(f"{GROUPS_KEY}/delivered", 1) - 1
+        store.set(f"{FINISHED_KEY}/{place}", str(number))
+
+    def show_work(self) -> None:
+        """Show those that wait for groups that this replica works on some."""
+        run_store().add(WORK_KEY, 1)
+
+    # both
+
+    def batch_of_weights(self, version: int) -> int | None:
+        """The newest batch that is trained with weights which all replicas hold; None: there are none yet.
+
+        Args:
+          version: the newest that may be held.
+        """
+        store = run_store()
+        first = version if self._everywhere is None else self._everywhere + 1
+        for candidate in range(first, version + 1):
+            if store.add(f"{GROUPS_KEY}/held/{candidate}", 0) < self.replicas:
+                break
+            self._everywhere = candidate
+        if self._everywhere is None:
+            return None
+        key = f"{GROUPS_KEY}/batch/{self._everywhere}"
+        if store.check([key]):
+            self._batch = max(self._batch, int(store.get(key)))
+        return self._batch

@@ -1,0 +1,284 @@
+"""Weights from the ranks that train to those that generate while both go on, by threads beside their programs.
+
+A transfer has a number. Each rank that trains sends a copy of its shards, so that the next update does not wait; each
+rank that generates receives into a second buffer, and its program takes the weights between two iterations of its
+engine. Where a rank could not take a transfer, all ranks abandon it and begin the next one with the same weights. Peers
+and bytes are those of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.plan import Plan
+from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
+from funrl.mesh.reshard import reshard
+from funrl.processes.heartbeat import beat, beside_the_program, entered, left
+
+TRANSFERS_KEY = "funrl/transfers"
+TRANSFER_ATTEMPTS = 3  # transfers of the same weights before the run ends
+KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not seen them yet
+
+
+class WeightTransfer(NamedTuple):
+    """A transfer that has begun.
+
+    Attributes:
+      version: of the weights.
+    """
+
+    version: int
+
+
+class Arrived(NamedTuple):
+    """Weights in the second buffer.
+
+    Attributes:
+      transfer: that brought them.
+      number: of it.
+      tree: this rank's shards.
+    """
+
+    transfer: WeightTransfer
+    number: int
+    tree: trees.Tree
+
+
+def transfer_group(mesh: Mesh) -> Any:
+    """Process group of the transfers; None: that of the run. Called by every rank of the run.
+
+    A GPU carries out the messages of a group in the order in which they were started, which differs between the ranks
+    where two threads start some.
+    """
+    return dist.new_group() if mesh.device.type == "cuda" else None
+
+
+class WeightSender:
+    """Sends weights, on every rank that trains.
+
+    Attributes:
+      sent_s: seconds of the last complete transfer, up to the last rank that received it.
+      waited_s: seconds of it in which the program waited for it.
+    """
+
+    def __init__(self, mesh: Mesh, receivers: int, group: Any = None) -> None:
+        """Begin before the first transfer.
+
+        Args:
+          mesh: of the ranks that train.
+          receivers: number of ranks that generate.
+          group: of `transfer_group`.
+        """
+        self.mesh = mesh
+        self.receivers = receivers
+        self.group = group
+        self.sent_s = self.waited_s = 0.0
+        self._next = 0
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def begin(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer) -> None:
+        """Begin to send weights, after the transfer before has ended. Every rank calls it.
+
+        Args:
+          tree: this rank's shards, which may change as soon as this returns.
+          plan: to the ranks that generate.
+          transfer: what is sent.
+        """
+        self.wait()
+        names = [name for name, _ in trees.named(tree)]
+        dtypes = dict(zip(names, plan.dtypes, strict=True))
+        copy = trees.map_named(lambda name, x: x.detach().to(dtypes[name], copy=True), tree)
+        stream = _stream_beside(self.mesh.device)
+        self.waited_s = 0.0
+        self._thread = threading.Thread(
+            target=self._send, args=(copy, plan, transfer, stream), name="weights", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the newest transfer has ended. Raises: MeshError: it has failed."""
+        if self._thread is None:
+            return
+        begin = time.perf_counter()
+        entered("the generators to receive weights")
+        self._thread.join()
+        left()
+        self._thread = None
+        self.waited_s = time.perf_counter() - begin
+        if self._problem is not None:
+            raise self._problem
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the last transfer's seconds in which the program did not wait for it."""
+        return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
+
+    def _send(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer, stream: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            with beside_the_program(), _on_stream(stream):
+                for _ in range(TRANSFER_ATTEMPTS):
+                    problem = self._attempt(tree, plan, transfer)
+                    if not problem:
+                        break
+                else:
+                    raise MeshError(
+                        f"weights of version {transfer.version} were not taken {TRANSFER_ATTEMPTS} times: {problem}"
+                    )
+        except BaseException as error:  # raised where the program waits
+            self._problem = error
+        self.sent_s = time.perf_counter() - begin
+
+    def _attempt(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer) -> str:
+        """One transfer; returns the problem of a rank that could not take it, "" without one."""
+        number = self._next
+        self._next += 1
+        key = f"{TRANSFERS_KEY}/{number}"
+        if self.mesh.rank == 0:
+            write_value(key, transfer)
+            if number >= KEPT_TRANSFERS:
+                _forget(number - KEPT_TRANSFERS)
+        reshard(tree, plan, self.mesh, group=self.group)
+        store = run_store()
+        pauses = Pauses(self.mesh.world)
+        limit = ProgressLimit(limit_of(self.mesh), f"the generators to receive weights {transfer.version}")
+        while store.add(f"{key}/ended", 0) < self.receivers:
+            pauses.sleep()
+            limit.check()
+        return read_value(f"{key}/problem") if store.check([f"{key}/problem"]) else ""
+
+
+class WeightReceiver:
+    """Receives weights, on every rank that generates."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        prepare: Callable[[trees.Tree], trees.Tree],
+        group: Any = None,
+    ) -> None:
+        """Begin before the first transfer; `start` begins to receive.
+
+        Args:
+          mesh: of the ranks that generate.
+          plan: from the ranks that train.
+          prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
+          group: of `transfer_group`.
+        """
+        self.mesh = mesh
+        self._group = group
+        self._plan = plan
+        self._prepare = prepare
+        self._next = 0
+        self._ended = threading.Event()
+        self._arrived: Arrived | None = None
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Receive while the context lasts."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._thread.join(timeout=1.0)  # it may be in an exchange with a rank that has failed
+
+    def arrived(self) -> Arrived | None:
+        """The weights that are here and were not taken. Raises: MeshError: a rank that sends has failed."""
+        if self._problem is not None:
+            raise self._problem
+        return self._arrived
+
+    def taken(self, arrived: Arrived) -> None:
+        """Let go of weights that the engine has."""
+        if self._arrived is arrived:
+            self._arrived = None
+
+    def complete(self, number: int, ranks: int) -> bool:
+        """True if all tensor ranks of this rank's replica have the weights of a transfer.
+
+        Args:
+          ranks: number of them.
+        """
+        return ranks == 1 or run_store().add(self._replica_key(number), 0) == ranks
+
+    def _replica_key(self, number: int) -> str:
+        replica = int(self.mesh.index(self.mesh.row_axes))
+        return f"{TRANSFERS_KEY}/{number}/replica/{replica}"
+
+    def _receive(self) -> None:
+        stream = _stream_beside(self.mesh.device)
+        try:
+            with beside_the_program(), _on_stream(stream):
+                while self._await_next():
+                    self._receive_next()
+        except BaseException as error:  # raised where the program looks for weights
+            self._problem = error
+
+    def _await_next(self) -> bool:
+        """Wait for the next transfer, and until there is room for it; False: none follows."""
+        pauses = Pauses(self.mesh.world)
+        store = run_store()
+        while not self._ended.is_set():
+            arrived = self._arrived
+            if store.check([f"{TRANSFERS_KEY}/{self._next}"]):
+                if arrived is None:
+                    return True
+                if store.check([f"{TRANSFERS_KEY}/{arrived.number}/problem"]):  # it was abandoned
+                    self._arrived = None
+                    return True
+            pauses.sleep()
+        return False
+
+    def _receive_next(self) -> None:
+        number = self._next
+        self._next += 1
+        key = f"{TRANSFERS_KEY}/{number}"
+        transfer = read_value(key)
+        tree = reshard(None, self._plan, self.mesh, group=self._group)
+        store = run_store()
+        try:
+            prepared = self._prepare(tree)
+            if self.mesh.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:  # the senders begin again
+            write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
+        else:
+            self._arrived = Arrived(transfer, number, prepared)
+            store.add(self._replica_key(number), 1)
+        store.add(f"{key}/ended", 1)
+        beat()
+
+
+def _forget(number: int) -> None:
+    """Remove the entries of a transfer whose ranks have all ended it."""
+    key = f"{TRANSFERS_KEY}/{number}"
+    run_store().delete_key(f"{key}/ended")
+    remove_value(f"{key}/problem")
+    remove_value(key)
+
+
+def _stream_beside(device: torch.device) -> Any:
+    """A stream for exchanges beside the program's kernels, which begins after those so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def _on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

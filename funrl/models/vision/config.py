@@ -1,0 +1,88 @@
+"""Sizes of a vision tower, and the config of a decoder that has one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from funrl.models.decoder.config import Config
+from funrl.models.errors import ModelError
+from funrl.models.model import check_sizes
+
+CHANNELS = 3  # red, green, blue
+FRAMES = 2  # of a patch; a picture is two equal ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """Sizes of a tower that turns the patches of pictures into hidden states of a decoder.
+
+    A patch is [3, patch, patch] numbers. `merge`^2 neighbouring patches become one hidden state of the decoder.
+
+    Attributes:
+      layers, embed, heads, inner: sizes of the tower's own layers.
+      patch: side of a patch, in pixels.
+      merge: side of the square of patches that become one token.
+      window: side of the square of pixels that the patches of most layers see.
+      whole_layers: layers whose patches see their whole picture.
+      placeholder: id of the token that stands for one hidden state of a picture.
+      banned: further ids that no policy may sample, such as placeholders of videos.
+      begin, end: ids of the tokens around a picture.
+      theta: base of the rotary frequencies.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    inner: int
+    patch: int = 14
+    merge: int = 2
+    window: int = 112
+    whole_layers: tuple[int, ...] = ()
+    placeholder: int = 0
+    banned: tuple[int, ...] = ()
+    begin: int | None = None
+    end: int | None = None
+    theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        check_sizes(layers=self.layers, embed=self.embed, heads=self.heads, inner=self.inner, patch=self.patch)
+        check_sizes(merge=self.merge, window=self.window // (self.patch * self.merge))
+        if self.embed % (4 * self.heads):
+            raise ModelError(
+                f"the tower's embed {self.embed} over {self.heads} heads is no multiple of 4: a head rotates one half "
+                "by rows and one by columns"
+            )
+
+    @property
+    def window_tokens(self) -> int:
+        """Side of a window, in tokens."""
+        return self.window // (self.patch * self.merge)
+
+    @property
+    def unsampled(self) -> tuple[int, ...]:
+        """Ids of tokens that no policy may sample."""
+        return tuple(sorted({self.placeholder, *self.banned}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageConfig(Config):
+    """Sizes and switches of a decoder with a vision tower.
+
+    Attributes:
+      tower: of the tower.
+    """
+
+    tower: TowerConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        outside = [number for number in self.tower.unsampled if not 0 <= number < self.vocab]
+        if outside:
+            raise ModelError(f"the placeholder {outside[0]} is no token: the vocabulary has {self.vocab}")
+
+
+def with_tower(config: Config, tower: TowerConfig) -> VisionLanguageConfig:
+    """The config of a decoder with a tower."""
+    fields: dict[str, Any] = {name: value for name, value in vars(config).items() if name != "tower"}
+    return VisionLanguageConfig(**fields, tower=tower)

@@ -1,0 +1,99 @@
+"""Inputs of a model that sees pictures: their patches, the places of their tokens and the positions of all tokens.
+
+A row's pictures are two ragged fields. Where a batch has them, each of its rows' placeholders stand for the tokens of
+its pictures, in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl.batch import Batch, schema_of
+from funrl.models.errors import ModelError
+from funrl.models.model import Inputs
+from funrl.models.vision.config import CHANNELS, TowerConfig
+from funrl.models.vision.grids import Grid, token_places
+
+# ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each in patches
+PATCHES = "patches"
+GRIDS = "grids"
+
+
+class Pictures(NamedTuple):
+    """Pictures of the rows of a forward pass, end to end.
+
+    Attributes:
+      patches_PCHW: uint8 [P, 3, patch, patch].
+      grids: of each picture.
+    """
+
+    patches_PCHW: Tensor
+    grids: tuple[Grid, ...]
+
+
+def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
+    """Add the pictures of a batch to its inputs, if it declares such.
+
+    Where no row has one, there is one of `merge`^2 black patches that no token stands for: a rank takes part
+    in all collectives of the tower.
+
+    Raises:
+      ModelError: the placeholders of the rows are not those of their pictures.
+    """
+    if PATCHES not in schema_of(batch) or batch.get(PATCHES) is None:
+        return inputs
+    grids = grids_of(batch.get(GRIDS).values)
+    patches_PCHW = batch.get(PATCHES).values
+    if not grids:
+        blank = patches_PCHW.new_zeros(tower.merge**2, CHANNELS, tower.patch, tower.patch)
+        nowhere_BT = torch.full_like(inputs.tokens, -1)
+        return inputs._replace(pictures=Pictures(blank, ((tower.merge, tower.merge),)), inserted_at=nowhere_BT)
+    at_BT, positions_BT3 = place_tokens(tower, inputs, grids)
+    return inputs._replace(pictures=Pictures(patches_PCHW, grids), inserted_at=at_BT, axial_positions=positions_BT3)
+
+
+def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
+    """Height and width of each picture as numbers of the host."""
+    return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
+
+
+def place_tokens(tower: TowerConfig, inputs: Inputs, grids: tuple[Grid, ...]) -> tuple[Tensor, Tensor]:
+    """Match tokens to the tokens of the pictures, and give each its three positions.
+
+    Text has the same position three times. The tokens of a picture share the first one; the second counts their rows
+    and the third their columns. What follows a picture begins behind the largest of its positions.
+
+    Args:
+      tower: of the model.
+      inputs: tokens [B, T], and their positions from 0 in each sequence.
+      grids: of the pictures of all rows, in order.
+
+    Returns: [B, T] int64, the token of the pictures, -1 at text; [B, T, 3] int64.
+
+    Raises:
+      ModelError: there are other placeholders than these pictures have. On a GPU the host does not look.
+    """
+    tokens_BT = inputs.tokens
+    device = tokens_BT.device
+    number_M, places_M2, shrink_M = (torch.from_numpy(x).to(device) for x in token_places(grids, tower.merge))
+    is_picture_N = (tokens_BT == tower.placeholder).flatten()
+    if device.type == "cpu" and (count := int(is_picture_N.sum())) != len(number_M):
+        raise ModelError(f"rows with {count} placeholders of pictures have pictures of {len(number_M)} tokens")
+    at_N = torch.where(is_picture_N, is_picture_N.cumsum(0) - 1, -1)
+    of_picture_N = at_N.clamp(0, len(number_M) - 1)
+    positions_BT = inputs.positions
+    if positions_BT is None:
+        positions_BT = torch.arange(tokens_BT.shape[1], device=device)
+    positions_N = positions_BT.expand_as(tokens_BT).flatten()
+    begins_N = (torch.arange(len(at_N), device=device) - positions_N).clamp(0, len(at_N) - 1)
+    shrink_N = torch.where(is_picture_N, shrink_M[of_picture_N], 0)
+    before_N = shrink_N.cumsum(0) - shrink_N
+    text_N = positions_N - (before_N - before_N[begins_N])
+    first_N = text_N - number_M[of_picture_N]
+    inside_N2 = first_N.unsqueeze(-1) + places_M2[of_picture_N]
+    picture_N3 = torch.cat([first_N.unsqueeze(-1), inside_N2], 1)
+    positions_N3 = torch.where(is_picture_N.unsqueeze(-1), picture_N3, text_N.unsqueeze(-1))
+    return at_N.view(tokens_BT.shape), positions_N3.view(*tokens_BT.shape, 3)

@@ -1,0 +1,97 @@
+"""A decoder that sees: a vision tower gives the hidden states of the tokens that stand for pictures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.models.decoder.config import Config
+from funrl.models.decoder.decoder import decoder_model
+from funrl.models.errors import ModelError
+from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptStates
+from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig, with_tower
+from funrl.models.vision.grids import token_places
+from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, picture_inputs, place_tokens
+from funrl.models.vision.tower import apply_tower, init_tower, tower_axes, tower_shapes
+
+VISION = "vision"  # part of the tree of weights
+
+
+def with_vision(model: Model, tower: TowerConfig) -> Model:
+    """`model` with a vision tower, whose weights are the part "vision" beside its own.
+
+    Where a batch has pictures, each placeholder is one hidden state of the tower, and tokens have three
+    positions each; elsewhere the model computes what `model` does.
+
+    Raises:
+      ModelError: it is no decoder, or it has a tower, adapters or a value head already.
+    """
+    if not isinstance(model.config, Config) or model.value is not None or model.adapters is not None:
+        raise ModelError("a tower is given to a plain decoder: before adapters and a value head")
+    if VISION in model.shapes:
+        raise ModelError("the model has a vision tower already")
+    D = model.config.embed
+    return Model(
+        config=with_tower(model.config, tower),
+        shapes={**model.shapes, VISION: tower_shapes(tower, D)},
+        axes={**model.axes, VISION: tower_axes(tower, D)},
+        init=functools.partial(_init, model, tower),
+        apply=_seeing(model, tower),
+        unembed=model.unembed,
+        value=None,
+        layer=model.layer,
+        init_cache=model.init_cache,
+        rebuild=vision_language_model,
+        abilities=model.abilities._replace(
+            compiled_step="it sees pictures", exact_sums="it sees pictures", unsampled=tower.unsampled
+        ),
+        owned=OwnedValues(
+            none={
+                PATCHES: torch.zeros(0, CHANNELS, tower.patch, tower.patch, dtype=torch.uint8),
+                GRIDS: torch.zeros(0, 2, dtype=torch.int64),
+            },
+            read=functools.partial(picture_inputs, tower),
+            encode=functools.partial(_encode, tower),
+            frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
+        ),
+    )
+
+
+def vision_language_model(config: VisionLanguageConfig) -> Model:
+    """The decoder of a config, with its tower."""
+    return with_vision(decoder_model(config), config.tower)
+
+
+def _init(
+    model: Model, tower: TowerConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> trees.Tree:
+    return {**model.init(generator, dtype), VISION: init_tower(tower, model.config.embed, generator, dtype)}
+
+
+def _encode(tower: TowerConfig, params: trees.Tree, tokens_T: Tensor, values: Mapping[str, Tensor]) -> PromptStates:
+    """States of a prompt with pictures."""
+    grids = grids_of(values[GRIDS])
+    at_1T, positions_1T3 = place_tokens(tower, Inputs(tokens_T.cpu().unsqueeze(0)), grids)
+    patches_PCHW = values[PATCHES].to(trees.leaves(params)[0].device)
+    hidden_MD = apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids))
+    shrink = int(token_places(grids, tower.merge).shrink_M.sum())
+    return PromptStates(hidden_MD, at_1T[0], positions_1T3[0], shrink)
+
+
+def _seeing(model: Model, tower: TowerConfig) -> Apply:
+    """`Model.apply` of a model with hidden states of pictures in place of some embeddings."""
+
+    def apply(
+        params: trees.Tree, inputs: Inputs, mesh: Mesh = SINGLE, cache: trees.Tree = None, layer: Layer | None = None
+    ) -> Output:
+        pictures: Pictures | None = inputs.pictures
+        if pictures is not None:
+            inputs = inputs._replace(inserted=apply_tower(tower, params[VISION], pictures))
+        return model.apply(params, inputs, mesh, cache, layer)
+
+    return apply

@@ -1,0 +1,161 @@
+"""A vision tower as pure functions of a tree of weights: patches of pictures to hidden states of a decoder.
+
+The weights have the shapes of the files, each matrix with one dim `embed`, so that data ranks can share them. Every
+tensor rank computes the whole tower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.norm import rms_norm
+from funrl.compiled_kernels.rotary import Rotary, frequencies, rotate
+from funrl.models.fsdp import regathering
+from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig
+from funrl.models.vision.grids import tower_indices
+from funrl.models.vision.inputs import Pictures
+
+EPS = 1e-6  # of the tower's norms
+_OUT = ("embed/patch", "/proj", "/down_proj")  # matrices whose out dim is the hidden size of the tower
+# of the pixels of each channel, from 0 to 1
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def tower_shapes(tower: TowerConfig, out: int) -> trees.Tree:
+    """The tree of whole weights, as tensors without memory, of a tower for hidden states of size `out`."""
+    D = tower.embed
+    inner = tower.inner
+    merged = D * tower.merge**2
+    layer = {
+        **{"norm1": (D,), "norm2": (D,), "qkv": (3 * D, D), "qkv_bias": (3 * D,), "proj": (D, D), "proj_bias": (D,)},
+        **{"gate_proj": (inner, D), "up_proj": (inner, D), "down_proj": (D, inner)},
+        **{"gate_proj_bias": (inner,), "up_proj_bias": (inner,), "down_proj_bias": (D,)},
+    }
+    sizes = {
+        "embed": {"patch": (D, CHANNELS, FRAMES, tower.patch, tower.patch)},
+        "layers": (layer,) * tower.layers,
+        "merger": {
+            **{"norm": (D,), "first": (merged, merged), "first_bias": (merged,)},
+            **{"second": (out, merged), "second_bias": (out,)},
+        },
+    }
+    return _map_shapes(lambda shape: torch.empty(shape, device="meta"), sizes)
+
+
+def tower_axes(tower: TowerConfig, out: int) -> trees.Tree:
+    """The logical axes of every weight: `embed` is one dim of each matrix."""
+
+    def axes(name: str, x: Tensor) -> tuple[str, ...]:
+        embed = 0 if name.endswith(_OUT) else 1
+        return tuple("embed" if x.ndim > 1 and dim == embed else "head" for dim in range(x.ndim))
+
+    return trees.map_named(axes, tower_shapes(tower, out))
+
+
+def init_tower(tower: TowerConfig, out: int, generator: torch.Generator, dtype: torch.dtype) -> trees.Tree:
+    """Random weights: normal with variance 1 / fan-in, norms the identity, biases 0."""
+
+    def draw(name: str, x: Tensor) -> Tensor:
+        if x.ndim == 1:
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(x.shape, fill, dtype=dtype, device=generator.device)
+        std = math.prod(x.shape[1:]) ** -0.5
+        return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
+
+    return trees.map_named(draw, tower_shapes(tower, out))
+
+
+def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> Tensor:
+    """Hidden states [M, D] of the tokens of some pictures, end to end.
+
+    Args:
+      tower: sizes.
+      params: this rank's weights, or what `fsdp.gathered` makes of them.
+      pictures: at least one.
+    """
+    patches_PCHW = pictures.patches_PCHW
+    device = patches_PCHW.device
+    indices = tower_indices(pictures.grids, tower)
+    patch = params["embed"]["patch"]
+    frames_PCFHW = normalized(patches_PCHW, patch.dtype).unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
+    x_PD = frames_PCFHW.flatten(1) @ patch.flatten(1).T
+    x_PD = x_PD[torch.from_numpy(indices.order_P).to(device)]
+    rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), patch.dtype)
+    layers = params["layers"]
+    with regathering(layers):
+        for i, layer in enumerate(layers):
+            lengths = indices.pictures if i in tower.whole_layers else indices.windows
+            x_PD = _layer(tower, layer, x_PD, rope=rope, lengths=lengths.tolist())
+    return _merge(tower, params["merger"], x_PD)[torch.from_numpy(indices.back_M).to(device)]
+
+
+def normalized(patches_PCHW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pixels 0 to 255 as the tower takes them, normalized by channel; computed in float32 or wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, std = (torch.tensor(x, dtype=wide, device=patches_PCHW.device).view(-1, 1, 1) for x in (MEAN, STD))
+    return ((patches_PCHW.to(wide) / 255 - mean) / std).to(dtype)
+
+
+def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
+    """Turns by rows of the first half of the frequencies, and by columns of the second."""
+    head = tower.embed // tower.heads
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = frequencies(head // 2, tower.theta, dtype=wide, device=places_P2.device)
+    angle = (places_P2.unsqueeze(-1).to(wide) * frequency).flatten(1)
+    cos = angle.cos()
+    sin = angle.sin()
+    both = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
+
+
+def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary, lengths: Sequence[int]) -> Tensor:
+    qkv = F.linear(rms_norm(x_PD, params["norm1"], EPS), params["qkv"], params["qkv_bias"])
+    q, k, v = qkv.unflatten(-1, (3, tower.heads, -1)).unbind(1)
+    out_PHN = segment_attention(rotate(q, rope), rotate(k, rope), v, lengths)
+    x_PD = x_PD + F.linear(out_PHN.flatten(1), params["proj"], params["proj_bias"])
+    h_PD = rms_norm(x_PD, params["norm2"], EPS)
+    gate, up = (F.linear(h_PD, params[f"{name}_proj"], params[f"{name}_proj_bias"]) for name in ("gate", "up"))
+    return x_PD + F.linear(F.silu(gate) * up, params["down_proj"], params["down_proj_bias"])
+
+
+def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor) -> Tensor:
+    """Hidden states of the decoder, of the patches of each block side by side."""
+    x_MD = rms_norm(x_PD, params["norm"], EPS).view(-1, tower.embed * tower.merge**2)
+    x_MD = F.gelu(F.linear(x_MD, params["first"], params["first_bias"]))
+    return F.linear(x_MD, params["second"], params["second_bias"])
+
+
+def segment_attention(q_PHN: Tensor, k_PHN: Tensor, v_PHN: Tensor, lengths: Sequence[int]) -> Tensor:
+    """softmax(q k^T / sqrt(N)) v, where a patch sees all patches of its own segment.
+
+    Args:
+      q_PHN, k_PHN, v_PHN: of segments end to end.
+      lengths: patches of each segment. Neighbours of one length are computed together.
+    """
+    outs = []
+    begin = 0
+    for length, run in itertools.groupby(lengths):
+        count = len(list(run))
+        part = slice(begin, begin + count * length)
+        q, k, v = (x[part].unflatten(0, (count, length)).transpose(1, 2) for x in (q_PHN, k_PHN, v_PHN))
+        outs.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+        begin += count * length
+    return torch.cat(outs)
+
+
+def _map_shapes(fn: Callable[[tuple[int, ...]], Tensor], sizes: Any) -> Any:
+    """`fn` of every shape in a tree of dicts and tuples of layers."""
+    if isinstance(sizes, dict):
+        return {name: _map_shapes(fn, x) for name, x in sizes.items()}
+    if all(isinstance(x, dict) for x in sizes):
+        return tuple(_map_shapes(fn, x) for x in sizes)
+    return fn(sizes)

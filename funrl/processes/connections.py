@@ -1,0 +1,235 @@
+"""Lines between jobs: authenticated messages and raw bytes over a socket, each wait of which has a limit.
+
+A job listens and leaves its addresses and a secret in a file that its user alone can read. Whoever has read the file
+calls. Both prove that they have the secret before anything is unpickled (`multiprocessing.connection`, HMAC); nothing
+is encrypted, like all that ranks send each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SIZE_HEAD = struct.Struct("!Q")
+GREETING_S = 10.0  # to prove the secret
+MOST_GREETING = 4096  # bytes of a message before the proof
+SECRET_BYTES = 32
+BACKLOG = 512
+
+
+class PeerError(OSError):
+    """The other side is gone, does not answer in time, or has no right to call."""
+
+
+class Addresses(NamedTuple):
+    """Addresses of a job's ranks.
+
+    Attributes:
+      hosts: host and port of each of its listeners, in the order of its ranks.
+      secret: hexadecimal.
+    """
+
+    hosts: Sequence[tuple[str, int]]
+    secret: str
+
+
+class Connection:
+    """One end of a connection. It is used by one thread at a time; `close` may be called by any."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        """Take over a connected socket.
+
+        Args:
+          timeout_s: bound on each wait for the other side to take or send some bytes of a message.
+        """
+        self.timeout_s = timeout_s
+        self._socket = sock
+        sock.settimeout(timeout_s)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says nothing
+
+    def send(self, message: Any) -> None:
+        """Send any value that can be pickled. Raises: PeerError."""
+        self.send_bytes(pickle.dumps(message))
+
+    def receive(self, *, whenever: bool = False) -> Any:
+        """Receive a message.
+
+        Args:
+          whenever: wait for its begin without a limit: the other side sends when it has something to say.
+
+        Raises:
+          PeerError: the connection has ended, or nothing arrives in time.
+        """
+        return pickle.loads(self.recv_bytes(whenever=whenever))
+
+    def ask(self, message: Any) -> Any:
+        """Send a message and receive the answer. Raises: PeerError."""
+        self.send(message)
+        return self.receive()
+
+    def send_raw(self, data: memoryview) -> None:
+        """Send bytes of which the other side knows how many there are. Raises: PeerError."""
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise PeerError(f"sending failed: {error}") from error
+
+    def receive_raw(self, into: memoryview) -> None:
+        """Fill a buffer. Raises: PeerError."""
+        filled = 0
+        try:
+            while filled < len(into):
+                count = self._socket.recv_into(into[filled:])
+                if not count:
+                    raise PeerError("the other side has closed the connection")
+                filled += count
+        except PeerError:
+            raise
+        except OSError as error:
+            raise PeerError(f"receiving failed: {error}") from error
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes after their number; the name is that of `multiprocessing.connection`. Raises: PeerError."""
+        self.send_raw(memoryview(SIZE_HEAD.pack(len(data)) + data))
+
+    def recv_bytes(self, most: int | None = None, *, whenever: bool = False) -> bytes:
+        """Receive what `send_bytes` has sent. Raises: PeerError, also if it is more than `most` bytes."""
+        head = bytearray(SIZE_HEAD.size)
+        self._socket.settimeout(None if whenever else self.timeout_s)
+        self.receive_raw(memoryview(head)[:1])
+        self._socket.settimeout(self.timeout_s)
+        self.receive_raw(memoryview(head)[1:])
+        (size,) = SIZE_HEAD.unpack(head)
+        if most is not None and size > most:
+            raise PeerError(f"{size} bytes were announced where {most} are the most")
+        data = bytearray(size)
+        self.receive_raw(memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        """End the connection; whoever waits in it gets a `PeerError`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class ConnectionServer:
+    """A listener that serves each caller in a thread of its own."""
+
+    def __init__(self, serve: Callable[[Connection], None], secret: str, timeout_s: float, host: str = "") -> None:
+        """Listen on a free port.
+
+        Args:
+          serve: called in a thread with the connection of each caller who has the secret; it is closed afterwards.
+          secret: hexadecimal.
+          timeout_s: bound on each wait of a connection.
+          host: address to listen on; "": all of this machine.
+        """
+        self._serve = serve
+        self._secret = bytes.fromhex(secret)
+        self._timeout_s = timeout_s
+        self._lines: set[Connection] = set()
+        self._closed = threading.Event()
+        self._socket = socket.create_server((host, 0), backlog=BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="connections", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(sock,), name="connection", daemon=True).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        connection = Connection(sock, GREETING_S)
+        self._lines.add(connection)
+        try:
+            deliver_challenge(connection, self._secret)  # type: ignore[arg-type]
+            answer_challenge(connection, self._secret)  # type: ignore[arg-type]
+            connection.timeout_s = self._timeout_s
+            self._serve(connection)
+        except (OSError, AuthenticationError, EOFError):  # it is gone, or has no right to be here
+            pass
+        finally:
+            self._lines.discard(connection)
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+        for connection in list(self._lines):
+            connection.close()
+        self._thread.join(GREETING_S)
+
+
+def connect_to(host: str, port: int, secret: str, timeout_s: float) -> Connection:
+    """Connect to a `ConnectionServer`.
+
+    Args:
+      timeout_s: bound on the time to connect, and on each wait of the connection.
+
+    Raises:
+      PeerError: nobody answers there, or the secret is another one.
+    """
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+        connection = Connection(sock, timeout_s)
+        key = bytes.fromhex(secret)
+        answer_challenge(connection, key)  # type: ignore[arg-type]
+        deliver_challenge(connection, key)  # type: ignore[arg-type]
+    except (OSError, AuthenticationError, EOFError) as error:
+        raise PeerError(f"{host}:{port} does not answer: {error or type(error).__name__}") from error
+    return connection
+
+
+def new_secret() -> str:
+    """A random secret, hexadecimal."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def write_addresses(file: Path, addresses: Addresses) -> None:
+    """Write a file that only this user can read, at once."""
+    temporary = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(addresses._asdict(), stream)
+    temporary.rename(file)
+
+
+def read_addresses(file: Path) -> Addresses | None:
+    """The addresses in a file; None: there is no such file.
+
+    Raises:
+      PeerError: others can write it, or it is no such file.
+    """
+    try:
+        with open(file) as stream:
+            status = os.fstat(stream.fileno())
+            record = json.load(stream)
+        if status.st_mode & 0o077:
+            raise PeerError(f"{file}: others may read or write it; chmod 600 it, or start the run again")
+        hosts = [(str(host), int(port)) for host, port in record["hosts"]]
+        return Addresses(hosts, str(record["secret"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PeerError(f"{file}: these are no addresses of a run: {error}") from None

@@ -1,0 +1,308 @@
+"""An engine whose requests are completed by generators of other jobs, which come and go during the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.collectives import from_first, psum
+from funrl.mesh.mesh import AXES, Mesh
+from funrl.models.deployed import Deployed
+from funrl.models.model import ModelConfig
+from funrl.processes.connections import Connection
+from funrl.processes.heartbeat import beat, entered, left
+from funrl.rollout.certificate import SyncError
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import EngineCost, WeightSpec, complete
+from funrl.rollout.joined.messages import WEIGHTS, Hello
+from funrl.rollout.joined.office import Collected, Office
+from funrl.rollout.joined.shelf import Shelf
+from funrl.rollout.remote.digests import trained_digests
+from funrl.rollout.requests import Completion, Request, check_requests, requests_of
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.sync_proof import SyncProof
+
+COMPLETION_WAIT_S = 0.25  # of a step, for completions
+PROOF_S = 30.0  # for a generator to load the newest weights
+ALONE_S = 10.0  # without a generator, after which the run says that it waits
+ROOM = 1 << 20  # requests that begin at once: generators are many, and take them as they have room
+
+
+_Key = tuple[tuple[int, ...], Sampling, tuple[int, ...]]
+
+
+class NoGeneratorError(RuntimeError):
+    """No generator has joined the run in time."""
+
+
+class LateProof(SyncProof):
+    """The proof of weights that generators load when they come, settled when their rows are complete."""
+
+    def iterated(self) -> None:
+        """Do nothing: how often the trainer looks for completions says nothing of the generators."""
+
+
+class JoinedDigests(NamedTuple):
+    """Digests of the newest weights, which each generator has to prove; as `SyncDigests`.
+
+    Attributes:
+      office: of this replica; None on its other ranks.
+    """
+
+    office: Office | None
+
+    def ready(self) -> bool:
+        """Return True: generators load the weights when they come, and rows of others do not arrive."""
+        return True
+
+    def compare(self) -> bool:
+        """Return whether a generator has proved the weights; one that has others fails in `JoinedEngine.step`."""
+        return self.office is None or self.office.proved(PROOF_S)
+
+
+class JoinedEngine:
+    """An `Engine` over generators of other jobs. Consecutive requests of one prompt are a unit of work.
+
+    Attributes:
+      weights: as they are laid out on the ranks that train.
+      mesh: of the replicas.
+      version, paused: as in `Engine`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, shelf: Shelf, weights: WeightSpec, office: Office | None, limit_s: float
+    ) -> None:
+        """Make the engine without weights.
+
+        Args:
+          config: of the model.
+          mesh: of the replicas; its "tensor" ranks get the same completions.
+          shelf: of this rank's weights, which are laid out as `weights`.
+          office: on the first rank of a replica; None on others.
+          limit_s: seconds that requests wait for a generator to join.
+        """
+        self.weights = weights
+        self.version: int | None = None
+        self.paused = False
+        self.note: Callable[[str], None] = lambda text: None
+        self._config = config
+        self.mesh = mesh
+        self._shelf = shelf
+        self._office = office
+        self._limit_s = limit_s
+        self._requests: dict[int, Request] = {}
+        self._count = 0  # requests so far, which the office knows by numbers of their own
+        self._asked: dict[int, int] = {}  # the office's number of a request -> its number here
+        self._pending: set[int] = set()  # the office's numbers of those whose completions have not arrived
+        self._ahead: dict[_Key, range] = {}  # the office's numbers of units that are not asked for yet
+        self._early: dict[int, Completion] = {}  # completions of these
+        self._said_alone = False
+
+    def serve(self, connection: Connection) -> None:
+        """Serve a generator's connection until it ends. Raises: PeerError."""
+        hello: Hello = connection.receive()
+        if hello.purpose == WEIGHTS or self._office is None:
+            self._shelf.serve(connection)
+        else:
+            self._office.serve(hello, connection)
+
+    def close(self) -> None:
+        """Tell the generators that the run has ended."""
+        if self._office is not None:
+            self._office.close()
+
+    def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        """Put weights on the shelf, from which generators take them; see `Engine`.
+
+        Waits until all requests of `write_ahead` are complete, as a unit is completed by one version.
+
+        Raises:
+          RuntimeError: further requests are unfinished.
+          SyncError, NoGeneratorError: as in `step`.
+        """
+        if self._requests:
+            raise RuntimeError(f"{len(self._requests)} requests are unfinished: new weights come when there is none")
+        while self._pending:
+            beat()
+            self._receive(COMPLETION_WAIT_S)
+        self.version = None
+        self._shelf.put(named_weights, version)
+        if self._office is not None:
+            self._office.published()
+        self.version = version
+
+    def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
+        """No weights that can be read here: generators have them, and prove it. See `Engine`."""
+        return ((name, None) for name, _ in self.weights.names.values())
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise ValueError if a request can be completed by no generator."""
+        check_requests(self._config, requests, self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; see `Engine`."""
+        self.check(requests)
+        self._requests |= {request.number: request for request in requests}
+        for unit in prompt_units(requests):
+            numbers = self._ahead.pop(_key_of(unit), None)
+            numbers = self._open(unit) if numbers is None else numbers
+            self._asked |= {number: request.number for number, request in zip(numbers, unit, strict=True)}
+
+    def write_ahead(self, requests: Sequence[Request]) -> None:
+        """Let generators complete requests that are submitted later, with the weights of now, unless they do already.
+
+        The later requests have the same prompts, sampling and seeds; their numbers may be others.
+        """
+        for unit in prompt_units(requests):
+            if _key_of(unit) not in self._ahead:
+                self._ahead[_key_of(unit)] = self._open(unit)
+
+    def _open(self, unit: Sequence[Request]) -> range:
+        """Give a unit to the office; returns its numbers there."""
+        numbers = range(self._count, self._count + len(unit))
+        self._count += len(unit)
+        self._pending |= set(numbers)
+        if self._office is not None:
+            self._office.open([[x._replace(number=number) for number, x in zip(numbers, unit, strict=True)]])
+        return numbers
+
+    def step(self) -> list[Completion]:
+        """Wait shortly for completions; see `Engine`. Collective over "tensor".
+
+        Raises:
+          SyncError: a generator does not hold the trainer's weights.
+          NoGeneratorError: none has joined in time.
+        """
+        if self.paused or not self._requests:
+            return []
+        if self.version is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        early = self._early.keys() & self._asked.keys()
+        self._receive(0.0 if early else COMPLETION_WAIT_S)
+        done = [self._early.pop(number) for number in sorted(self._early.keys() & self._asked.keys())]
+        completions = [completion._replace(number=self._asked.pop(completion.number)) for completion in done]
+        for completion in completions:
+            del self._requests[completion.number]
+        return completions
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take completions that have arrived, waited for if there are none. Collective over "tensor"."""
+        news = None
+        if self._office is not None:
+            entered("completions of joined generators" if self._office.generators else "a generator to join the run")
+            news = self._with_limit(self._office.collect(timeout_s), self._office.alone_s())
+            left()
+        news = from_first(news, self.mesh, "tensor") or Collected()
+        for remark in news.remarks:
+            self.note(remark)
+        if news.fault:
+            raise SyncError(news.fault)
+        if news.alone:
+            raise NoGeneratorError(news.alone)
+        self._early |= {done.number: done for done in news.completions if done.number in self._pending}
+        self._pending -= {done.number for done in news.completions}
+
+    def _with_limit(self, news: Collected, alone_s: float) -> Collected | None:
+        """News with a remark or a fault where no generator is in service; None: there are none."""
+        if alone_s == 0.0:
+            self._said_alone = False
+        if alone_s > self._limit_s:
+            alone = (
+                f"{len(self._pending)} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
+                "start one with funrl join RUN_DIR, or wait longer with --timeout, in minutes"
+            )
+            news = news._replace(alone=alone)
+        elif alone_s > ALONE_S and not self._said_alone:
+            self._said_alone = True
+            remark = f"no generator is in service: {len(self._pending)} requests wait for funrl join RUN_DIR"
+            news = news._replace(remarks=(*news.remarks, remark))
+        return news if any(news) else None
+
+    def unfinished(self) -> int:
+        """Number of unfinished requests."""
+        return len(self._requests)
+
+    def sampled(self, number: int, begin: int = 0) -> list[int]:
+        """Nothing: a completion arrives when it has ended; see `Engine`."""
+        return []
+
+    def room(self) -> int:
+        """Any number of requests may begin."""
+        return ROOM
+
+    def reserve(self, tokens: int) -> None:
+        """Do nothing: the caches are the generators'."""
+
+    def cancel(self, numbers: Iterable[int]) -> list[Completion]:
+        """Cancel requests; see `Engine`. The generators' tokens so far are lost."""
+        gone = [number for number in dict.fromkeys(numbers) if number in self._requests]
+        requests = [self._requests.pop(number) for number in gone]
+        ended = [there for there, number in self._asked.items() if number not in self._requests]
+        for there in ended:
+            del self._asked[there]
+            self._pending.discard(there)
+            self._early.pop(there, None)
+        if self._office is not None:
+            self._office.withdraw(ended)
+        dtype = torch.promote_types(self.weights.dtype, torch.float32)
+        empty = torch.zeros(0, dtype=dtype)
+        whole = torch.zeros(0, dtype=torch.int64)
+        return [Completion(x.number, whole, empty, empty, versions=whole, finish="cancelled") for x in requests]
+
+    def pause(self) -> None:
+        """Make `step` do nothing until `resume`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Let `step` work again."""
+        self.paused = False
+
+    def cost(self) -> EngineCost:
+        """No memory here; see `Engine`."""
+        counts = dict.fromkeys(("used_pages", "peak_pages", "passes", "prefilled", "cached", "decoded", "preempted"), 0)
+        return EngineCost(cache_bytes=0, page_tokens=1, pages=0, rows=ROOM, **counts)
+
+    def sync_digests(self, source: Deployed, version: int) -> JoinedDigests:
+        """Let generators prove that they hold the trainer's weights. Collective over the ranks that train.
+
+        Args:
+          source: the weights that were put on the shelf.
+          version: theirs.
+        """
+        own_N2 = psum(trained_digests(source, self.weights), source.mesh, AXES)
+        names = [name for name, _ in trees.named(self.weights.layouts)]
+        if self._office is not None:
+            self._office.expect(dict(zip(names, own_N2[:, 0].tolist(), strict=True)))
+        return JoinedDigests(self._office)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Greedy completions of this replica; see `certificate.greedy`."""
+        paused = self.paused
+        self.resume()
+        done = complete(self, requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0))
+        self.paused = paused
+        device = self.weights.mesh.device
+        tokens_BS = torch.stack([completion.tokens for completion in done])
+        logp_BS = torch.stack([completion.raw_logp for completion in done])
+        return Greedy(tokens_BS.to(device), logp_BS.to(device))
+
+
+def _key_of(unit: Sequence[Request]) -> _Key:
+    """Identity of a unit, whatever its numbers are."""
+    first = unit[0]
+    return tuple(first.prompt), first.sampling, tuple(request.seed for request in unit)
+
+
+def prompt_units(requests: Sequence[Request]) -> list[list[Request]]:
+    """Runs of consecutive requests with the same prompt."""
+    units: list[list[Request]] = []
+    for request in requests:
+        if units and units[-1][0].prompt == request.prompt:
+            units[-1].append(request)
+        else:
+            units.append([request])
+    return units

@@ -1,0 +1,271 @@
+"""A generator of a job of its own: it takes requests of a run under leases, and weights when there are new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from funrl import trees
+from funrl.mesh.collectives import from_first, gather_objects
+from funrl.processes.connections import Addresses, Connection, PeerError, connect_to
+from funrl.processes.heartbeat import beat
+from funrl.rollout.engine import Engine
+from funrl.rollout.joined.messages import BEATS, WEIGHTS, WORK, Hello, Orders, Report, TrainerFacts
+from funrl.rollout.joined.shelf import Piece, pieces_for, pull
+from funrl.rollout.remote.digests import EngineDigests, engine_digests
+from funrl.rollout.requests import Completion, Request
+
+LIFE_S = 2.0  # between two signs of life
+
+
+class Counts(NamedTuple):
+    """Work of a generator.
+
+    Attributes:
+      units: delivered.
+      loads: of weights.
+      bytes: of weights that this rank has received.
+    """
+
+    units: int = 0
+    loads: int = 0
+    bytes: int = 0
+
+
+class _Unit(NamedTuple):
+    """A lease that is worked on.
+
+    Attributes:
+      office: number of its office.
+      lease: number of the lease there.
+      requests: as the office numbers them.
+      numbers: of the requests in the engine.
+      done: completions by the engine's numbers.
+    """
+
+    office: int
+    lease: int
+    requests: Sequence[Request]
+    numbers: Sequence[int]
+    done: dict[int, Completion]
+
+
+class _WeightWay(NamedTuple):
+    """Connections to all ranks that train, and the pieces of weights that this rank asks them for."""
+
+    connections: Sequence[Connection]
+    pieces: Sequence[Piece]
+    timeout_s: float
+
+
+class _Step(NamedTuple):
+    """Calls of the engine before it is stepped, on all ranks of the generator."""
+
+    load: int | None = None
+    submit: Sequence[Request] = ()
+    cancel: Sequence[int] = ()
+    end: str = ""
+
+
+class _Progress:
+    """Iterations of the engine so far."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+
+
+class _Offices:
+    """The offices of a run as the first rank of a generator sees them."""
+
+    def __init__(self, connections: Sequence[Connection], progress: _Progress, digests: bool) -> None:
+        self.connections = connections
+        self.progress = progress
+        self.asks_digests = digests
+        self.version: int | None = None
+        self.digests: EngineDigests | None = None
+        self.units: dict[int, _Unit] = {}  # by the engine's number of each request
+        self.ready: list[_Unit] = []
+        self.count = 0
+        self.delivered = 0
+
+    def held(self, office: int) -> tuple[int, ...]:
+        """Leases of an office that are worked on."""
+        return tuple(dict.fromkeys(unit.lease for unit in self.units.values() if unit.office == office))
+
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Take completions of the engine."""
+        for done in completions:
+            unit = self.units.get(done.number)
+            if unit is None:
+                continue
+            unit.done[done.number] = done
+            if len(unit.done) == len(unit.numbers):
+                for number in unit.numbers:
+                    del self.units[number]
+                self.ready.append(unit)
+
+    def exchange(self, room: int, leaving: bool) -> _Step:
+        """Report to all offices, and return what they order. Raises: PeerError."""
+        submit: list[Request] = []
+        cancel: list[int] = []
+        newest = self.version
+        ended = 0
+        for office, connection in enumerate(self.connections):
+            delivered = [(unit.lease, _as_asked(unit)) for unit in self.ready if unit.office == office]
+            self.ready = [unit for unit in self.ready if unit.office != office]
+            report = Report(
+                self.progress.iterations,
+                self.version,
+                max(0, room - len(submit)),
+                delivered,
+                self.held(office),
+                digests=self.digests,
+                leaving=leaving,
+            )
+            orders: Orders = connection.ask(report)
+            self.delivered += len(delivered)
+            dropped = set(orders.drop)
+            gone = [n for n, unit in self.units.items() if unit.office == office and unit.lease in dropped]
+            for number in gone:
+                del self.units[number]
+            cancel += gone
+            for lease, requests in orders.work:
+                submit += self._begin(office, lease, requests)
+            if orders.version is not None and orders.version != self.version:
+                newest = orders.version
+            ended += orders.end
+        self.digests = None
+        if leaving:
+            return _Step(end="left")
+        if ended:
+            return _Step(end="ended")
+        load = newest if newest != self.version and not self.units else None
+        return _Step(load, submit, cancel)
+
+    def _begin(self, office: int, lease: int, requests: Sequence[Request]) -> list[Request]:
+        """Give the requests of a lease numbers of this engine's."""
+        numbers = range(self.count, self.count + len(requests))
+        self.count += len(requests)
+        unit = _Unit(office, lease, requests, numbers, {})
+        self.units |= dict.fromkeys(numbers, unit)
+        return [request._replace(number=number) for request, number in zip(requests, numbers, strict=True)]
+
+
+def serve_run(
+    engine: Engine, addresses: Addresses, timeout_s: float, leaving: Callable[[], bool], note: Callable[[str], None]
+) -> tuple[str, Counts]:
+    """Serve a run until it ends or this generator leaves. Collective over the engine's mesh.
+
+    Args:
+      engine: without unfinished requests.
+      addresses: of the ranks that train.
+      timeout_s: bound on each wait for one of them.
+      leaving: true when this generator is to go; it gives back what it has not completed.
+      note: receives remarks.
+
+    Returns: "ended" or "left", and what was done.
+
+    Raises:
+      PeerError: a rank that trains is gone.
+      ValueError: the run has another model, or the mesh has several replicas.
+    """
+    mesh = engine.weights.mesh
+    if mesh.size(mesh.row_axes) > 1:
+        raise ValueError(
+            f"a generator is one replica, and {mesh} has {mesh.size(mesh.row_axes)}; start as many of them"
+        )
+    first = mesh.rank == 0
+    name = gather_objects(f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}", mesh)[0]
+    progress = _Progress()
+    with contextlib.ExitStack() as connections:
+        opened, facts = _weight_connections(addresses, name, timeout_s, connections)
+        layouts = dict(trees.named(engine.weights.layouts))
+        turn = int(name[-4:], 16) + mesh.rank
+        way = _WeightWay(opened, pieces_for(facts.stored, layouts, mesh.rank, turn), timeout_s)
+        offices = None
+        if first:
+            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, connections) for rank in facts.offices]
+            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, connections) for rank in facts.offices]
+            offices = _Offices(work, progress, facts.digests)
+            connections.enter_context(_beating(beats, progress))
+            note(f"{name} has joined; the run has {len(addresses.hosts)} ranks that train")
+        counts = Counts()
+        while True:
+            beat()
+            room = engine.room()
+            step = None if offices is None else offices.exchange(room, leaving())
+            step = from_first(step, mesh, "tensor") or _Step()
+            if step.end:
+                engine.cancel(range(0 if offices is None else offices.count))
+                return step.end, counts if offices is None else counts._replace(units=offices.delivered)
+            if step.load is not None:
+                counts = _load(way, engine, step.load, counts)
+                digests = engine_digests(engine) if facts.digests else None
+                if offices is not None:
+                    offices.version = step.load
+                    offices.digests = digests
+            if step.cancel:
+                engine.cancel(step.cancel)
+            if step.submit:
+                engine.submit(step.submit)
+            completions = engine.step() if engine.unfinished() else []
+            progress.iterations += 1
+            if offices is not None:
+                offices.finish(completions)
+
+
+def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> Counts:
+    """Pull weights of a version and give them to the engine."""
+    tree, received = pull(way.connections, way.pieces, engine.weights, version, way.timeout_s)
+    engine.load(engine.weights.named(tree), version)
+    return counts._replace(loads=counts.loads + 1, bytes=counts.bytes + received)
+
+
+def _as_asked(unit: _Unit) -> list[Completion]:
+    """Completions of a unit with the numbers of its office."""
+    done = [unit.done[number] for number in unit.numbers]
+    return [x._replace(number=request.number) for x, request in zip(done, unit.requests, strict=True)]
+
+
+def _weight_connections(
+    addresses: Addresses, name: str, timeout_s: float, stack: contextlib.ExitStack
+) -> tuple[list[Connection], TrainerFacts]:
+    """Connections for weights to all ranks that train, and facts of the weights."""
+    ranks = range(len(addresses.hosts))
+    opened = [_open(addresses, rank, Hello(name, WEIGHTS), timeout_s, stack) for rank in ranks]
+    facts = [connection.receive() for connection in opened]
+    return opened, facts[0]
+
+
+def _open(addresses: Addresses, rank: int, hello: Hello, timeout_s: float, stack: contextlib.ExitStack) -> Connection:
+    """A connection to a rank that trains, which the stack closes."""
+    host, port = addresses.hosts[rank]
+    connection = connect_to(host, port, addresses.secret, timeout_s)
+    stack.callback(connection.close)
+    connection.send(hello)
+    return connection
+
+
+@contextlib.contextmanager
+def _beating(connections: Sequence[Connection], progress: _Progress) -> Iterator[None]:
+    """Send signs of life, in a thread of its own."""
+    ended = threading.Event()
+
+    def live() -> None:
+        while not ended.wait(LIFE_S):
+            for connection in connections:
+                with contextlib.suppress(PeerError):  # the connections for work say so too
+                    connection.send(progress.iterations)
+
+    thread = threading.Thread(target=live, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,228 @@
+"""A backend of the native engine whose passes run in JAX: weights and pages stay on the device.
+
+Each pass is a program of static shapes. A pass that only decodes is `decode_pass`, traced. In another pass the new
+tokens of each sequence are in rows of a page's length, the last filled up with tokens that write to a spare page.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.compiled_kernels.paged_attention import Paging
+from funrl.mesh.mesh import Mesh
+from funrl.models.lora import Adapter
+from funrl.models.model import Layer, Model
+from funrl.rollout.native.backends import TorchBackend
+from funrl.rollout.native.device.decode_state import DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
+from funrl.rollout.native.passes import PassWork, SampledRows
+from funrl.rollout.native.static_decode import bucket
+from funrl.rollout.sampling import sample_tokens
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.xla.compiled import Compiled, to_jax, to_torch
+
+_log = logging.getLogger(__name__)
+
+
+class PassPlaces(NamedTuple):
+    """Places of the new tokens of a pass, in R rows of equally many.
+
+    Attributes:
+      tokens_N: int64 ids.
+      positions_N: int64, in the token's sequence.
+      places_N: int64, page times page length plus offset.
+      table_RP: int32 pages of each row's sequence.
+      sampled_M: int64, which tokens one is sampled after.
+      adapters_N: int64, number of each token's adapter.
+    """
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    places_N: Tensor
+    table_RP: Tensor
+    sampled_M: Tensor
+    adapters_N: Tensor
+
+
+class XlaBackend(TorchBackend):
+    """The training model in JAX; see `Backend`."""
+
+    def __init__(
+        self, model: Model, mesh: Mesh, dtype: torch.dtype, page_tokens: int, note: Callable[[str], None] = _log.info
+    ):
+        """Begin without weights; `note` receives how long programs took to be made."""
+        super().__init__(model, mesh, dtype, static_layer(model.layer), page_tokens)
+        self._note = note
+        self._weights: trees.Tree = None
+        self._factors: dict[int, trees.Tree] = {}
+        self._programs: dict[Any, Compiled] = {}
+        self._spare = 0
+
+    def load(self, params: trees.Tree) -> None:
+        super().load(params)
+        with jax.enable_x64(True):
+            self._weights = trees.map(to_jax, params)
+
+    def drop(self) -> None:
+        super().drop()
+        self._weights = None
+
+    def load_adapter(self, number: int, adapter: Adapter | None) -> None:
+        super().load_adapter(number, adapter)
+        self._factors.pop(number, None)
+        if adapter is not None:
+            with jax.enable_x64(True):
+                self._factors[number] = trees.map(to_jax, adapter.factors)
+
+    def resize(self, pages: int, cells: int = 0) -> None:
+        self._cache = None
+        self._spare = pages
+        if pages:
+            assert self.model.init_cache is not None
+            whole = pages + self.spare
+            meta = self.model.init_cache(self.mesh, whole, self.page_tokens, self._dtype, torch.device("meta"))
+            with jax.enable_x64(True):
+                self._cache = trees.map(_zeros, meta)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        filling = [self._spare] * (bucket(len(sources)) - len(sources))
+        with jax.enable_x64(True):
+            places = (jnp.asarray([*pages, *filling]) for pages in (sources, targets))
+            self._cache = _copied_pages(self._cache, *places)
+
+    def forward(self, work: PassWork) -> Tensor:
+        used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
+        places = pass_places(work, self.page_tokens, self._spare)
+
+        def run(params, factors, cache, places):
+            inner = self._traced(params, factors, cache)
+            empty = places.tokens_N.new_zeros(0)
+            paging = Paging(places.places_N, places.positions_N, places.table_RP, empty, empty, empty)
+            hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N))
+            return hidden_ND[places.sampled_M], inner._cache
+
+        program = self._program(("prefill", used), run)
+        hidden_MD, self._cache = program.arrays(self._weights, self._used(used), self._cache, places)
+        return to_torch(hidden_MD)[: len(work.sampled_positions)]
+
+    def decode(
+        self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def run(params, factors, cache, state, rows_B):
+            inner = self._traced(params, factors, cache)
+            state = trees.map(torch.clone, state)
+            sampled = decode_pass(inner, state, rows_B, form=form, spare=spare)
+            return sampled, inner._cache, state
+
+        program = self._program(("decode", form, spare), run)
+        given = (self._weights, self._used(form.adapters), self._cache, state, rows_B)
+        sampled, self._cache, after = program.arrays(*given)
+        for x, new in zip(state, after, strict=True):
+            x.copy_(to_torch(new))
+        token_B, sampling_logp_B, raw_logp_B = map(to_torch, sampled)
+        return token_B, sampling_logp_B, raw_logp_B
+
+    def sample(
+        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
+    ) -> SampledRows:
+        rows = len(source_R)
+        more = bucket(rows) - rows
+
+        def filled(x: Tensor) -> Tensor:
+            return torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
+
+        def run(params, hidden_RD, noise_R, seen_RV):
+            inner = self._traced(params, {}, ())
+            return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True)
+
+        program = self._program(("sample", sampling, noise_R is None, seen_RV is None), run)
+        numbers = [None if x is None else filled(x) for x in (output_M[source_R], noise_R, seen_RV)]
+        token_R, sampling_logp_R, raw_logp_R = (to_torch(x)[:rows] for x in program.arrays(self._weights, *numbers))
+        return token_R, sampling_logp_R, raw_logp_R
+
+    def _used(self, adapters: Sequence[int]) -> dict[str, trees.Tree]:
+        """The factors of some adapters, by their numbers."""
+        return {str(number): self._factors[number] for number in adapters if number >= 0}
+
+    def _program(self, key: Any, run: Callable[..., trees.Tree]) -> Compiled:
+        """The program of a key; the cache of a pass, its third argument, is donated."""
+        if key not in self._programs:
+            donated = () if key[0] == "sample" else (2,)
+            self._programs[key] = Compiled(run, f"{key[0]} of the engine", self._note, donated)
+        return self._programs[key]
+
+    def _traced(self, params: trees.Tree, factors: dict[str, trees.Tree], cache: trees.Tree) -> TorchBackend:
+        """The backend in torch with the weights and the cache of a program that is traced."""
+        assert self.model.unembed is not None
+        inner = copy.copy(self)
+        inner._params = params
+        inner._unembed_VD = self.model.unembed(params)
+        inner._cache = trees.map(torch.clone, cache)  # written in place
+        inner._adapted = {}
+        inner._adapters = {int(n): Adapter(tree, self._adapters[int(n)].scale) for n, tree in factors.items()}
+        return inner
+
+
+def static_layer(layer: Layer) -> Layer:
+    """A layer whose attention has static shapes."""
+
+    def static(config, mesh, params, x_BTD, context):
+        return layer(config, mesh, params, x_BTD, context._replace(blockwise=True))
+
+    return static
+
+
+def pass_places(work: PassWork, page_tokens: int, spare_page: int) -> PassPlaces:
+    """Places of a pass in rows of a page's length; few numbers of rows, of pages and of sampled tokens occur."""
+    counts_S = np.asarray(work.counts, dtype=np.int64)
+    ends_S = np.asarray(work.ends, dtype=np.int64)
+    rows_S = -(-counts_S // page_tokens)
+    rows = bucket(int(rows_S.sum()))
+    pages = bucket(-(-int(ends_S.max()) // page_tokens))
+    sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
+    index_N = np.arange(len(sequence_N)) - (np.cumsum(counts_S) - counts_S)[sequence_N]
+    at_N = (np.cumsum(rows_S) - rows_S)[sequence_N] * page_tokens + index_N
+    position_N = (ends_S - counts_S)[sequence_N] + index_N
+    table_SP = np.zeros((len(counts_S), pages), dtype=np.int32)
+    given = work.table_SP.numpy()[:, :pages]
+    table_SP[:, : given.shape[1]] = given
+    place_N = table_SP[sequence_N, position_N // page_tokens].astype(np.int64) * page_tokens + position_N % page_tokens
+    adapters_S = np.full(len(counts_S), -1) if work.adapters is None else work.adapters
+
+    def laid(x_N: np.ndarray, filling: int) -> Tensor:
+        whole = np.full(rows * page_tokens, filling, dtype=np.int64)
+        whole[at_N] = x_N
+        return torch.from_numpy(whole)
+
+    table_RP = np.zeros((rows, pages), dtype=np.int32)
+    table_RP[: rows_S.sum()] = np.repeat(table_SP, rows_S, axis=0)
+    sampled_M = at_N[np.asarray(work.sampled_positions, dtype=np.int64)]
+    filling = np.zeros(bucket(len(sampled_M)) - len(sampled_M), dtype=np.int64)
+    return PassPlaces(
+        laid(work.tokens_N.numpy(), 0),
+        laid(position_N, 0),
+        laid(place_N, spare_page * page_tokens),
+        torch.from_numpy(table_RP),
+        torch.from_numpy(np.concatenate([sampled_M, filling])),
+        laid(adapters_S[sequence_N], int(adapters_S[0])),
+    )
+
+
+def _zeros(x: Tensor) -> jax.Array:
+    """An array of zeros of the shape and dtype of a tensor."""
+    return jnp.zeros(tuple(x.shape), to_jax(torch.empty(0, dtype=x.dtype)).dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copied_pages(cache: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> trees.Tree:
+    return jax.tree.map(lambda x: x.at[to_P].set(x[from_P]), cache)

@@ -1,0 +1,326 @@
+"""Groups of rows that other ranks write without a break, as the ranks that train take them into batches.
+
+The first rank keeps the state of admission: it learns which groups have ended and which weights all replicas hold, and
+chooses the groups of a batch by their numbers. The others learn its choice through the store.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl import trees
+from funrl.algos.advantages.units import units_of
+from funrl.asynchrony.admission import Admission, AdmissionRule
+from funrl.batch import declare
+from funrl.data.order import places_in_order
+from funrl.data.prompts import Example
+from funrl.mesh.collectives import from_first_rank
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
+from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
+from funrl.processes.heartbeat import beat, entered, left
+from funrl.rewards.call import RewardError
+from funrl.rollout.remote.engine import RemoteEngine
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.placement.generators import ORIGIN, Generators
+from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, blank_batch, origins_of
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.sources.prompts import PromptSchedule
+from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+
+REPLICAS = "replicas"  # in service together, as `Admission` names generators
+
+
+class TakenGroup(NamedTuple):
+    """A group of a batch.
+
+    Attributes:
+      number: of it.
+      group: what was delivered.
+    """
+
+    number: int
+    group: WrittenGroup
+
+
+def admission_rule(job: RLJob) -> AdmissionRule:
+    """The rule by which groups of a run are begun and taken."""
+    settings = job.settings
+    return AdmissionRule(
+        settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window
+    ).checked()
+
+
+class GroupGenerators(Generators):
+    """The ranks that write groups, as those that train see them; an `Elsewhere`.
+
+    Attributes:
+      plan: of the groups; None: before the first step.
+      keeps_cache: whether replicas keep keys and values of older weights.
+      overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
+        a batch. A resumed run needs it.
+    """
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        mesh: Mesh,
+        show: Show,
+        *,
+        rule: AdmissionRule,
+        early: bool,
+        schedule: PromptSchedule,
+    ) -> None:
+        """Name the ranks.
+
+        Args:
+          engine, mesh, show, early: as of `Generators`.
+          rule: of admission.
+          schedule: of the prompts.
+        """
+        super().__init__(engine, mesh, show, early=early, staleness=rule.most_age)
+        self.plan: GroupPlan | None = None
+        self._schedule = schedule
+        self.keeps_cache = False
+        self._admission = Admission(rule)
+        self._board = GroupBoard(self.generating.size(self.generating.row_axes))
+        engine.held = self._board_holds
+        self._batch = 0
+        self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
+        self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
+        self._taken: list[TakenGroup] = []
+        self._metrics: dict[str, float] = {}
+
+    def begin_step(self, step: int, position: int, steps: int) -> None:
+        """Begin to take the batch of a step.
+
+        Args:
+          step: number of the step.
+          position: of its first prompt in the order.
+          steps: of the run.
+        """
+        self.step = step
+        if self.plan is None:
+            count = (steps - step + 1) * self._admission.rule.places
+            overtaking = self.overtaking()
+            again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
+            fresh = max(overtaking, default=-1) + 1
+            self.plan = GroupPlan(position, count, step, fresh, again)
+            self._admission = self._admission._replace(
+                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
+            )
+            if self.mesh.rank == 0:
+                self._board.open(self.plan)
+        self._batch = step - self.plan.step
+        if self.mesh.rank == 0:
+            self._board.train(self._batch, self.engine.version or 0)
+
+    def saved(self, state: trees.Tree) -> trees.Tree:
+        """The state with the groups that have overtaken others, where some may; see `Generators`."""
+        return {**state, "overtaken": self.overtaken_W} if len(self.overtaken_W) else state
+
+    def restored(self, state: trees.Tree) -> trees.Tree:
+        """The state without them; see `Generators`."""
+        if "overtaken" not in state:
+            return state
+        self.overtaken_W = state["overtaken"].cpu()
+        return {name: value for name, value in state.items() if name != "overtaken"}
+
+    def overtaking(self) -> list[int]:
+        """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
+        oldest = -int(self.overtaken_W.sum())
+        return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
+
+        Raises:
+          RewardError: as `rollout` raises it.
+        """
+        assert self.plan is not None
+        begin = time.perf_counter()
+        self._taken = self._collected()
+        self._metrics = self._metrics_of(time.perf_counter() - begin)
+        for _, group in self._taken:
+            for note in group.notes:
+                self.show.note(note)
+        for _, group in self._taken:
+            if group.problem is not None:
+                raise RewardError(group.problem)
+        assert len(self._taken) == len(places)
+        prompts, _, seed, _ = self._schedule
+        positions = [self.plan.position + number for number, _ in self._taken]
+        return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
+
+    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
+        """Rows of the groups that `order` has taken; see `Elsewhere`."""
+        device = self.mesh.device
+        parts = []
+        facts = collections.defaultdict[str, list[Any]](list)
+        for place, (number, group) in enumerate(self._taken):
+            written = group.written
+            assert written is not None
+            batch = declare(blank_batch(written, device), ORIGIN)
+            rows = len(written.owner)
+            fields = {"origin": torch.from_numpy(origins_of(number, rows)).to(device)}
+            fields["group"] = torch.full_like(batch.group, place)
+            episode_B = batch.get("episode")
+            if episode_B is not None:
+                fields["episode"] = episode_B + place * sampling.samples
+            parts.append(rows_of(batch._replace(**fields), np.full(rows, group.generator), self.generating))
+            for name, value in written.rollout.items():
+                facts[name].append(value.to(device) if isinstance(value, Tensor) else value)
+            facts["generator"].append(np.full(len(written.rollout["owner"]), group.generator))
+        rows = join_rows(parts)
+        units = units_of(rows.batch)
+        if units is not None:
+            rows = rows.with_fields(unit=units.index)
+        done = Rollout(
+            completions=(),
+            lengths=torch.cat(facts["lengths"]),
+            finished=torch.cat(facts["finished"]),
+            score=torch.cat(facts["score"]),
+            scores=torch.cat(facts["scores"]),
+            owner=np.concatenate(facts["generator"]),
+            mesh=self.generating,
+            dtype=facts["dtype"][0],
+            failed=None if facts["failed"][0] is None else torch.cat(facts["failed"]),
+            entries=add_totals(*facts["entries"]),
+            episodes=add_totals(*facts["episodes"]),
+        )
+        if not self.early:
+            return done, rows
+        ranks = self.mesh.size(self.mesh.row_axes)
+        to = rows.batch.group.cpu().numpy() * ranks // max(1, len(examples))
+        return done, self.move(rows, to, self.mesh)
+
+    def samples(self, count: int) -> list[ShownSample]:
+        """The first samples of the batch; see `Elsewhere`."""
+        return [sample for _, group in self._taken for sample in group.shown][:count]
+
+    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""
+        stale_bT = super().stale(version_bT, mask_bT)
+        older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
+        return stale_bT | older_b1 if self.keeps_cache else stale_bT
+
+    def log(self) -> list[tuple[Any, ...]] | None:
+        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
+        if self.plan is None or self.keeps_cache:
+            return None
+        places = self._admission.rule.places
+        return [
+            (
+                self.plan.position + number,
+                self.plan.position + number // places * places,
+                group.generator,
+                group.switches,
+                sorted(group.tokens.items()),
+            )
+            for number, group in self._taken
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the newest batch and of the weights that were sent before it."""
+        sender = self.engine.sender
+        sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
+        return self._metrics | sent
+
+    def close(self) -> None:
+        """Wait for the last transfer of weights."""
+        if self.engine.sender is not None:
+            self.engine.sender.wait()
+
+    def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
+        """The request that lets the ranks that generate hand rows over, and let go of the batch's groups."""
+        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, tuple(number for number, _ in self._taken))
+
+    def _board_holds(self, version: int) -> bool:
+        self._board.batch_of_weights(version)
+        return self._board.everywhere >= version
+
+    def _collected(self) -> list[TakenGroup]:
+        """The groups of the batch by their numbers, once all have ended. Collective."""
+        name = f"the generators' groups of step {self.step}"
+        key = f"{GROUPS_KEY}/ready/{self._batch}"
+        entered(name)
+        taken = overtaken_W = None
+        if self.mesh.rank == 0:
+            taken = self._awaited(name)
+            oldest = self._admission.oldest
+            window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
+            overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
+            run_store().set(key, "1")
+            run_store().delete_key(f"{GROUPS_KEY}/ready/{self._batch - 2}")
+        else:
+            wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
+        taken, self.overtaken_W = from_first_rank((taken, overtaken_W), self.mesh)
+        left()
+        return taken
+
+    def _awaited(self, waits_for: str) -> list[TakenGroup]:
+        """Wait on the first rank for the groups of the batch, which leave the state of admission."""
+        assert self.plan is not None
+        pauses = Pauses(1)
+        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
+        taken: list[int] = []
+        while True:
+            while (number := self._board.next_finished()) is not None:
+                self._written[number] = self._board.collect(number)
+                self._admit()  # a group that has ended may have begun since the last one
+                self._admission = self._admission.finish([number])
+                beat()
+                pauses = Pauses(1)
+            problems = [number for number, group in self._written.items() if group.problem is not None]
+            if problems:
+                return [TakenGroup(problems[0], self._written[problems[0]])]
+            batch = self._admission.batch
+            while self._admission.batch == batch and (places := self._admission.consumable()):
+                _, self._admission = self._admission.consume(places)
+                taken += places
+            if self._admission.batch > batch:
+                return [TakenGroup(number, self._written.pop(number)) for number in sorted(taken)]
+            pauses.sleep()
+            limit.check()
+
+    def _admit(self) -> None:
+        """Follow the rule by which replicas begin groups."""
+        assert self.plan is not None
+        batch = self._board.batch_of_weights(self.engine.version or 0)
+        held = self._admission.version
+        if batch is not None and (held is None or batch > held):
+            self._admission = self._admission.version_held(REPLICAS, batch)
+            _, self._admission = self._admission.submit(self.plan.count)
+
+    def _metrics_of(self, waited_s: float) -> dict[str, float]:
+        """Metrics of the groups that were taken."""
+        tokens: collections.Counter[int] = collections.Counter()
+        for _, group in self._taken:
+            tokens.update(group.tokens)
+        waited = sum(group.waited_s for _, group in self._taken) / self._board.replicas
+        waits = {"wait/trainer_s": waited_s, "wait/generator_s": waited}
+        return waits | age_metrics(tokens, self.engine.version or 0)
+
+
+def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:
+    """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
+
+    Args:
+      tokens: version -> tokens that it sampled.
+      newest: version of the weights that train on them.
+    """
+    count = sum(tokens.values())
+    if not count:
+        return {}
+    mean = sum((newest - version) * number for version, number in tokens.items()) / count
+    return {"age/mean": mean, "age/max": float(newest - min(tokens))}

@@ -1,0 +1,80 @@
+"""The ranks of a role that does not learn: they score rows of the ranks that train, one request after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funrl import trees
+from funrl.batch import FIELDS, Batch
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Answers, End
+from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
+from funrl.mesh.reshard import reshard
+from funrl.mesh.rules import layouts
+from funrl.processes import heartbeat
+from funrl.processes.workers import stops_when_asked
+from funrl.trainer.jobs.build import Parts, build, first_weights
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.sharding import stored_rules
+from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.steps.remote_scores import (
+    NUMBERS_OF_A_POOL,
+    RemoteScorer,
+    ScoredFields,
+    ScoreRequest,
+    row_field_kinds,
+)
+from funrl.trainer.steps.score import score_role
+from funrl.trainer.steps.step_rows import rows_of
+
+
+def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
+    """Score for the ranks that train until they have ended; returns `End.result`.
+
+    Args:
+      job: what runs.
+      name: of the role.
+      training, own: meshes of the ranks that train, and of those of the role; this rank is in the second.
+    """
+    assert job.placement is not None
+    pool = list(job.placement.scoring).index(name)
+    with heartbeat.phase("load"):
+        parts = build(job, own, lambda _: None, only=name)
+        scorer = RemoteScorer(name, parts.roles[name], training, pool, scoring_budget(job.settings))
+        params = _first_weights(job, parts, scorer)
+    answers = Answers(own, first=(pool + 1) * NUMBERS_OF_A_POOL)
+    with stops_when_asked():
+        while not isinstance(request := answers.take("rows to score"), End):
+            heartbeat.at_step(request.step)
+            with heartbeat.phase(f"score_{name}"):
+                fields, way = _scored(scorer, params, request)
+            kinds = row_field_kinds(job.algorithm.schema, fields)
+            answers.answer(ScoredFields({field: (x.dtype, tuple(x.shape[2:])) for field, x in fields.items()}))
+            send_rows(fields, kinds, way)
+    return request.result
+
+
+def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:
+    """This rank's weights: of the role's own directory, or those that the run begins with, which arrive."""
+    if scorer.name in job.directories:
+        return first_weights(job, parts, ())[scorer.name]
+    rules = stored_rules(job.settings, job.main_role)
+    stored = layouts(job.model.shapes, job.model.axes, rules, scorer.training.sizes)
+    return reshard(None, scorer.first_plan(stored, job.dtype), parts.mesh)
+
+
+def _scored(
+    scorer: RemoteScorer, params: trees.Tree, request: ScoreRequest
+) -> tuple[dict[str, torch.Tensor], Handover]:
+    """The fields of this rank's rows, after they have arrived, and the way back. Collective over its mesh."""
+    lengths, mesh = request.lengths, scorer.mesh
+    to = scorer.targets(lengths)
+    device = mesh.device
+    like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in request.tokens.items()}
+    way = Handover(lengths, request.owner, to, source=scorer.training, target=mesh)
+    own, _ = receive_rows(like, row_field_kinds(FIELDS, like), way)
+    batch = Batch(length=torch.from_numpy(lengths).to(device), **own)
+    fields = score_role(scorer.role, params, rows_of(batch, to, mesh), scorer.token_budget)
+    return fields, Handover(lengths, to, request.owner, source=mesh, target=scorer.training)

@@ -1,0 +1,365 @@
+"""Groups of rows that a replica writes without a break: begun by the rule of admission, beside its engine's steps.
+
+Between two iterations of its engine a replica looks for requests of the ranks that train, takes weights that have
+arrived, and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.data.order import places_in_order
+from funrl.data.prompts import Example
+from funrl.environments.run import EpisodeGroup, EpisodeRunner
+from funrl.fields import Field
+from funrl.mesh.collectives import from_first
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import PROGRESS_S, Answers
+from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.mesh.pools.handover import Handover, send_rows
+from funrl.mesh.pools.transfer import Arrived, WeightReceiver
+from funrl.processes import heartbeat
+from funrl.rewards.call import RewardError
+from funrl.rollout.policy import PolicySetup, RunEndingError
+from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.resident import ResidentEngine, follow
+from funrl.seeds import derived_seed
+from funrl.serve.endpoint import serve_agent
+from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
+from funrl.trainer.sources.episode_rows import rollout_of_episodes
+from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
+from funrl.trainer.sources.observing import ShownSample, shown_samples
+from funrl.trainer.sources.prompts import Generation
+from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of, take
+
+WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
+STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
+SHOWN_PROMPTS = 8  # of a step
+REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
+
+
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Tensor]
+    further: dict[str, Field]
+
+
+class Turn(NamedTuple):
+    """The next thing that all tensor ranks of a replica do; without any, they step the engine.
+
+    Attributes:
+      request: take a request of the ranks that train.
+      weights: number of the transfer whose weights they take; -1: none.
+      rows: fields of the rows of groups that have ended, by the numbers of the groups.
+    """
+
+    request: bool = False
+    weights: int = -1
+    rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
+
+
+class GroupWriter:
+    """The groups of this rank's replica.
+
+    Attributes:
+      resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
+      engine: of this rank.
+      mesh: to generate on.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        rule: AdmissionRule,
+        receiver: WeightReceiver,
+        take_weights: Callable[[Arrived], None],
+    ) -> None:
+        """Begin without groups.
+
+        Args:
+          generation: as of a source, on the mesh to generate on.
+          rule: of admission.
+          receiver: of weights.
+          take_weights: gives arrived weights to the engine.
+        """
+        self.mesh = mesh = generation.engine.mesh
+        self.engine = generation.engine.engine
+        first = mesh.index("tensor") == 0
+        self.resident = ResidentEngine(self.engine) if first else None
+        self._replica = int(mesh.index(mesh.row_axes))
+        self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
+        self._generation = generation._replace(
+            engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
+        )
+        self._rule = rule
+        self._receiver = receiver
+        self._take_weights = take_weights
+        self._board = GroupBoard(mesh.size(mesh.row_axes))
+        self._plan: GroupPlan | None = None
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
+        self._held: dict[int, Rows] = {}
+        self._has_next = False
+        self._next: int | None = None  # the group that begins next, if there is one
+        self._admitted = 0  # groups that may have begun
+        self._told: int | None = None  # the newest version that the others know of
+        self._next_look = 0.0
+        self._next_sign = 0.0
+        self._idle_since: float | None = None
+        self._waited_s = 0.0
+        self._notes: list[str] = []
+
+    def turn(self, answers: Answers) -> Turn:
+        """The next thing to do. Collective over "tensor"."""
+        decided = self._decide(answers) if self.resident is not None else None
+        turn: Turn = from_first(decided, self.mesh, "tensor") or Turn()
+        for number, (fields, further) in turn.rows.items():
+            on_device = {name: x.to(self.mesh.device) for name, x in fields.items()}
+            batch = Batch(FIELDS | further if further else FIELDS, **on_device)
+            self._held[number] = rows_of(batch, mesh=self._alone)
+        if turn.weights >= 0:
+            self.take(turn.weights)
+        return turn
+
+    def step(self) -> None:
+        """Step the engine once, or wait a little where it has nothing to do. Collective over "tensor"."""
+        if self.resident is None:
+            follow(self.engine, self.mesh)
+            return
+        self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
+
+    def take(self, number: int) -> None:
+        """Let the engine have the weights of a transfer that has arrived."""
+        arrived = self._receiver.arrived()
+        assert arrived is not None and arrived.number == number
+        self._take_weights(arrived)
+        self._receiver.taken(arrived)
+
+    def take_version(self, version: int) -> None:
+        """Wait for weights and take them, unless the engine has them. Collective over "tensor"."""
+        heartbeat.entered(f"weights {version} of the ranks that train")
+        while (self.engine.version or 0) < version:
+            arrived = self._receiver.arrived()
+            if arrived is not None and arrived.transfer.version >= version:
+                self.take(arrived.number)
+            else:
+                heartbeat.beat()
+                time.sleep(WRITER_IDLE_S)
+        heartbeat.left()
+        self._tell_version()
+
+    def send(self, request: SendGroupsRequest, training: Mesh) -> None:
+        """Hand over rows of groups, and let go of all rows of these groups."""
+        own = np.flatnonzero(request.owner == self._replica)
+        if len(own):
+            runs = split_origins(request.origins[own])
+            rows = join_rows([take(self._held[number], places) for number, places in runs])
+            fields = as_dict(rows.batch)
+            kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
+            way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=training)
+            with heartbeat.phase("send_rows"):
+                send_rows({name: fields[name] for name in kinds}, kinds, way)
+        for number in request.groups:
+            self._held.pop(number, None)
+
+    def close(self) -> None:
+        """End all groups."""
+        self._loop.run_until_complete(_cancelled(list(self._tasks.values())))
+        self._loop.close()
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def _decide(self, answers: Answers) -> Turn | None:
+        rows = self._deliver_ended()
+        now = time.monotonic()
+        if now < self._next_look:
+            return Turn(rows=rows) if rows else None
+        replicas = self._board.replicas
+        self._next_look = now + STORE_LOOK_S * max(1, replicas // 8)
+        self._tell_version()
+        if answers.waiting():
+            return Turn(request=True, rows=rows)
+        arrived = self._receiver.arrived()
+        if arrived is not None and self._receiver.complete(arrived.number, self.mesh.size("tensor")):
+            return Turn(weights=arrived.number, rows=rows)
+        self._begin_groups()
+        return Turn(rows=rows) if rows else None
+
+    def _tell_version(self) -> None:
+        """Let the other ranks know the version of this replica."""
+        version = self.engine.version
+        if self.resident is None or version is None or version == self._told:
+            return
+        for passed in range(version if self._told is None else self._told + 1, version + 1):
+            self._board.hold(passed)
+        self._told = version
+
+    def _begin_groups(self) -> None:
+        """Begin the groups that may begin and for which the engine has room."""
+        if self._plan is None:
+            self._plan = self._board.plan()
+        if self._plan is None or self.resident is None:
+            return
+        room = self.resident.room()
+        while room > 0 or not self._tasks:
+            if not self._has_next:
+                self._next = self._plan.number_of(self._board.take_ticket())
+                self._has_next = True
+            if self._next is None or not self._may_begin(self._next):
+                break
+            self._tasks[self._next] = self._loop.create_task(self._write(self._next))
+            self._has_next = False
+            room -= self._generation.sampling.samples
+        self._count_waiting()
+
+    def _may_begin(self, number: int) -> bool:
+        """True if all replicas hold the version that a group needs."""
+        if number >= self._admitted and self._told is not None:
+            batch = self._board.batch_of_weights(self._told)
+            if batch is not None:
+                self._admitted = self._rule.submitted_by(batch)
+        return number < self._admitted
+
+    def _count_waiting(self) -> None:
+        now = time.monotonic()
+        if self._tasks and now >= self._next_sign:
+            self._next_sign = now + PROGRESS_S
+            self._board.show_work()
+        if self._idle_since is not None:
+            self._waited_s += now - self._idle_since
+        over = self._has_next and self._next is None
+        self._idle_since = None if self._tasks or over else now
+
+    def _deliver_ended(self) -> dict[int, GroupFields]:
+        """Deliver groups that have ended; returns their rows."""
+        ended = [number for number, task in self._tasks.items() if task.done()]
+        kept: dict[int, GroupFields] = {}
+        for number in ended:
+            task = self._tasks.pop(number)
+            try:
+                done, rows = task.result()
+            except (RewardError, RunEndingError) as error:
+                self._board.deliver(number, self._group(problem=str(error)))
+                continue
+            kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
+            shown = self._shown(number, done, rows)
+            written = written_rows(done, rows)
+            tokens, switches = versions_of(rows)
+            self._board.deliver(
+                number, self._group()._replace(written=written, tokens=tokens, switches=switches, shown=shown)
+            )
+        return kept
+
+    def _shown(self, number: int, done: Rollout, rows: Rows) -> list[ShownSample]:
+        """The first sample of a group, if its step shows samples and it is among the first."""
+        assert self._plan is not None
+        batch, place = divmod(number, self._rule.places)
+        generation = self._generation
+        if place >= SHOWN_PROMPTS or not generation.shows(self._plan.step + batch):
+            return []
+        decode = generation.engine.decode
+        samples = generation.sampling.samples
+        examples = [self._example(number)]
+        return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+
+    def _group(self, problem: str | None = None) -> WrittenGroup:
+        """A group without rows, with what has happened since the last one."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        notes, self._notes = self._notes, []
+        return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
+
+    def _example(self, number: int) -> Example:
+        assert self._plan is not None
+        prompts, _, seed, _ = self._generation.schedule
+        place = int(places_in_order(prompts, 1, seed, self._plan.position + number)[0])
+        return prompts[place]
+
+    def _seeds(self, number: int) -> list[int]:
+        """Seeds of a group's samples: those that the batch gives them where it is written at once."""
+        assert self._plan is not None
+        batch, place = divmod(number, self._rule.places)
+        seed = derived_seed(self._generation.schedule.seed, self._plan.position + batch * self._rule.places)
+        samples = self._generation.sampling.samples
+        return [request_seed(seed, place * samples + i) for i in range(samples)]
+
+    async def _write(self, number: int) -> tuple[Rollout, Rows]:
+        """Write and reward a group. Raises: RewardError, RunEndingError."""
+        example = self._example(number)
+        seeds = self._seeds(number)
+        if self._generation.episodes is None:
+            return await self._completed(example, seeds)
+        return await self._episodes(example, seeds)
+
+    async def _completed(self, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+        resident = self.resident
+        assert resident is not None
+        generation = self._generation
+        sampling = generation.sampling
+        pending = pending_rewards(generation.engine, [example], sampling.samples)
+
+        async def complete(number: int, seed: int) -> Completion:
+            done = await resident.ask(Request(0, example.tokens, sampling, seed))
+            done = done._replace(number=number)
+            if pending is not None:
+                pending.add(done)
+            return done
+
+        begin = time.perf_counter()
+        completions = await asyncio.gather(*(complete(number, seed) for number, seed in enumerate(seeds)))
+        while pending is not None and not pending.ready():
+            await asyncio.sleep(REWARDS_S)
+        done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
+        rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
+        return done, rows
+
+    async def _episodes(self, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+        setup = self._generation.episodes
+        assert setup is not None and self.resident is not None
+        sampling = self._generation.sampling
+        policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
+        runner = EpisodeRunner(setup.environment, policy, setup.limits)
+        runner.resident = self.resident
+        episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
+        costs = [runner.costs[number] for number, _ in episodes]
+        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], sampling, costs=costs)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and let them clean up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def group_fields(rows: Rows, own: bool) -> GroupFields:
+    """The fields of rows, on the CPU unless only their `own` rank needs them."""
+    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
+    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
+
+
+def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
+    tokens: collections.Counter[int] = collections.Counter()
+    switches = []
+    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
+        sampled = version_T[mask_T].numpy()
+        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
+        switches.append([(begin, int(sampled[begin])) for begin in begins])
+        tokens.update(sampled.tolist())
+    return dict(tokens), switches

@@ -1,0 +1,55 @@
+"""The kernels of `gpu_kernels` compiled for GPUs that this machine need not have, as a program.
+
+It prints as JSON, for each GPU and kernel, what the assembly says.
+"""
+
+import itertools
+import json
+
+import torch  # noqa: F401  # before triton, which it may bring along
+import triton
+from compiled_rows import GPUS, facts
+from triton.compiler import ASTSource
+
+from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels
+
+HALF, FULL, WHOLE = "*bf16", "*fp32", "*i32"
+HEADS = {"page": 256, "block": 64, "group": 2, "size": 128, "width": 128}
+KERNELS = {  # types of the arguments, constants, warps
+    page_kernels._decode_parts: (
+        (HALF, HALF, HALF, WHOLE, WHOLE, WHOLE, FULL, FULL, "i32", "i32", "fp32", "fp32", "i32"),
+        HEADS | {"part": 512, "rows": 16, "capped": False},
+        4,
+    ),
+    page_kernels._prompt_tiles: (
+        (HALF, HALF, HALF, WHOLE, WHOLE, WHOLE, HALF, HALF, "i32", "i32", "i32", "fp32", "fp32", "i32"),
+        HEADS | {"tokens": 32, "heads": 2, "capped": False, "sinks": False},
+        4,
+    ),
+    page_kernels._write: ((HALF, HALF, HALF, HALF, "*i64", "i32", "i32"), {"numbers": 1024, "width": 1024}, 4),
+    adamw_kernel._adamw: ((HALF, *[FULL] * 5, "i32", *["fp32"] * 6), {"width": 2048}, 4),
+}
+
+
+def compiled(kernel, gpu):
+    types, constants, warps = KERNELS[kernel]
+    names = kernel.arg_names
+    whole = [i for i, kind in enumerate(types) if kind.startswith("*") or names[i] in ("size", "k_stride", "v_stride")]
+    source = ASTSource(
+        kernel,
+        dict(zip(names, (*types, *["constexpr"] * len(constants)), strict=True)),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in whole},
+    )
+    return triton.compile(source, target=gpu, options={"num_warps": warps}).asm
+
+
+def main():
+    results = {}
+    for (name, gpu), kernel in itertools.product(GPUS.items(), KERNELS):
+        results[f"{name} {kernel.__name__}"] = facts(compiled(kernel, gpu))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Cases of the kernels of `gpu_kernels` under Triton's interpreter, as a program: TRITON_INTERPRET is read at imports.
+
+It prints as JSON, for each case, null or the traceback of its failure.
+"""
+
+import itertools
+import json
+import sys
+import traceback
+
+import torch
+
+from funrl.compiled_kernels import paged_attention as dispatch
+from funrl.compiled_kernels.gpu_kernels import trials
+from funrl.compiled_kernels.paged_attention import paged_attention_reference, paging_of
+from funrl.optim import fused
+
+assert "triton" not in sys.modules, "triton is imported where a kernel runs, and not before"
+from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels  # noqa: E402
+
+PAGE = 32
+DECODING = [(1, 100), (1, 1), (1, 64), (1, 65)]
+PROMPTS = [(5, 100), (40, 40), (33, 65)]
+MIXED = [(1, 70), (3, 5), (1, 33), (20, 52)]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scene(sequences, heads, kv_heads, size):
+    """Queries, keys and values of new tokens, a cache at random, and their places."""
+    counts, ends = zip(*sequences, strict=True)
+    width = max(-(-end // PAGE) for end in ends) + 1
+    pages = width * len(ends)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).view(len(ends), width)
+    q, k, v = (draw(sum(counts), n, size, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    cache = tuple(draw(pages, PAGE, kv_heads, size, seed=i) for i in (5, 6))
+    return q, k, v, cache, paging_of(counts, ends, table, PAGE)
+
+
+def compare(sequences, sizes, window=0, cap=0.0, sinks=None):
+    """A pass by the kernels beside the reference in float64."""
+    q, k, v, cache, paging = scene(sequences, *sizes)
+    own = tuple(x.clone() for x in cache)
+    page_kernels.write_pages(k, v, own, paging.places_N)
+    got = dispatch.by_triton(q, *own, *paging[2:], window, 0.0, cap=cap, sinks=sinks)
+    wide = tuple(x.double() for x in cache)
+    options = {"window": window or None, "cap": cap or None, "sinks_H": None if sinks is None else sinks.double()}
+    expected = paged_attention_reference(q.double(), k.double(), v.double(), wide, paging, **options)
+    assert all(torch.equal(a, b.float()) for a, b in zip(own, wide, strict=True))
+    error = (got - expected).abs().max().item()
+    assert error < 1e-5, f"differs by {error}: {sequences}, {sizes}, {window}, {cap}"
+
+
+def any_pass_equals_float64():
+    for sequences, sizes in itertools.product((DECODING, PROMPTS, MIXED), ((4, 2, 16), (7, 1, 24))):
+        for window in (0, 7, 40):
+            compare(sequences, sizes, window)
+
+
+def caps_and_sinks_equal_float64():
+    for sequences in (DECODING, PROMPTS, MIXED):
+        compare(sequences, (6, 2, 8), cap=2.0)
+        compare(sequences, (6, 2, 8), window=40, sinks=draw(6, seed=9))
+
+
+def neighbours_change_no_bit():
+    q, _, _, cache, paging = scene(MIXED, 4, 2, 16)
+    whole = dispatch.by_triton(q, *cache, *paging[2:], 0, 0.0)
+    offsets = paging.offsets_S1.tolist()
+    for s, (count, end) in enumerate(MIXED):
+        alone = paging_of([count], [end], paging.table_SP[s : s + 1], PAGE)
+        part = slice(offsets[s], offsets[s + 1])
+        assert torch.equal(dispatch.by_triton(q[part], *cache, *alone[2:], 0, 0.0), whole[part])
+
+
+def strided_keys_are_written():
+    k, v = draw(5, 3, 2, 8)[:, 1], draw(5, 2, 8, seed=1)
+    cache = torch.zeros(4, 16, 2, 8), torch.zeros(4, 16, 2, 8)
+    places = torch.tensor([3, 60, 17, 16, 0])
+    page_kernels.write_pages(k, v, cache, places)
+    for pages, new in zip(cache, (k, v), strict=True):
+        expected = torch.zeros(64, 2, 8)
+        expected[places] = new
+        assert torch.equal(pages.view(64, 2, 8), expected)
+
+
+def adamw_equals_torch():
+    trials._PROBED = "cpu"
+    assert trials.trial_problem(fused.adamw_error) is None
+    right = adamw_kernel.adamw_leaf
+    adamw_kernel.adamw_leaf = lambda leaf, facts_3, *given, **named: right(leaf, 2 * facts_3, *given, **named)
+    try:
+        assert "differ by" in trials.trial_problem(fused.adamw_error)
+    finally:
+        adamw_kernel.adamw_leaf = right
+
+
+def leaves_of_any_dtype_are_updated():
+    params = {"a": draw(3, 700), "b": draw(5, seed=1).bfloat16()}
+    grads = {"a": draw(3, 700, seed=2).bfloat16(), "b": draw(5, seed=3).bfloat16()}
+    mask = {"a": True, "b": False}
+    for mu_dtype in (None, torch.bfloat16):
+        updates = []
+        for takes in (False, True):
+            fused.kernel_takes = lambda *_, takes=takes: takes
+            adamw = fused.fused_adamw(lambda count: 0.1 / (1 + count), weight_decay=0.3, mask=mask, mu_dtype=mu_dtype)
+            state = adamw.init(params)
+            for _ in range(2):
+                update, state = adamw.update({name: x.clone() for name, x in grads.items()}, state, params)
+            updates.append((update, state["adam"].mu, state["adam"].nu))
+        for plain, kernel in zip(*updates, strict=True):
+            for name in params:
+                assert plain[name].dtype == kernel[name].dtype
+                error = (plain[name].double() - kernel[name].double()).abs().max()
+                assert error < (1e-2 if mu_dtype else 1e-5) * plain[name].abs().max()
+
+
+CASES = (
+    any_pass_equals_float64,
+    caps_and_sinks_equal_float64,
+    neighbours_change_no_bit,
+    strided_keys_are_written,
+    adamw_equals_torch,
+    leaves_of_any_dtype_are_updated,
+)
+
+
+def main():
+    page_kernels.PART = 64  # two parts of a sequence
+    results = {}
+    for case in CASES:
+        try:
+            case()
+            results[case.__name__] = None
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Triton kernels of attention over pages and of AdamW: under its interpreter, compiled for two GPUs, and on one."""
+
+import pytest
+import torch
+from test_logit_rows import needs_triton, output_of
+
+from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
+from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
+
+CASES = (
+    "any_pass_equals_float64",
+    "caps_and_sinks_equal_float64",
+    "neighbours_change_no_bit",
+    "strided_keys_are_written",
+    "adamw_equals_torch",
+    "leaves_of_any_dtype_are_updated",
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return output_of("interpreted_pages.py", TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_kernels(case, interpreted):
+    assert tuple(interpreted) == CASES
+    assert interpreted[case] is None, interpreted[case]
+
+
+@pytest.mark.slow
+@needs_triton
+def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
+    """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64. The tiles of prompts may spill."""
+    compiled = output_of("compiled_pages.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(compiled) == 8 and all(x["wide"] for x in compiled.values()), compiled
+    assert [name for name, x in compiled.items() if x["spills"]] in ([], ["gfx942 _prompt_tiles"])
+
+
+def test_the_cpu_keeps_torchs_operators():
+    leaf = [torch.zeros(3)]
+    assert not kernel_takes(leaf, [leaf, leaf, leaf, [0.0]])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_updates_by_the_kernel():
+    assert trial_problem(adamw_error) is None
+    params = {"a": torch.randn(300, 700), "b": torch.randn(5)}
+    grads = {name: torch.randn_like(x) for name, x in params.items()}
+    adamw = fused_adamw(1e-3, weight_decay=0.1)
+    results = []
+    for device in ("cpu", "cuda"):
+        on = {name: x.to(device) for name, x in params.items()}
+        state = adamw.init(on)
+        for _ in range(2):
+            updates, state = adamw.update({name: x.clone().to(device) for name, x in grads.items()}, state, on)
+        results.append(updates)
+    for name in params:
+        assert torch.allclose(results[0][name], results[1][name].cpu(), rtol=1e-5, atol=1e-9)

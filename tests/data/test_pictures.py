@@ -1,0 +1,138 @@
+"""Pictures of records: read, resized as transformers does, cut into patches, or refused in one line."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_pictures import FORM, PLACEHOLDER, picture, png, tokenizer
+
+from funrl.data.json_lines import DataError
+from funrl.data.pictures import expand_placeholders, fitting_size, patches_of, read_picture
+from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
+from funrl.data.supervised import text_example
+from funrl.models.vision.tower import normalized
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 20), (37, 91), (300, 200), (8, 8)])
+def test_patches_are_those_of_transformers(size):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    bounds = {"shortest_edge": FORM.min_pixels, "longest_edge": FORM.max_pixels}
+    processor = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=bounds)
+    theirs = processor([picture(size)], return_tensors="pt")
+    patches, grid = patches_of(picture(size), FORM)
+    assert theirs["image_grid_thw"].tolist() == [[1, *grid]]
+    ours = normalized(torch.from_numpy(patches), torch.float32).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+    assert (ours - theirs["pixel_values"]).abs().max() < 1e-6
+
+
+def test_a_picture_comes_as_bytes_base64_an_object_an_array_or_a_file(tmp_path):
+    whole = picture((12, 9))
+    (tmp_path / "a.png").write_bytes(png(whole))
+    given = [
+        png(whole),
+        "data:image/png;base64," + base64.b64encode(png(whole)).decode(),
+        {"bytes": png(whole), "path": None},
+        {"bytes": None, "path": str(tmp_path / "a.png")},
+        str(tmp_path / "a.png"),
+        np.asarray(whole),
+        whole,
+    ]
+    assert all(np.array_equal(np.asarray(read_picture(x)), np.asarray(whole)) for x in given)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA", "1"])
+def test_grey_and_transparent_pictures_are_read_in_colours(mode):
+    assert np.asarray(read_picture(png(picture((12, 8)).convert(mode)))).shape == (8, 12, 3)
+
+
+def test_what_cannot_be_used_is_one_line(tmp_path):
+    (tmp_path / "broken.png").write_bytes(png(picture((40, 40)))[:60])
+    bad = {
+        "is not there": str(tmp_path / "absent.png"),
+        "cannot be read": str(tmp_path / "broken.png"),
+        "cannot identify": b"no picture",
+        "no base64": "data:image/png;base64,%%%",
+        "not NoneType": {"bytes": None},
+        "not int": 3,
+    }
+    for words, given in bad.items():
+        with pytest.raises(DataError, match=words) as error:
+            read_picture(given)
+        assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match="4000 x 1 pixels: one side is more than 200 times"):
+        fitting_size(1, 4000, FORM)
+
+
+def test_a_huge_picture_is_refused_by_its_head(monkeypatch):
+    monkeypatch.setattr("funrl.data.pictures.MOST_STORED_PIXELS", 100)
+    with pytest.raises(DataError, match="has 40 x 40 pixels; resize it"):
+        read_picture(png(picture((40, 40))))
+
+
+def test_a_placeholder_becomes_one_for_each_token_of_its_picture():
+    seen = expand_placeholders([5, PLACEHOLDER, 6, PLACEHOLDER], [picture((16, 8)), picture((8, 8), 1)], FORM)
+    assert seen.tokens == [5, PLACEHOLDER, PLACEHOLDER, 6, PLACEHOLDER]
+    assert seen.owned.values["grids"].tolist() == [[2, 4], [2, 2]]
+    assert seen.owned.digest != expand_placeholders([PLACEHOLDER], [picture((8, 8), 2)], FORM).owned.digest
+
+
+def test_prompts_have_pictures_where_they_say_or_before_the_text():
+    both = {"images": [picture((16, 8)), png(picture((8, 8)))]}
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}, {"type": "image"}]
+    chat = encode(Prompt([{"role": "user", "content": parts}], both), tokenizer())
+    verl = encode(Prompt([{"role": "user", "content": "a<image>b<image>"}], both), tokenizer())
+    inner = [{**part, "image": x} for part, x in zip([parts[1], parts[3]], both["images"], strict=True)]
+    own = encode(Prompt([{"role": "user", "content": [parts[0], inner[0], parts[2], inner[1]]}], {}), tokenizer())
+    assert chat.tokens == verl.tokens == own.tokens and chat.tokens.count(PLACEHOLDER) == 3
+    assert chat.owned is not None and own.owned is not None and chat.owned.digest == own.owned.digest
+    text = encode(Prompt("ab", {"image": picture((16, 8))}), tokenizer())
+    placed = encode(Prompt("<image>ab", {"image": picture((16, 8))}), tokenizer())
+    assert text.tokens == placed.tokens and text.tokens.count(PLACEHOLDER) == 2
+
+
+def test_a_prompt_without_pictures_owns_none():
+    example = encode(Prompt("ab", {}), tokenizer())
+    assert example.owned is not None and example.owned.empty
+
+
+@pytest.mark.parametrize(
+    "record,words",
+    [
+        ({"prompt": "a<|image|>b"}, "1 places for pictures .* and 0 pictures; a text may not hold"),
+        ({"prompt": "a", "images": ["/no/such.png"]}, "is not there"),
+        ({"prompt": "a", "images": "x.png"}, "'images' must be a list of pictures, not str"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": []}, "1 places"),
+    ],
+)
+def test_records_are_refused_by_file_and_line(record, words):
+    (prompt,) = check_prompts([record])
+    with pytest.raises(PromptError, match=f"prompt 1: .*{words}"):
+        encode(prompt, tokenizer())
+
+
+def test_a_model_of_text_refuses_pictures():
+    with pytest.raises(PromptError, match="the model reads text only"):
+        encode(Prompt("a", {"images": [picture((8, 8))]}), tokenizer(form=None))
+
+
+def test_a_demonstration_learns_its_completion_only():
+    example = text_example(
+        {"prompt": "ab", "completion": "cd", "images": [picture((16, 8))]}, "demonstrations", tokenizer()
+    )
+    (text,) = example.texts
+    assert len(text.tokens) == len(text.trained) and sum(text.trained) == 3
+    assert text.trained[-3:] == [True] * 3 and text.tokens.count(PLACEHOLDER) == 2
+    with pytest.raises(DataError, match="preferences have no pictures"):
+        record = {"prompt": "a", "chosen": "b", "rejected": "c", "images": [picture((8, 8))]}
+        text_example(record, "preferences", tokenizer())
+
+
+def test_a_drawn_file_reads_as_it_was_saved():
+    buffer = io.BytesIO()
+    picture((9, 7)).save(buffer, "BMP")
+    assert read_picture(buffer.getvalue()).size == (9, 7)
+    assert isinstance(read_picture(buffer.getvalue()), Image.Image)

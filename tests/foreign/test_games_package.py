@@ -1,0 +1,38 @@
+"""Training on games of textarena and a task of reasoning-gym, where they are installed (.ci/setup_environments)."""
+
+import pytest
+from foreign_runs import page_module
+
+import funrl
+
+small_model = page_module("small_model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env,arguments",
+    [
+        ("textarena:GuessTheNumber-v0", {"games": 8}),
+        ("textarena:TicTacToe-v0", {"players": 2, "games": 8}),
+        ("textarena:KuhnPoker-v0", {"players": 2, "games": 8}),
+        ("reasoning_gym:chain_sum", {"size": 8, "max_terms": 2, "attempts": 2}),
+    ],
+)
+def test_a_random_model_is_trained_on_a_game(env, arguments, tmp_path, monkeypatch):
+    pytest.importorskip(env.partition(":")[0], reason="it is not installed: .ci/setup_environments")
+    monkeypatch.chdir(tmp_path)
+    small_model.save_small_model()
+    run = funrl.train(
+        "grpo",
+        model="MODEL_DIR",
+        env=env,
+        env_args=arguments,
+        run_dir="game",
+        episode_turns=3,
+        env_workers=2,
+        **small_model.SHORT | {"steps": 3},
+    )
+    assert len(run.metrics) == 3
+    for metrics in run.metrics:
+        assert metrics["rollout/logprob_gap_max"] == 0 and metrics["episodes/failed"] == 0
+        assert 1 <= metrics["episodes/turns"] <= 3

@@ -1,0 +1,54 @@
+"""Groups of a run in its store, seen from both sides."""
+
+import pytest
+import torch.distributed as dist
+
+from funrl.mesh.pools import channel, groups
+from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(channel, "run_store", lambda: store)
+    monkeypatch.setattr(groups, "run_store", lambda: store)
+    return store
+
+
+def test_groups_come_in_the_order_of_their_delivery_and_once():
+    writer, reader = GroupBoard(2), GroupBoard(2)
+    assert writer.plan() is None and reader.next_finished() is None
+    reader.open(GroupPlan(position=8, count=4, step=3))
+    assert writer.plan() == GroupPlan(8, 4, 3)
+    assert [writer.take_ticket() for _ in range(3)] == [0, 1, 2]
+    for number in (2, 0):
+        writer.deliver(number, {"rows": number})
+    assert [reader.next_finished() for _ in range(3)] == [2, 0, None]
+    assert reader.collect(2) == {"rows": 2}
+
+
+def test_what_was_read_leaves_the_store(store):
+    writer, reader = GroupBoard(1), GroupBoard(1)
+    before = store.num_keys()
+    for number in range(5):
+        writer.deliver(number, "rows")
+        reader.collect(reader.next_finished())
+    assert store.num_keys() == before + 1  # the count of all groups
+
+
+def test_a_batch_counts_once_every_replica_holds_its_weights():
+    board = GroupBoard(2)
+    assert board.batch_of_weights(4) is None
+    board.train(0, 4)
+    board.hold(4)
+    assert board.batch_of_weights(4) is None
+    board.hold(4)
+    assert (board.batch_of_weights(4), board.everywhere) == (0, 4)
+    board.train(1, 4)  # the first batch had no update
+    assert board.batch_of_weights(4) == 1
+    board.hold(5)
+    board.hold(5)
+    assert board.batch_of_weights(4) == 1
+    assert (board.batch_of_weights(5), board.everywhere) == (1, 5)  # which batch they are for is not said yet
+    board.train(2, 5)
+    assert board.batch_of_weights(5) == 2

@@ -1,0 +1,86 @@
+"""Weights that go from ranks to others while both sides go on."""
+
+import functools
+import time
+
+import pytest
+import torch
+
+from funrl.mesh.launch import WorkerError, launch, submesh
+from funrl.mesh.pools.transfer import WeightReceiver, WeightSender, WeightTransfer, transfer_group
+from funrl.mesh.reshard import plan
+from funrl.mesh.rules import Layout
+
+pytestmark = pytest.mark.gloo
+WHOLE = {"w": Layout((4, 3), ((), ()), (1, 1, 1, 1))}
+DTYPES = torch.float32
+
+
+def awaited(look, what):
+    """The first result that is not None, within a minute."""
+    for _ in range(6000):
+        if (result := look()) is not None:
+            return result
+        time.sleep(0.01)
+    raise AssertionError(f"{what} has not come")
+
+
+def exchange(failures, versions, mesh):
+    """The transfers that arrive on rank 1 and the weights of each, from rank 0, which changes its own meanwhile."""
+    training, generating = (submesh(mesh, {**mesh.sizes, "data": 1}, [rank]) for rank in (0, 1))
+    to_engine = plan(WHOLE, WHOLE, DTYPES, 2, src_ranks=training.ranks, dst_ranks=generating.ranks)
+    group = transfer_group(mesh)
+    if training.here:
+        sender = WeightSender(training, 1, group)
+        weights = {"w": torch.zeros(4, 3, dtype=torch.float64)}
+        for version in range(versions):
+            sender.begin(weights, to_engine, WeightTransfer(version))
+            weights["w"] += 1  # the copy is what is sent
+        sender.wait()
+        assert sender.sent_s > 0 and 0 <= sender.hidden_share <= 1
+        return None
+    left = [failures]
+
+    def prepare(tree):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise MemoryError("no room")
+        return tree
+
+    receiver = WeightReceiver(generating, to_engine, prepare, group)
+    arrived = []
+    with receiver.receiving():
+        for version in range(versions):
+            newest = awaited(receiver.arrived, f"version {version}")
+            assert receiver.complete(newest.number, 1)
+            arrived.append(
+                (newest.number, newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype)
+            )
+            receiver.taken(newest)
+    return arrived
+
+
+@functools.cache
+def arrivals(failures, versions):
+    return launch(
+        functools.partial(both, failures, versions), {"data": 2, "expert": 1, "sequence": 1, "tensor": 1}, "cpu"
+    )
+
+
+def both(failures, versions, mesh):
+    from funrl.mesh.collectives import gather_objects
+
+    return next(x for x in gather_objects(exchange(failures, versions, mesh), mesh) if x is not None)
+
+
+def test_each_version_arrives_as_it_was_when_its_transfer_began():
+    assert arrivals(0, 3) == [(n, n, float(n), torch.float32) for n in range(3)]
+
+
+def test_a_transfer_that_a_rank_cannot_take_is_begun_again():
+    assert arrivals(2, 2) == [(2, 0, 0.0, torch.float32), (3, 1, 1.0, torch.float32)]
+
+
+def test_weights_that_cannot_be_taken_end_the_run():
+    with pytest.raises(WorkerError, match="weights of version 0 were not taken 3 times: MemoryError: no room"):
+        arrivals(9, 1)

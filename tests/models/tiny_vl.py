@@ -1,0 +1,122 @@
+"""Tiny vision-language models of transformers, and rows with pictures for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funrl.batch import Batch, declare
+from funrl.fields import Field
+from funrl.kinds import Ragged
+from funrl.models.vision.inputs import GRIDS, PATCHES
+from funrl.models.vision.tower import normalized
+
+VOCAB = 48
+PLACEHOLDER, VIDEO, BEGIN, END = 40, 41, 42, 43
+PATCH, MERGE = 4, 2
+PICTURE_FIELDS = {name: Field("ragged", "source", "of the row's pictures", dtype="int") for name in (PATCHES, GRIDS)}
+# rows of a batch: text (ids) and pictures (height and width in patches), in turn
+ROWS = (
+    (3, (4, 6), 2, (2, 2), 4),
+    (5,),
+    (1, (8, 4), 0, (6, 10), 1, (2, 8), 3),
+    (2, (10, 10), 2),
+)
+
+
+def transformers_model(**vision: Any) -> Any:
+    """A random Qwen2.5-VL of transformers, in float32."""
+    import transformers
+
+    torch.manual_seed(0)
+    text = {
+        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCAB},
+        **{"bos_token_id": 1, "eos_token_id": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
+    tower = {
+        **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": PATCH},
+        **{"spatial_merge_size": MERGE, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower | vision,
+        image_token_id=PLACEHOLDER,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+    )
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    for x in model.parameters():  # norms and biases that are all alike would hide mistakes
+        x.data += 0.1 * torch.randn(x.shape)
+    return model
+
+
+def saved_model(folder: Path, **vision: Any) -> Any:
+    """The model, which is in a directory too."""
+    model = transformers_model(**vision)
+    model.save_pretrained(folder)
+    return model
+
+
+def picture_rows(rows: tuple = ROWS, seed: int = 0) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Tokens and grids of each row."""
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for row in rows:
+        tokens: list[int] = []
+        for part in row:
+            if isinstance(part, int):
+                tokens += torch.randint(3, 40, (part,), generator=draw).tolist()
+            else:
+                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // MERGE**2), END]
+        made.append((tokens, [part for part in row if not isinstance(part, int)]))
+    return made
+
+
+def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
+    """Rows [B, T] with their pictures, all sampled but for placeholders and first tokens; and their lengths."""
+    made = picture_rows(rows, seed)
+    lengths = [len(tokens) for tokens, _ in made]
+    width = max(lengths)
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row, _ in made])
+    real = torch.arange(width) < torch.tensor(lengths)[:, None]
+    mask = real & (tokens < PLACEHOLDER)
+    mask[:, 0] = False
+    grids = [grid for _, row in made for grid in row]
+    patches = [sum(h * w for h, w in row) for _, row in made]
+    draw = torch.Generator().manual_seed(seed + 1)
+    pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
+    batch = Batch(tokens=tokens, mask=mask, segments=real.long())
+    batch = declare(batch, PICTURE_FIELDS)._replace(
+        patches=Ragged(pixels, offsets_of(patches)),
+        grids=Ragged(torch.tensor(grids, dtype=torch.int64).reshape(-1, 2), offsets_of([len(row) for _, row in made])),
+    )
+    return batch, lengths
+
+
+def offsets_of(counts: list[int]) -> Tensor:
+    """Offsets of rows that own these numbers of values."""
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+
+
+def transformers_logits(model: Any, batch: Batch, row: int, length: int) -> Tensor:
+    """Logits [T, V] of one row by transformers."""
+    tokens = batch.tokens[row : row + 1, :length]
+    begin, end = batch.patches.offsets[row : row + 2].tolist()
+    pixels = normalized(batch.patches.values[begin:end], torch.float32)
+    kw: dict[str, Any] = {}
+    if end > begin:
+        first, last = batch.grids.offsets[row : row + 2].tolist()
+        grids = batch.grids.values[first:last]
+        kw = {
+            "pixel_values": pixels.unsqueeze(2).expand(-1, -1, 2, -1, -1).reshape(end - begin, -1),
+            "image_grid_thw": torch.cat([torch.ones_like(grids[:, :1]), grids], 1),
+            "mm_token_type_ids": (tokens == PLACEHOLDER).int(),
+        }
+    with torch.no_grad():
+        return model(input_ids=tokens, **kw, use_cache=False).logits[0]

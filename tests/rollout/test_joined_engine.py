@@ -1,0 +1,231 @@
+"""The engine of joined generators, its office, and the weights that they pull."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from small_engines import CONFIGS, weights
+
+from funrl import trees
+from funrl.asynchrony.leases import LeaseRule
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.plan import lower_bound_bytes, plan, slices
+from funrl.mesh.rules import GENERATE, STORED, fully_sharded, layouts
+from funrl.mesh.text import parse
+from funrl.models import decoder_model
+from funrl.models.weight_dtypes import weight_dtypes
+from funrl.processes.connections import Addresses, ConnectionServer, PeerError, connect_to, new_secret
+from funrl.rollout.certificate import SyncError
+from funrl.rollout.engine import WeightSpec, complete
+from funrl.rollout.joined.engine import JoinedEngine, NoGeneratorError, prompt_units
+from funrl.rollout.joined.generator import serve_run
+from funrl.rollout.joined.messages import WEIGHTS, Hello, Report, TrainerFacts
+from funrl.rollout.joined.office import Office
+from funrl.rollout.joined.shelf import Shelf, pieces_for, pull
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.native.loading import native_weights
+from funrl.rollout.remote.digests import EngineDigests
+from funrl.rollout.requests import requests_of
+from funrl.rollout.sampling_parameters import Sampling
+
+HOST = "127.0.0.1"
+CONFIG = CONFIGS["qwen3"]
+MODEL = decoder_model(CONFIG)
+DTYPE = torch.float32
+REQUESTS = requests_of([[1, 2, 3], [7], [4, 4]], Sampling(samples=2, max_new_tokens=5), seed=3)
+
+
+def shelf_of(mesh, stored, params, version=1):
+    """The shelf of one of the ranks that train, with its parts of weights."""
+    names = native_weights(MODEL, SINGLE, DTYPE).names
+    spec = WeightSpec(names, stored, mesh, DTYPE)
+    named = dict(trees.named(stored))
+    shelf = Shelf(spec, TrainerFacts(named, DTYPE, [0], digests=False))
+    whole = dict(trees.named(params))
+    parts = {name: whole[name][slices(x.box(mesh.rank), tuple((0, n) for n in x.shape))] for name, x in named.items()}
+    shelf.put(spec.named(trees.from_named(stored, parts.items())), version)
+    return shelf
+
+
+MESHES = [("dp1", "dp1"), ("dp4", "tp2"), ("dp2,tp2", "dp1"), ("dp3", "tp2")]
+
+
+@pytest.mark.parametrize("train,generate", MESHES)
+def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
+    params = weights(CONFIG)
+    sizes = parse(train)
+    stored = layouts(MODEL.shapes, MODEL.axes, fully_sharded(STORED), sizes)
+    shelves = [shelf_of(Mesh(sizes, rank), stored, params) for rank in range(Mesh(sizes).world)]
+    secret = new_secret()
+
+    def served(shelf):
+        def serve(connection):
+            assert connection.receive() == Hello("g", WEIGHTS)
+            shelf.serve(connection)
+
+        return ConnectionServer(serve, secret, 5.0, HOST)
+
+    boards = [served(shelf) for shelf in shelves]
+    connections = [connect_to(HOST, board.port, secret, 5.0) for board in boards]
+    for connection in connections:
+        connection.send(Hello("g", WEIGHTS))
+        assert connection.receive().dtype == DTYPE
+    wanted = parse(generate)
+    own = layouts(MODEL.shapes, MODEL.axes, GENERATE, wanted)
+    ranks = range(len(shelves), len(shelves) + Mesh(wanted).world)
+    least = plan(stored, own, weight_dtypes(own, DTYPE), src_ranks=range(len(shelves)), dst_ranks=ranks)
+    for rank in range(Mesh(wanted).world):
+        spec = WeightSpec(native_weights(MODEL, Mesh(wanted, rank), DTYPE).names, own, Mesh(wanted, rank), DTYPE)
+        pieces = pieces_for(dict(trees.named(stored)), dict(trees.named(own)), rank, turn=rank)
+        tree, received = pull(connections, pieces, spec, 1, 5.0)
+        assert received == lower_bound_bytes(least)[ranks[rank]]
+        for (name, x), (_, whole) in zip(trees.named(tree), trees.named(params), strict=True):
+            box = dict(trees.named(own))[name].box(rank)
+            assert torch.equal(x, whole[slices(box, tuple((0, n) for n in whole.shape))]), name
+        with pytest.raises(PeerError, match="has weights 1, and 2 are needed"):
+            pull(connections, pieces, spec, 2, 0.1)
+    for closing in (*connections, *boards):
+        closing.close()
+
+
+def joined_engine(rule=LeaseRule(silent_s=600), limit_s=60.0, digests=False):  # noqa: B008
+    """An engine of a run with one rank, and its office."""
+    stored = layouts(MODEL.shapes, MODEL.axes, STORED, SINGLE.sizes)
+    names = native_weights(MODEL, SINGLE, DTYPE).names
+    spec = WeightSpec(names, stored, SINGLE, DTYPE)
+    shelf = Shelf(spec, TrainerFacts(dict(trees.named(stored)), DTYPE, [0], digests=digests))
+    office = Office(rule, shelf)
+    return JoinedEngine(CONFIG, SINGLE, shelf, spec, office, limit_s), office
+
+
+def test_a_generator_completes_what_a_native_engine_does():
+    params = weights(CONFIG)
+    native = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+    native.load(native.weights.named(params), 4)
+    expected = complete(native, REQUESTS)
+    engine, office = joined_engine()
+    engine.load(engine.weights.named(params), 4)
+    board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
+    ended: list[Any] = []
+
+    def generate():
+        own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+        ended.append(serve_run(own, Addresses([(HOST, board.port)], secret), 30.0, lambda: False, lambda text: None))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    done = complete(engine, REQUESTS)
+    engine.close()
+    thread.join(30)
+    board.close()
+    for a, b in zip(done, expected, strict=True):
+        assert a.number == b.number and torch.equal(a.tokens, b.tokens) and torch.equal(a.raw_logp, b.raw_logp)
+        assert torch.equal(a.versions, b.versions)
+    how, counts = ended[0]
+    assert how == "ended" and (counts.units, counts.loads) == (3, 1)
+    assert counts.bytes == sum(x.nbytes for x in trees.leaves(params)) and office.generators == ()
+
+
+def test_a_unit_is_the_samples_of_a_prompt():
+    assert [[request.number for request in unit] for unit in prompt_units(REQUESTS)] == [[0, 1], [2, 3], [4, 5]]
+    assert prompt_units([]) == []
+
+
+def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
+    monkeypatch.setattr("funrl.rollout.joined.engine.ALONE_S", 0.2)
+    engine, office = joined_engine(limit_s=1.0)
+    notes = []
+    engine.note = notes.append
+    engine.load(engine.weights.named(weights(CONFIG)), 1)
+    with pytest.raises(NoGeneratorError, match=r"6 requests have waited . s for a generator, and none is in service"):
+        complete(engine, REQUESTS)
+    assert notes == ["no generator is in service: 6 requests wait for funrl join RUN_DIR"]
+    assert engine.unfinished() == 0
+    office.close()
+
+
+def test_new_weights_do_not_come_while_requests_are_unfinished():
+    engine, office = joined_engine()
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.submit(REQUESTS)
+        engine.step()
+    with pytest.raises(RuntimeError, match=r"6 requests are unfinished"):
+        engine.load([], 1)
+    done = engine.cancel(range(9))
+    assert [x.finish for x in done] == ["cancelled"] * 6 and engine.unfinished() == 0
+    with pytest.raises(KeyError, match="weights are missing: embed"):
+        engine.load([], 1)
+    office.close()
+
+
+def asked(office, name, report):
+    """Orders of an office, asked without a connection."""
+    return office._orders(name, report)
+
+
+def test_work_is_given_to_generators_with_the_newest_weights_that_have_proved_it():
+    engine, office = joined_engine(digests=True)
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS)
+    assert asked(office, "g", Report(0)).version == 4  # and no work: it has no weights
+    proof = EngineDigests(4, {"a": (5, 5)}, ())
+    assert not asked(office, "g", Report(1, 4, 9, digests=proof)).work  # the digests are not known yet
+    office.expect({"a": 5})
+    (lease, requests), *more = asked(office, "g", Report(2, 4, room=3)).work
+    assert [request.number for request in requests] == [0, 1] and len(more) == 1
+    done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
+    asked(office, "g", Report(3, 4, 0, [(lease, done), (lease, done)]))
+    assert [x.number for x in engine.step()] == [0, 1] and not engine.step()
+    office.withdraw([2])
+    assert not asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
+    office.withdraw([3])
+    assert asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
+    office.close()
+
+
+def test_a_generator_with_other_weights_ends_the_run():
+    engine, office = joined_engine(digests=True)
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS)
+    office.expect({"a": 5})
+    asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (6, 6)}, ())))
+    with pytest.raises(SyncError, match="generator g does not hold the trainer's weights 4: a differs; 1 of 1"):
+        engine.step()
+    office.close()
+
+
+def test_completions_of_another_version_end_the_run():
+    engine, office = joined_engine()
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS[:2])
+    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    done = [x._replace(number=request.number) for x, request in zip(_completions(3), requests, strict=True)]
+    asked(office, "g", Report(1, 4, 9, [(lease, done)]))
+    with pytest.raises(SyncError, match=r"generator g delivers request 0 with weights \[3\]"):
+        engine.step()
+    office.close()
+
+
+def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
+    engine, office = joined_engine(LeaseRule(silent_s=0.2))
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS[:2])
+    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    deadline = time.monotonic() + 30
+    while office.generators:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
+    orders = asked(office, "g", Report(1, 4, 0, [(lease, done)], held=[lease]))
+    assert orders.drop == (lease,) and not engine.step()
+    assert asked(office, "g", Report(2, 4, 9)).work[0][1] == requests
+    office.close()
+
+
+def _completions(version):
+    """Two completions of a token each, of weights with a version."""
+    native = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+    native.load(native.weights.named(weights(CONFIG)), version)
+    return complete(native, requests_of([[1]], Sampling(samples=2, max_new_tokens=1), seed=3))

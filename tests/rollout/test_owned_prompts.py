@@ -1,0 +1,135 @@
+"""Prompts with pictures in the native engine: their own keys, chunks, preemption, and tokens never sampled."""
+
+import itertools
+
+import pytest
+import torch
+
+from funrl.batch import Batch, declare
+from funrl.kinds import owned_lines
+from funrl.models import decoder_config, decoder_model, place
+from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.model import with_vision
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.requests import Request
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.steps.owned_rows import owned_fields, ragged
+
+SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 16}
+PLACEHOLDER, VIDEO = 22, 23
+TOWER = TowerConfig(
+    layers=2,
+    embed=16,
+    heads=2,
+    inner=16,
+    patch=4,
+    window=16,
+    whole_layers=(1,),
+    placeholder=PLACEHOLDER,
+    banned=(VIDEO,),
+)
+GREEDY = Sampling(max_new_tokens=12, greedy=True)
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    config = decoder_config(**SIZES, rope_axes=(0, 1), max_positions=512)
+    model = with_vision(decoder_model(config), TOWER)
+    params = model.init(torch.Generator().manual_seed(0), torch.float64)
+    params["embed"] *= 40
+    params["unembed"][[PLACEHOLDER, VIDEO]] *= 40  # without a ban they would be sampled
+    return model, params
+
+
+def pictures(seed, *grids):
+    count = sum(h * w for h, w in grids)
+    draw = torch.Generator().manual_seed(seed)
+    patches = torch.randint(0, 256, (count, 3, 4, 4), generator=draw, dtype=torch.uint8)
+    return owned_lines({"patches": patches, "grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)})
+
+
+def prompt(*grids, text=(3, 4, 5)):
+    return [*itertools.chain(*([6] + [PLACEHOLDER] * (h * w // 4) for h, w in grids)), *text]
+
+
+def engine_of(model, params, **options):
+    engine = native_engine(model, dtype=torch.float64, options=NativeOptions(cache_bytes=1 << 22, **options))
+    engine.load(engine.weights.named(params), version=0)
+    return engine
+
+
+def trainer_logp(model, params, request, completion):
+    """Log-probabilities of a completion as the trainer scores it."""
+    tokens = torch.tensor([[*request.prompt, *completion.tokens.tolist()]])
+    mask = torch.arange(tokens.shape[1]).unsqueeze(0) >= len(request.prompt)
+    batch = Batch(tokens=tokens, mask=mask)
+    if request.owned is not None:
+        fields = {name: ragged([x], x[:0]) for name, x in request.owned.values.items()}
+        batch = declare(batch, owned_fields(request.owned.values))._replace(**fields)
+    return place(model, dtype=torch.float64).token_scores(params, batch).logp[0, len(request.prompt) :]
+
+
+def requests():
+    same = prompt((6, 8), (2, 2))
+    owned = [pictures(seed, (6, 8), (2, 2)) for seed in (1, 2, 1)]
+    some = [Request(i, same, GREEDY, seed=i, owned=x) for i, x in enumerate(owned)]
+    long = Request(3, prompt((16, 20), text=range(3, 20)), GREEDY, seed=3, owned=pictures(3, (16, 20)))
+    return [*some, long, Request(4, [3, 4, 5], GREEDY, seed=4)]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_completions_have_the_trainers_log_probabilities(seeing, rows):
+    model, params = seeing
+    asked = requests()
+    for request, done in zip(asked, complete(engine_of(model, params, max_rows=rows), asked), strict=True):
+        expected = trainer_logp(model, params, request, done)
+        assert (done.raw_logp - expected).abs().max() < 1e-11
+        assert done.tokens.max() < PLACEHOLDER
+
+
+def test_prompts_of_equal_tokens_share_keys_only_with_equal_pictures(seeing):
+    model, params = seeing
+    engine = engine_of(model, params, max_rows=1)
+    first, second, third, *_ = requests()
+    a, b, c = (complete(engine, [request])[0] for request in (first, second, third))
+    assert torch.equal(a.raw_logp, c.raw_logp) and not torch.equal(a.raw_logp, b.raw_logp)
+    before = engine.cost().cached
+    complete(engine, [first])
+    assert engine.cost().cached > before
+
+
+def test_new_weights_see_anew(seeing):
+    model, params = seeing
+    engine = engine_of(model, params)
+    request = requests()[0]
+    before = complete(engine, [request])[0]
+    changed = {**params, "vision": model.init(torch.Generator().manual_seed(5), torch.float64)["vision"]}
+    engine.load(engine.weights.named(changed), version=1)
+    after = complete(engine, [request])[0]
+    assert not torch.equal(before.raw_logp, after.raw_logp)
+    assert (after.raw_logp - trainer_logp(model, changed, request, after)).abs().max() < 1e-11
+
+
+def test_a_model_of_text_refuses_pictures(seeing):
+    plain = decoder_model(decoder_config(**SIZES))
+    engine = engine_of(plain, plain.init(torch.Generator().manual_seed(0), torch.float64))
+    with pytest.raises(ValueError, match="prompt 0 has pictures, and the model reads text only"):
+        engine.submit([requests()[0]])
+
+
+def test_entropy_and_collision_are_those_without_the_banned_tokens(seeing):
+    model, params = seeing
+    batch = Batch(tokens=torch.tensor([[3, 4, 5, 6, 7]]), mask=torch.tensor([[False, True, True, True, True]]))
+    placed = place(model, dtype=torch.float64)
+    want = ("logp", "entropy", "sum_pi_squared")
+    got = placed.token_scores(params, batch, want, temperature=0.7, topk=torch.tensor([[[1, 2]] * 5]))
+    logits = placed.logits(params, batch)
+    logits[:, [PLACEHOLDER, VIDEO]] = -torch.inf
+    logp = (logits / 0.7).log_softmax(-1)
+    prob = logp.exp()
+    entropy = -torch.where(prob > 0, prob * logp, 0).sum(-1)
+    assert (got.logp[0, 1:] - logp.gather(1, batch.tokens[0, 1:, None])[:, 0]).abs().max() < 1e-9
+    assert (got.entropy[0, 1:] - entropy).abs().max() < 1e-9
+    assert (got.sum_pi_squared[0, 1:] - prob.square().sum(-1)).abs().max() < 1e-9
+    assert (got.topk_logp[0, 1:] - logp[:, [1, 2]]).abs().max() < 1e-9

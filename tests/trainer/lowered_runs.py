@@ -1,0 +1,58 @@
+"""A program: steps of small runs on meshes of JAX's CPU devices against torch's ranks.
+
+    python lowered_runs.py DTYPE STEPS RECIPE:MESH...
+
+A mesh is that of --mesh, with "+fsdp" where weights are fully sharded. It prints the largest difference of a metric,
+relative to the metric where that is above 1, and its name. torch's runs come first: a fork beside the threads of JAX
+can wait forever.
+"""
+
+import sys
+
+from small_runs import GRPO, MEASURED, PPO, SIZES, begin, one_step, small_job
+
+from funrl.algos.recipes.sft import sft
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.models.decoder.routing import Experts
+
+RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft}
+
+
+def job_of(text, dtype, **settings):
+    """The job of an argument."""
+    recipe, _, mesh = text.partition(":")
+    mesh, _, kind = mesh.partition("+")
+    sizes = SIZES | ({"experts": Experts(4, 2, 8)} if mesh.startswith("ep") else {})
+    lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
+    learns = {"reward": None} if recipe == "sft" else {}
+    options = {"sizes": sizes, "dtype": dtype, "lr": lr, "mesh": mesh, "fsdp": kind == "fsdp"}
+    return small_job(RECIPES[recipe], **options, **learns, **settings)
+
+
+def metrics_of(job, mesh, steps):
+    """The metrics of some steps."""
+    run, state = begin(job, mesh)
+    metrics = []
+    for _ in range(steps):
+        state, numbers = one_step(run, state)
+        metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
+    return metrics
+
+
+def main(dtype, steps, *texts):
+    wanted = {}
+    for text in texts:
+        job = job_of(text, dtype)
+        wanted[text] = launch(lambda mesh, job=job: metrics_of(job, mesh, steps), job.sizes, "cpu")
+    for text in texts:
+        found = metrics_of(job_of(text, dtype, backend="xla"), single(), steps)
+        gaps = []
+        for want, numbers in zip(wanted[text], found, strict=True):
+            assert numbers.keys() == want.keys(), numbers.keys() ^ want.keys()
+            gaps += [(abs(numbers[name] - x) / max(1, abs(x)), name) for name, x in want.items()]
+        print(text, *max(gaps), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

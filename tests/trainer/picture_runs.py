@@ -1,0 +1,77 @@
+"""Small jobs whose prompts have pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_weights
+
+from funrl.kinds import owned_lines
+from funrl.models import decoder_model, with_fields
+from funrl.models.lora import with_lora
+from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.model import with_vision
+from funrl.trainer import loop
+from funrl.trainer.jobs.build import sync
+
+TOKENS = 16  # of the embedded task's tokenizer
+PLACEHOLDER = TOKENS
+VOCAB = 24
+TOWER = TowerConfig(
+    layers=2,
+    embed=16,
+    heads=2,
+    inner=24,
+    patch=4,
+    window=16,
+    whole_layers=(1,),
+    placeholder=PLACEHOLDER,
+    banned=tuple(range(TOKENS + 1, VOCAB)),
+)
+GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
+
+
+def with_pictures(example, number, grids=GRIDS):
+    """A prompt whose pictures are before its text."""
+    own = grids[number % len(grids)]
+    draw = torch.Generator().manual_seed(number)
+    patches = torch.randint(0, 256, (sum(h * w for h, w in own), 3, 4, 4), generator=draw, dtype=torch.uint8)
+    values = {"patches": patches, "grids": torch.tensor(own, dtype=torch.int64).reshape(-1, 2)}
+    tokens = [PLACEHOLDER] * (len(patches) // TOWER.merge**2) + list(example.tokens)
+    return example._replace(tokens=tokens, owned=owned_lines(values))
+
+
+def picture_job(compose, grids=GRIDS, **settings: Any):
+    """A job of `small_job` with a vision-language model; a third of the prompts have no picture."""
+    job = small_job(compose, None, **settings)
+    config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=(0, 1), max_positions=128)
+    model = with_vision(decoder_model(config), TOWER)
+    prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]
+    heldout = [with_pictures(e, i, grids) for i, e in enumerate(job.task.heldout)]
+    adapted = {name: one.adapters for name, one in job.models.items()}
+    models = {name: model if own is None else with_lora(model, own.lora) for name, own in adapted.items()}
+    task = job.task._replace(prompts=prompts, heldout=heldout)
+    return dataclasses.replace(job, model=model, models=models, task=task)
+
+
+def picture_steps(job, steps):
+    """A program of one rank: as `small_runs.steps_program`, less the ragged fields in its batches."""
+
+    def program(mesh):
+        run, state = begin(job, mesh)
+        batches, grads, metrics, counts = [], [], [], []
+        for _ in range(steps):
+            batch, state, drawn = loop.draw_batch(run, state)
+            batch, state, scored = loop.score_batch(run, state, batch)
+            counts.append(len(batch.batch.grids.values))
+            batches.append(whole_batch(batch.with_fields(patches=None, grids=None)))
+            grads.append(gradients(run, state, batch))
+            state, learned = loop.learn_batch(run, state, batch)
+            state = sync(run.parts, state, frozen=run.frozen)
+            metrics.append(drawn | scored | learned)
+        weights = whole_weights(run, state)
+        return {"batches": batches, "grads": grads, "metrics": metrics, "weights": weights, "pictures": counts}
+
+    return program

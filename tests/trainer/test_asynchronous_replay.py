@@ -1,0 +1,87 @@
+"""An asynchronous run is written and trained again, from the log of its groups, with the same bits."""
+
+import functools
+import shutil
+
+import pytest
+from selection import quick
+from small_runs import Quiet, small_job
+
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saved_rows import open_rows
+from funrl.trainer.placement.logged import logged_source, read_groups
+from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.replay import replay
+
+pytestmark = pytest.mark.gloo
+SETTINGS = {"minibatches": 1, "steps": 5, "max_new_tokens": 24, "eval_every": 9, "save_every": "2"}
+RUNS = {
+    "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
+    "window, two replicas": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}, {}),
+    "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
+}
+
+
+def trained(folder, job, mesh):
+    observer = Quiet(str(folder / "checkpoints"))
+    outcome = run_rank(job, mesh, observer)
+    return outcome.error, observer.steps
+
+
+def repeated(folder, job, mesh):
+    source = functools.partial(logged_source, read_groups(folder))
+    return replay(job, folder, None, mesh, Quiet(), source)
+
+
+@pytest.mark.parametrize("name", quick(RUNS, ["strict"]))
+def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
+    placed, together = RUNS[name]
+    job = small_job(rollout_is, save_rollouts=1, **SETTINGS, **placed)
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None and len(steps) == 5
+    log = read_groups(tmp_path)
+    assert log is not None
+    bound = 2
+    for step, groups in log.by_step.items():
+        assert len(groups) == 4 and len({group.position for group in groups}) == 4
+        ages = [step - version for group in groups for sample in group.switches for _, version in sample]
+        assert min(ages) >= 0 and max(ages) <= bound
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+    again = small_job(rollout_is, **SETTINGS, **together)
+    program = functools.partial(repeated, tmp_path, again)
+    done = launch(program, again.launched, "cpu") if together else program(single())
+    assert [one.step for one in done] == [1, 2, 3, 4, 5]
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    compared = {part.name for part in done[-1].differences}
+    assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_each_group_once(tmp_path):
+    settings = {
+        **SETTINGS,
+        **RUNS["window, two replicas"][0],
+        "save_rollouts": 1,
+        "save_every": "1",
+        "keep_checkpoints": 5,
+    }
+    job = small_job(rollout_is, **settings)
+    launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    for step, path in complete_checkpoints(tmp_path / "checkpoints").items():
+        if step > 2:
+            shutil.rmtree(path)
+    again = small_job(rollout_is, **settings, resume=True, run_dir=str(tmp_path))
+    error, steps = launch(functools.partial(trained, tmp_path, again), again.launched, "cpu")
+    assert error is None and [step for step, _ in steps] == [3, 4, 5]
+    log = read_groups(tmp_path)
+    assert log is not None
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+
+
+def test_a_run_by_turns_has_no_log_of_groups(tmp_path):
+    job = small_job(rollout_is, save_rollouts=1, minibatches=1, steps=1, eval_every=9)
+    trained(tmp_path, job, single())
+    assert "groups" not in open_rows(tmp_path / "rollouts", 1).record and read_groups(tmp_path) is None

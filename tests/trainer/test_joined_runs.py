@@ -1,0 +1,217 @@
+"""Runs with generators of other jobs, which join, die, stop and go: the numbers of a run that has none of it."""
+
+import functools
+import re
+import signal
+import time
+
+import pytest
+import torch
+from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
+from selection import quick
+from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+
+from funrl import trees
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.asynchrony.leases import LeaseRule
+from funrl.mesh.mesh import single
+from funrl.mesh.text import MeshError
+from funrl.rollout.joined.office import Office
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.jobs import generator as jobs_generator
+from funrl.trainer.placement import joined as placement_joined
+from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.settings.declaration import SettingsError
+
+pytestmark = pytest.mark.gloo
+OWN = ("memory/", "sync/bytes")  # metrics of the ranks
+ONE = {"one": (None, None)}
+
+
+@functools.cache
+def alone(compose=GRPO, **settings):
+    """The run whose ranks generate themselves."""
+    job = small_job(compose, **settings)
+    return trained(job, "/nonexistent")
+
+
+def same(ended, other):
+    """Samples, tables, metrics and weights of two runs, to the bit."""
+    (outcome, observer, weights), (_, plain, own) = ended, other
+    assert outcome.error is None
+    assert observer.shown == plain.shown and observer.shown
+    assert observer.table == plain.table and observer.table
+    for (_, a), (_, b) in zip(observer.steps, plain.steps, strict=True):
+        names = [n for n in a if not n.startswith(OWN) and not n.endswith(MEASURED)]
+        assert a.keys() == b.keys() and {n: a[n] for n in names} == {n: b[n] for n in names}
+    for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True):
+        assert torch.equal(a, b)
+
+
+class Ledger:
+    """Requests as they are opened and as their completions arrive."""
+
+    def __init__(self, monkeypatch):
+        self.opened = []
+        self.arrived = []
+        open_units, collect = Office.open, Office.collect
+
+        def opening(office, units):
+            units = list(units)
+            self.opened += [(request.number, request.seed) for unit in units for request in unit]
+            open_units(office, units)
+
+        def collecting(office, timeout_s):
+            news = collect(office, timeout_s)
+            self.arrived += [done.number for done in news.completions]
+            return news
+
+        monkeypatch.setattr(Office, "open", opening)
+        monkeypatch.setattr(Office, "collect", collecting)
+
+    def assert_once(self):
+        """Each request that was opened has arrived once."""
+        assert sorted(self.arrived) == sorted(number for number, _ in self.opened) and self.arrived
+
+
+def test_one_generator_that_joins_gives_the_bits_of_ranks_that_generate_themselves(tmp_path):
+    ended, exits = joined(tmp_path, ONE)
+    same(ended, alone())
+    assert exits == {"one": 0}
+    groups, loads, size = map(int, re.findall(r"^ended (\d+) (\d+) (\d+)", (tmp_path / "one.log").read_text(), re.M)[0])
+    assert groups >= 26 and loads >= 4 and size == loads * sum(x.nbytes for x in trees.leaves(ended[2]))
+    assert all(metrics["sync/verified"] == 1 for _, metrics in ended[1].steps)
+    assert not (tmp_path / placement_joined.ADDRESSES).exists()
+
+
+def test_what_a_generator_that_is_killed_held_goes_to_one_that_joins(tmp_path, monkeypatch):
+    ledger = Ledger(monkeypatch)
+    wanted = {"first": ((signal.SIGKILL, 11), None), "second": (None, "first")}
+    ended, exits = joined(tmp_path, wanted)
+    same(ended, alone())
+    ledger.assert_once()
+    assert exits == {"first": KILLED, "second": 0}
+    text = "\n".join(ended[1].notes)
+    assert "is lost: " in text and "of its groups go to others" in text
+
+
+def test_a_generator_that_is_terminated_gives_its_groups_back(tmp_path, monkeypatch):
+    ledger = Ledger(monkeypatch)
+    wanted = {"first": ((signal.SIGTERM, 10), None), "second": (None, "first")}
+    ended, exits = joined(tmp_path, wanted)
+    same(ended, alone())
+    ledger.assert_once()
+    assert exits == {"first": 0, "second": 0} and "left" in (tmp_path / "first.log").read_text()
+    assert any("has left, and" in note and "groups go to others" in note for note in ended[1].notes)
+
+
+def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs_generator, "LeaseRule", functools.partial(LeaseRule, 3.0))
+    ledger = Ledger(monkeypatch)
+    wanted = {"first": ((signal.SIGSTOP, 11), None), "second": (None, "first")}
+    ended, exits = joined(tmp_path, wanted)
+    same(ended, alone())
+    ledger.assert_once()
+    assert exits == {"first": KILLED, "second": 0}  # by the test: it was stopped to the end
+    assert any("is lost: it has been silent for" in note for note in ended[1].notes)
+
+
+RUNS = {
+    "dp2": (GRPO, {"mesh": "dp2"}, {"place": "train:dp2 generate:join"}),
+    "tp2": (GRPO, {"mesh": "tp2", "generate_mesh": "tp2"}, {"place": "train:tp2 generate:join"}),
+    "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True}, {"place": "train:dp2 generate:join", "fsdp": True}),
+    "ppo": (PPO, {"epochs": 2, "minibatches": 2}, {}),
+    "probe": (GRPO, {"probe_sync_every": 1}, {}),
+    "episodes": (GRPO, {"task": "calculator", "reward": None, "episode_turns": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("name", quick(RUNS, []))
+def test_every_kind_of_run_has_the_same_bits(name, tmp_path):
+    compose, together, apart = RUNS[name]
+    settings = together | {"mesh": "dp1", "generate_mesh": None} | apart
+    ended, exits = joined(tmp_path, ONE, compose, **settings)
+    same(ended, alone(compose, **together))
+    assert exits == {"one": 0}
+
+
+STALE = {"minibatches": 1, "steps": 5}
+
+
+def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_path, monkeypatch):
+    ledger = Ledger(monkeypatch)
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    ended, exits = joined(folders[0], ONE, rollout_is, staleness=1, **STALE)
+    wanted = {"first": ((signal.SIGKILL, 23), None), "second": (None, "first")}
+    again, others = joined(folders[1], wanted, rollout_is, staleness=1, **STALE)
+    same(again, ended)
+    assert exits == {"one": 0} and others == {"first": KILLED, "second": 0}
+    ledger.assert_once()
+    steps = [metrics for _, metrics in ended[1].steps]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+    assert ended[1].shown[0] == alone(rollout_is, **STALE)[1].shown[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(staleness, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    ended, _ = joined(folders[0], ONE, rollout_is, staleness=staleness, **STALE)
+    again, _ = joined(folders[1], ONE, rollout_is, staleness=staleness, place="train:dp2 generate:join", **STALE)
+    assert ended[1].shown == again[1].shown
+    for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp_path):
+    settings = {"steps": 6, "save_every": "1", "place": PLACE, "run_dir": str(tmp_path)}
+    job = small_job(GRPO, **settings)
+    with generators(job, tmp_path, ONE) as started:
+        first = FORK.Process(target=trained, args=(job, tmp_path))
+        first.start()
+        deadline = time.monotonic() + 120
+        while len(complete_checkpoints(str(tmp_path / "checkpoints"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first.kill()
+        first.join()
+        steps = max(complete_checkpoints(str(tmp_path / "checkpoints")))
+        ended = trained(small_job(GRPO, **settings, resume=True), tmp_path)
+    _, _, weights = ended
+    _, plain, own = alone(steps=6)
+    for (_, a), (_, b) in zip(ended[1].steps, plain.steps[steps:], strict=True):
+        assert a["actor/grad_norm"] == b["actor/grad_norm"]
+    for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True):
+        assert torch.equal(a, b)
+    assert started["one"].exitcode == 0
+    assert "the run does not answer any more" in (tmp_path / "one.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "settings,problem",
+    [
+        ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
+        ({"staleness": 1, "task": "calculator", "reward": None}, "environments run on the ranks that"),
+        ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
+        ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
+        ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),
+        ({"place": "train:dp2 generate:join generate:2"}, "the pool 'generate' is given twice"),
+        ({"place": "train:1 generate:join", "mesh": "dp2"}, "--mesh=dp2 does nothing"),
+    ],
+)
+def test_flags_that_do_not_go_with_it_are_refused(settings, problem):
+    with pytest.raises((SettingsError, MeshError)) as error:
+        small_job(GRPO, **{"place": "generate:join", **settings})
+    assert problem in str(error.value)
+
+
+def test_a_run_without_a_directory_cannot_be_joined():
+    job = small_job(GRPO, place="generate:join")
+    with pytest.raises(SettingsError, match="needs --run_dir"):
+        run_rank(job, single(), Quiet())

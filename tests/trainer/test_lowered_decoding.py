@@ -1,0 +1,114 @@
+"""The engine whose passes run in JAX."""
+
+import pytest
+
+pytest.importorskip("jax")
+import torch
+from small_runs import GRPO, MEASURED, begin, one_step, small_job
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE, single
+from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.latent_attention import Latent
+from funrl.models.errors import ModelError
+from funrl.models.model import Lora
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.requests import Request
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.lowered.decoding import XlaBackend
+
+pytestmark = pytest.mark.xla
+
+SIZES = {"vocab": 40, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32, "qk_norm": "head"}
+GAPS = {torch.float64: 1e-12, torch.float32: 1e-5}  # of log-probabilities
+WAYS = {
+    "greedy": {"greedy": True},
+    "truncated": {"temperature": 0.8, "top_p": 0.9},
+    "penalised": {"repetition_penalty": 1.3},
+}
+
+
+def jiggled(x):
+    return x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()), dtype=x.dtype)
+
+
+def weights(model, dtype):
+    return trees.cast(trees.map(jiggled, model.init(torch.Generator().manual_seed(0))), dtype)
+
+
+def engines(model, dtype):
+    """An engine in torch, and one in JAX."""
+    options = {"max_rows": 4, "cache_bytes": 1 << 20}
+    torch_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, packed=False))
+    jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=XlaBackend))
+    for engine in (torch_engine, jax_engine):
+        engine.load(trees.named(weights(model, dtype)))
+    return torch_engine, jax_engine
+
+
+def requests(adapters=(None,), **sampling):
+    """More than the engine has rows; two pairs begin alike and share pages."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 40, (n,), generator=generator).tolist() for n in (3, 39, 17, 8)]
+    prompts += [[*prompts[1], 5], prompts[2]]
+    return [
+        Request(
+            i, prompt, Sampling(max_new_tokens=9 + i, stop=(3,), **sampling), i, adapter=adapters[i % len(adapters)]
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def assert_same(wanted, found, gap):
+    by_number = {x.number: x for x in found}
+    for want in wanted:
+        x = by_number[want.number]
+        assert x.tokens.tolist() == want.tokens.tolist() and x.finish == want.finish
+        assert (x.raw_logp - want.raw_logp).abs().max() < gap
+        assert (x.sampling_logp - want.sampling_logp).abs().max() < gap
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", GAPS, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_completions_are_those_of_torch(way, dtype):
+    wanted, found = (
+        complete(engine, requests(**WAYS[way])) for engine in engines(decoder_model(decoder_config(**SIZES)), dtype)
+    )
+    assert_same(wanted, found, GAPS[dtype])
+
+
+@pytest.mark.slow
+def test_windows_and_adapters_are_those_of_torch():
+    model = decoder_model(decoder_config(**SIZES, windows=(6, None)))
+    lora = Lora(rank=2, alpha=4.0, targets=("q", "down"))
+    results = []
+    for engine in engines(model, torch.float64):
+        spec = engine.adapter_weights(lora)
+        factors = {
+            name: jiggled(torch.zeros(layout.shape, dtype=torch.float64)) for name, layout in trees.named(spec.layouts)
+        }
+        engine.load_adapter("own", lora, factors.items())
+        results.append(complete(engine, requests(("own", None), greedy=True)))
+    assert_same(*results, 1e-12)
+
+
+def test_latent_attention_is_refused():
+    latent = Latent(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
+    model = decoder_model(decoder_config(**SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4}, latent=latent))
+    engine = engines(model, torch.float32)[1]
+    with pytest.raises(ModelError, match="latent attention to pages has no static shapes: decode it in torch"):
+        complete(engine, requests()[:1])
+
+
+@pytest.mark.slow
+def test_a_run_that_decodes_in_jax_has_the_numbers_of_one_in_torch():
+    metrics = []
+    for options in ({}, {"backend": "xla", "compile": "on"}):
+        run, state = begin(small_job(GRPO, **options), single())
+        for _ in range(2):
+            state, numbers = one_step(run, state)
+        metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
+    assert isinstance(run.parts.generator.engine._backend, XlaBackend)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-9, abs=1e-9)

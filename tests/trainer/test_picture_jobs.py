@@ -1,0 +1,139 @@
+"""Jobs on files with pictures: what is read before the first step, and what is refused there."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_runs import GRPO, SMALL
+
+from funrl.algos.recipes.sft import sft
+from funrl.data.tokenizer import character_tokenizer
+from funrl.mesh.mesh import single
+from funrl.models import decoder_config, decoder_model, with_vision
+from funrl.models.huggingface.directories import save
+from funrl.models.vision.config import TowerConfig
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.row_source import text_rows
+from funrl.trainer.settings.settings import settings_of
+
+SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def data_url(width, height, mode="RGB"):
+    draw = np.random.default_rng(width)
+    image = Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory of a tiny Qwen2.5-VL, files of prompts and demonstrations, and a reward."""
+    path = tmp_path_factory.mktemp("pictures")
+    tokenizer = character_tokenizer("abcdefgh ?")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    pad, video, begin, end = tokenizer.convert_tokens_to_ids(list(SPECIAL))
+    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6}
+    config = decoder_config(
+        **sizes,
+        vocab=len(tokenizer),
+        attention_bias=True,
+        rope_axes=(0, 0, 1, 2),
+        max_positions=256,
+        eos=(1,),
+        pad=0,
+        family="qwen2_5_vl",
+    )
+    tower = TowerConfig(
+        layers=1,
+        embed=16,
+        heads=1,
+        inner=16,
+        patch=4,
+        window=16,
+        placeholder=pad,
+        banned=(video,),
+        begin=begin,
+        end=end,
+    )
+    model = with_vision(decoder_model(config), tower)
+    save(path / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    (path / "model" / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 64, "max_pixels": 1024}))
+    pictures = [[data_url(16, 8)], [], [data_url(40, 40, "LA"), data_url(8, 8)]]
+    prompts = [{"prompt": "a cab ?", "images": pictures[i % 3], "answer": "b"} for i in range(12)]
+    write(path / "prompts.jsonl", prompts)
+    write(path / "texts.jsonl", [{**record, "completion": "b"} for record in prompts])
+    (path / "reward.py").write_text("def score(prompt, completion, images, **fields):\n    return float(len(images))\n")
+    return path
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def job_of(folder, compose=GRPO, **flags):
+    given = {"model": str(folder / "model")} | flags
+    small = {
+        name: x for name, x in SMALL.items() if compose is GRPO or name not in ("samples_per_prompt", "max_new_tokens")
+    }
+    return prepare(settings_of(**small | given), compose)
+
+
+def rl(folder, **flags):
+    data = {"prompts": str(folder / "prompts.jsonl"), "reward": f"{folder / 'reward.py'}:score", "reward_workers": 0}
+    return job_of(folder, **data | flags)
+
+
+def test_prompts_of_a_file_own_their_pictures(folder):
+    job = rl(folder)
+    examples = [*job.task.prompts, *job.task.heldout]
+    grids = sorted({tuple(map(tuple, example.owned.values["grids"].tolist())) for example in examples})
+    assert grids == [(), ((2, 4),), ((8, 8), (2, 2))]
+    tower = job.model.config.tower
+    for example in examples:
+        tokens = sum(h * w // 4 for h, w in example.owned.values["grids"].tolist())
+        assert example.tokens.count(tower.placeholder) == tokens
+    assert job.task.rewards[0]("p", "c", **examples[0].fields) == len(examples[0].fields["images"])
+
+
+def test_demonstrations_of_a_file_become_rows_with_pictures(folder):
+    job = job_of(folder, sft, data=str(folder / "texts.jsonl"))
+    rows = text_rows(job, single(), list(job.task.examples)[:3])
+    batch = rows.batch
+    placeholders = (batch.tokens == job.model.config.tower.placeholder).sum(1)
+    assert (batch.patches.offsets.diff() == 4 * placeholders).all() and batch.patches.values.dtype == torch.uint8
+    assert batch.mask.sum(1).tolist() == [2, 2, 2] and not batch.mask[batch.tokens >= 12].any()
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ({"engine": "hf"}, "--engine=hf: the policy sees pictures; give --engine=native"),
+        ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2: the policy sees pictures; leave it out"),
+        ({"freeze": "visoin"}, "--freeze=visoin: no weight's name begins with 'visoin'"),
+    ],
+)
+def test_what_pictures_cannot_do_yet_is_refused(folder, flags, words):
+    with pytest.raises(ValueError, match=words):
+        rl(folder, **flags)
+
+
+@pytest.mark.parametrize(
+    "images,words",
+    [
+        (["/no/such.png"], "line 1: the picture /no/such.png is not there"),
+        ([data_url(4000, 1)], "4000 x 1 pixels: one side is more than 200 times the other"),
+        (["data:image/png;base64,aGVsbG8="], "cannot be read"),
+    ],
+)
+def test_a_bad_picture_is_one_line_with_file_and_line(folder, tmp_path, images, words):
+    file = write(tmp_path / "bad.jsonl", [{"prompt": "a", "images": images}])
+    with pytest.raises(ValueError, match=f"--prompts: .*bad.jsonl.*{words}") as error:
+        rl(folder, prompts=file)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,77 @@
+"""Whole steps on rows with pictures on meshes, in float64, against one process."""
+
+import functools
+
+import pytest
+import torch
+from picture_runs import picture_job, picture_steps
+from selection import quick
+from small_runs import GRPO, assert_same
+
+from funrl import trees
+from funrl.mesh.launch import launch
+from funrl.trainer.initial_weights import random_weights
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.steps.optimizer import frozen_beginnings
+
+pytestmark = pytest.mark.gloo
+MESHES = {
+    "dp2": {"mesh": "dp2"},
+    "tp2": {"mesh": "tp2"},
+    "fsdp2": {"mesh": "dp2", "fsdp": True},
+    "fsdp2 small micro-batches": {"mesh": "dp2", "fsdp": True, "token_budget": 32},
+    "tp2 split": {"mesh": "tp2", "split_residual": "on"},
+    "sp2": {"mesh": "sp2", "generate_mesh": "dp2"},
+    "dp2,tp2": {"mesh": "dp2,tp2", "fsdp": True},
+}
+
+
+def steps_on(mesh, **more):
+    job = picture_job(functools.partial(GRPO, entropy_coef=0.01), mesh=mesh, steps=2, **{"freeze": "none"} | more)
+    return launch(picture_steps(job, 2), job.sizes, "cpu")
+
+
+@functools.cache
+def alone():
+    return steps_on("dp1")
+
+
+@pytest.mark.parametrize("case", quick(MESHES, ("fsdp2",)))
+def test_steps_are_those_of_one_process(case):
+    assert_same(steps_on(**MESHES[case]), alone(), 1e-9)
+
+
+def test_the_tower_learns_and_the_engine_sees_what_the_trainer_sees():
+    one = alone()
+    tower = [x for name, x in trees.named(one["grads"][0]["policy"].tree) if name.startswith("vision/")]
+    assert len(tower) == 30 and all(x.abs().max() > 1e-9 for x in tower)
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in one["metrics"])
+
+
+def test_a_frozen_tower_stays_and_its_projector_learns():
+    one = steps_on("dp1", freeze=None)
+    assert_same(steps_on("dp2", freeze=None), one, 1e-9)
+    learned = one["weights"]["policy"]["vision"]
+    first = random_weights(picture_job(GRPO))["vision"]
+    same = {name: torch.equal(x, y) for (name, x), (_, y) in zip(trees.named(first), trees.named(learned), strict=True)}
+    assert {name.split("/")[0] for name, equal in same.items() if equal} == {"embed", "layers"}
+    assert not any(equal for name, equal in same.items() if name.startswith("merger"))
+
+
+WRONG = {"visoin": "begins with 'visoin'", "vision,embed,layers,norm,unembed,vision/merger": "nothing would learn"}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_cannot_be_frozen_is_refused(given):
+    job = picture_job(GRPO)
+    with pytest.raises(SettingsError, match=WRONG[given]):
+        frozen_beginnings(with_flags(job.settings, freeze=given), job.model)
+
+
+@pytest.mark.slow
+def test_adapters_learn_beside_the_decoder_alone():
+    one = steps_on("dp1", lora_rank=2, freeze=None)
+    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
+    learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
+    assert learned == {"layers"}
