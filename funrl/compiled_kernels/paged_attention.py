@@ -337,7 +337,7 @@ def triton_takes_pages() -> bool:
     if importlib.util.find_spec("triton") is None:
         problem = "triton is not installed; torch for CUDA and ROCm brings it along"
     else:
-        problem = _problem(by_triton)
+        problem = _problem(by_triton) or _problem(by_triton, KERNEL_HEAD)
     if problem is None:
         log.info("attention over pages on the GPU is by Triton kernels")
         return True
@@ -345,12 +345,16 @@ def triton_takes_pages() -> bool:
     return False
 
 
-def _problem(kernel: Callable[..., Tensor]) -> str | None:
-    """Reason why a kernel does not attend over pages on this machine's GPU; None: it does, or there is no GPU."""
+def _problem(kernel: Callable[..., Tensor], head: int = 64) -> str | None:
+    """Reason why a kernel does not attend over pages on this machine's GPU; None: it does, or there is no GPU.
+
+    Args:
+      head: size of the heads of the small call.
+    """
     if not torch.cuda.is_available():
         return None
     generator = torch.Generator().manual_seed(0)
-    shapes = (3, 2, 64), (2, KERNEL_PAGE, 1, 64), (2, KERNEL_PAGE, 1, 64)
+    shapes = (3, 2, head), (2, KERNEL_PAGE, 1, head), (2, KERNEL_PAGE, 1, head)
     q, keys, values = (torch.randn(shape, generator=generator).bfloat16().to(_PROBED) for shape in shapes)
     try:
         for counts, ends in (((1, 2), (40, 200)), ((1, 1, 1), (40, 200, 256))):  # of a prompt; of decoding alone

@@ -13,17 +13,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from einops import rearrange
 
 from funrl.data.json_lines import DataError
-from funrl.kinds import OwnedLines, owned_lines
-from funrl.models.model import ModelConfig
-from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
-from funrl.models.vision.inputs import GRIDS, PATCHES
+
+if TYPE_CHECKING:  # a record is read before torch is imported
+    from funrl.kinds import OwnedLines
+    from funrl.models.model import ModelConfig
+    from funrl.models.vision.config import TowerConfig
 
 PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 PICTURE_COLUMNS = ("images", "image")
@@ -65,6 +65,8 @@ def picture_form(
     Raises:
       DataError: the file says what is not supported.
     """
+    from funrl.models.vision.config import VisionLanguageConfig
+
     if not isinstance(config, VisionLanguageConfig):
         return None
     form = PictureForm(config.tower)
@@ -164,6 +166,12 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
     Raises:
       DataError: there are other placeholders than pictures, or a picture cannot be used.
     """
+    import torch
+
+    from funrl.kinds import owned_lines
+    from funrl.models.vision.config import CHANNELS
+    from funrl.models.vision.inputs import GRIDS, PATCHES
+
     tower = form.tower
     places = sum(token == tower.placeholder for token in tokens)
     if pictures and not places:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
@@ -14,7 +14,9 @@ from funrl.data.pictures import expand_placeholders, marked, picture_form_of, pi
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError
-from funrl.kinds import OwnedLines
+
+if TYPE_CHECKING:  # it imports torch
+    from funrl.kinds import OwnedLines
 
 RESERVED = ("completion",)  # arguments that every reward function gets
 T = TypeVar("T")

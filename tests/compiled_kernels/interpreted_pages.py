@@ -65,6 +65,25 @@ def caps_and_sinks_equal_float64():
         compare(sequences, (6, 2, 8), window=40, sinks=draw(6, seed=9))
 
 
+def sequences_are_computed_by_some_at_a_time():
+    q, _, _, cache, paging = scene(DECODING, 4, 2, 16)
+    whole = dispatch.by_triton(q, *cache, *paging[2:], 0, 0.0)
+    most = page_kernels.PARTS_BYTES
+    page_kernels.PARTS_BYTES = 3 * 4 * 4 * 3 * (16 + 2)  # three sequences of three parts
+    try:
+        assert torch.equal(dispatch.by_triton(q, *cache, *paging[2:], 0, 0.0), whole)
+    finally:
+        page_kernels.PARTS_BYTES = most
+
+
+def wide_heads_equal_float64():
+    page_kernels.WIDE_HEAD, before = 8, page_kernels.WIDE_HEAD
+    try:
+        compare(MIXED, (4, 2, 16))
+    finally:
+        page_kernels.WIDE_HEAD = before
+
+
 def neighbours_change_no_bit():
     q, _, _, cache, paging = scene(MIXED, 4, 2, 16)
     whole = dispatch.by_triton(q, *cache, *paging[2:], 0, 0.0)
@@ -120,6 +139,8 @@ def leaves_of_any_dtype_are_updated():
 CASES = (
     any_pass_equals_float64,
     caps_and_sinks_equal_float64,
+    sequences_are_computed_by_some_at_a_time,
+    wide_heads_equal_float64,
     neighbours_change_no_bit,
     strided_keys_are_written,
     adamw_equals_torch,

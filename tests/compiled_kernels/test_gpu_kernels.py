@@ -10,6 +10,8 @@ from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
 CASES = (
     "any_pass_equals_float64",
     "caps_and_sinks_equal_float64",
+    "sequences_are_computed_by_some_at_a_time",
+    "wide_heads_equal_float64",
     "neighbours_change_no_bit",
     "strided_keys_are_written",
     "adamw_equals_torch",

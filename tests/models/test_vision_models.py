@@ -7,6 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_vl import (
+    MERGE,
+    PLACEHOLDER,
+    ROWS,
+    picture_batch,
+    saved_model,
+    transformers_logits,
+)
 
 from funrl import trees
 from funrl.models import place
@@ -16,14 +24,6 @@ from funrl.models.placed import inputs_of
 from funrl.models.vision.grids import token_places, tower_indices
 from funrl.models.vision.inputs import picture_inputs
 from funrl.trainer.steps.micro import micro_batch
-from tests.models.tiny_vl import (
-    MERGE,
-    PLACEHOLDER,
-    ROWS,
-    picture_batch,
-    saved_model,
-    transformers_logits,
-)
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from funrl.batch import Batch, declare
-from funrl.fields import Field
 from funrl.kinds import Ragged
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tower import normalized
+from funrl.trainer.steps.owned_rows import owned_fields
 
 VOCAB = 48
 PLACEHOLDER, VIDEO, BEGIN, END = 40, 41, 42, 43
 PATCH, MERGE = 4, 2
-PICTURE_FIELDS = {name: Field("ragged", "source", "of the row's pictures", dtype="int") for name in (PATCHES, GRIDS)}
 # rows of a batch: text (ids) and pictures (height and width in patches), in turn
 ROWS = (
     (3, (4, 6), 2, (2, 2), 4),
@@ -92,7 +91,8 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
     draw = torch.Generator().manual_seed(seed + 1)
     pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
-    batch = declare(batch, PICTURE_FIELDS)._replace(
+    fields = owned_fields({PATCHES: pixels, GRIDS: torch.tensor(grids)})
+    batch = declare(batch, fields)._replace(
         patches=Ragged(pixels, offsets_of(patches)),
         grids=Ragged(torch.tensor(grids, dtype=torch.int64).reshape(-1, 2), offsets_of([len(row) for _, row in made])),
     )

@@ -312,7 +312,7 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
     model, notes = decoder_model(CONFIGS["llama"]), []
     other = model.abilities._replace(compiled_step="not for this model")
     assert NO_PACKING is None or packed_problem(model, SINGLE, torch.float32) == NO_PACKING
-    with caplog.at_level("INFO", "funrl.rollout.native.backends"):
+    with caplog.at_level("INFO", "funrl.rollout.native"):
         made = {
             "not for this model": native_engine(dataclasses.replace(model, abilities=other), note=notes.append),
             "not torch.float16": native_engine(model, dtype=torch.float16, note=notes.append),

@@ -4,7 +4,8 @@ NVIDIA and ROCm compile it, and Triton's interpreter runs it on a CPU.
 """
 
 # A kernel is in Triton's language, whose types a checker of Python's does not know.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -9,7 +9,8 @@ runs it on a CPU where TRITON_INTERPRET=1 stands in the environment before trito
 """
 
 # A kernel is in Triton's language, whose types a checker of Python's does not know.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -24,6 +25,8 @@ _BLOCK = 64  # keys at a time
 _TILE = 64  # queries of a program times the query heads that share their keys
 _LEAST = 16  # rows of a product of matrices at least
 _WARPS = 4
+PARTS_BYTES = 1 << 28  # of the parts of sequences that are computed together
+WIDE_HEAD = 128  # numbers of a head above which less is held at a time
 _ALL = 1 << 30  # tokens of a window that has no end
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # below every logit and finite, so that no difference of two is not a number
@@ -355,43 +358,28 @@ def attend_pages(
 
 
 def _decode(out, q, keys, values, table, offsets, ends, options: PageOptions, sinks: Tensor | None) -> None:
-    """Attention of the sequences with one new token."""
+    """Attention of the sequences with one new token, of some at a time, so that their parts take few bytes."""
     sizes = _Sizes.of(q, keys)
     S, P = table.shape
     H, D = q.shape[1:]
     K = keys.shape[2]
-    scale, window, cap = options.scale, options.window or _ALL, options.cap
+    window = options.window or _ALL
     parts = triton.cdiv(P * sizes.page, PART)
-    sums = torch.empty(S, H, parts, 2, dtype=torch.float32, device=q.device)
-    partial = torch.empty(S, H, parts, D, dtype=torch.float32, device=q.device)
-    _decode_parts[S, K, parts](
-        q,
-        keys,
-        values,
-        table,
-        offsets,
-        ends,
-        sums,
-        partial,
-        P,
-        K,
-        scale,
-        cap or 1.0,
-        window,
-        PART,
-        sizes.page,
-        sizes.block,
-        sizes.group,
-        max(_LEAST, sizes.heads),
-        D,
-        sizes.width,
-        bool(cap),
-        num_warps=_WARPS,
-    )
-    flags = PART, D, sizes.width, sinks is not None
-    _join_parts[S, H](
-        sums, partial, sums if sinks is None else sinks, offsets, ends, out, parts, window, *flags, num_warps=1
-    )
+    most = min(S, max(1, PARTS_BYTES // (4 * H * parts * (D + 2))))
+    sums = torch.empty(most, H, parts, 2, dtype=torch.float32, device=q.device)
+    partial = torch.empty(most, H, parts, D, dtype=torch.float32, device=q.device)
+    numbers = P, K, options.scale, options.cap or 1.0, window
+    heads = sizes.group, max(_LEAST, sizes.heads), D, sizes.width
+    flags = PART, sizes.page, sizes.block, *heads, bool(options.cap)
+    for low in range(0, S, most):
+        some = slice(low, low + most)
+        its_table, its_ends = table[some], ends[some]
+        its_offsets = offsets[low : low + len(its_ends) + 1]
+        tensors = q, keys, values, its_table, its_offsets, its_ends, sums, partial
+        _decode_parts[len(its_ends), K, parts](*tensors, *numbers, *flags, num_warps=_WARPS, num_stages=sizes.stages)
+        joined = sums, partial, sums if sinks is None else sinks, its_offsets, its_ends, out
+        its_flags = PART, D, sizes.width, sinks is not None
+        _join_parts[len(its_ends), H](*joined, parts, window, *its_flags, num_warps=1)
 
 
 def _prompts(out, q, keys, values, table, offsets, ends, options: PageOptions, sinks: Tensor | None) -> None:
@@ -400,40 +388,22 @@ def _prompts(out, q, keys, values, table, offsets, ends, options: PageOptions, s
     S, P = table.shape
     N, _, D = q.shape
     K = keys.shape[2]
-    scale, window, cap = options.scale, options.window or _ALL, options.cap
     tokens = max(1, _TILE // sizes.heads)
-    _prompt_tiles[N // tokens + S, K](
-        q,
-        keys,
-        values,
-        table,
-        offsets,
-        ends,
-        q if sinks is None else sinks,
-        out,
-        S,
-        P,
-        K,
-        scale,
-        cap or 1.0,
-        window,
-        tokens,
-        sizes.page,
-        sizes.block,
-        sizes.group,
-        sizes.heads,
-        D,
-        sizes.width,
-        bool(cap),
-        sinks is not None,
-        num_warps=_WARPS,
-    )
+    tensors = q, keys, values, table, offsets, ends, q if sinks is None else sinks, out
+    numbers = S, P, K, options.scale, options.cap or 1.0, options.window or _ALL
+    heads = sizes.group, sizes.heads, D, sizes.width
+    flags = tokens, sizes.page, sizes.block, *heads, bool(options.cap), sinks is not None
+    _prompt_tiles[N // tokens + S, K](*tensors, *numbers, *flags, num_warps=_WARPS, num_stages=sizes.stages)
 
 
 class _Sizes(NamedTuple):
-    """Constants of a kernel: tokens of a page and of a block of keys, query heads that share keys, a head's numbers.
+    """Constants of a kernel.
 
-    `heads` and `width` are `group` and the head's numbers as powers of two.
+    Attributes:
+      page, block: tokens of a page, and keys at a time.
+      group: query heads that share keys.
+      heads, width: these, and the numbers of a head, as powers of two.
+      stages: blocks of keys in shared memory; fewer of wide heads, of which other GPUs than Hopper hold no more.
     """
 
     page: int
@@ -441,10 +411,13 @@ class _Sizes(NamedTuple):
     group: int
     heads: int
     width: int
+    stages: int
 
     @classmethod
     def of(cls, q: Tensor, keys: Tensor) -> _Sizes:
         page, K = keys.shape[1:3]
         group = q.shape[1] // K
         width = max(_LEAST, triton.next_power_of_2(q.shape[2]))
-        return cls(page, min(_BLOCK, page & -page), group, triton.next_power_of_2(group), width)
+        wide = width > WIDE_HEAD
+        block = min(_BLOCK // 2 if wide else _BLOCK, page & -page)
+        return cls(page, block, group, triton.next_power_of_2(group), width, 1 if wide else 2)

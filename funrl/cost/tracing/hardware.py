@@ -74,6 +74,15 @@ HARDWARE = {
         link=900e9,
         network=50e9,
     ),
+    "mi300x": Hardware(
+        memory=192e9,
+        half=1307e12,
+        single=654e12,
+        double=163e12,
+        bandwidth=5.3e12,
+        link=448e9,
+        network=50e9,
+    ),
     "v5e": Hardware(  # TPUs multiply 32 bits in six passes of 16; bytes of all links between chips of a slice
         memory=16e9,
         half=197e12,
@@ -100,15 +109,6 @@ HARDWARE = {
         bandwidth=1.64e12,
         link=400e9,
         network=6e9,
-    ),
-    "mi300x": Hardware(
-        memory=192e9,
-        half=1307e12,
-        single=654e12,
-        double=163e12,
-        bandwidth=5.3e12,
-        link=448e9,
-        network=50e9,
     ),
     "cpu": Hardware(
         memory=16e9,

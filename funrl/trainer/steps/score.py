@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
-from funrl.data.micro_batch import unpack_tokens
+from funrl.data.micro_batch import Slots, unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.micro import MicroBatch, own_micro_batches, row_cost
+from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
@@ -94,28 +95,33 @@ def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: C
 def score_role(role: Role, params: trees.Tree, rows: Rows, token_budget: int) -> dict[str, Tensor]:
     """The fields that one role writes, [b, T, ...] each, of this rank's rows."""
     whole: list[Tensor] = []
-    for piece, outs in _pieces_with_outputs(role, params, rows, token_budget):
+    for places, outs in _places_with_outputs(role, params, rows, token_budget):
         if not whole:
             shape = rows.batch.tokens.shape
             dtypes = [out.dtype if out.is_floating_point() else TOKEN_INT for out in outs]
             whole = [out.new_zeros(*shape, *out.shape[2:], dtype=d) for out, d in zip(outs, dtypes, strict=True)]
         for all_rows, out in zip(whole, outs, strict=True):
-            unpack_tokens(out, piece.at, all_rows)
+            unpack_tokens(out, places, all_rows)
+        del places, outs, out  # before the next ones are made
         beat()
     return dict(zip(role.writes, whole, strict=True))
 
 
-def _pieces_with_outputs(
+def _places_with_outputs(
     role: Role, params: trees.Tree, rows: Rows, token_budget: int
-) -> Iterator[tuple[MicroBatch, Sequence[Tensor]]]:
-    """This rank's micro-batches, each with the fields that one role writes."""
+) -> Iterator[tuple[Slots, Sequence[Tensor]]]:
+    """The fields that one role writes, of each of this rank's micro-batches, and the places of its tokens.
+
+    One micro-batch is held, and not by the caller too.
+    """
     pieces = own_micro_batches(rows, token_budget, row_cost(role.placed))
     if role.programs is None:
         for piece in pieces:
-            yield piece, outputs(role, params, piece.batch)
+            yield piece.at, outputs(role, params, piece.batch)
         return
-    for group in zip(*[pieces] * role.programs.lanes, strict=True):
-        yield from zip(group, role.programs.outputs(role, params, [piece.batch for piece in group]), strict=True)
+    while group := tuple(itertools.islice(pieces, role.programs.lanes)):
+        outs = role.programs.outputs(role, params, [piece.batch for piece in group])
+        yield from zip([piece.at for piece in group], outs, strict=True)
 
 
 def outputs(role: Role, params: trees.Tree, rows: Batch) -> Sequence[Tensor]:

@@ -7,6 +7,7 @@ whole mini-batch first, and the numerators of every micro-batch are divided by t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -141,7 +142,8 @@ def gradient(
         micro_batches = list(micro_batches)
         chosen = _choices(role, params, micro_batches, frozen)
     lanes = 1 if role.programs is None else role.programs.lanes
-    for group in zip(*[iter(micro_batches)] * lanes, strict=True):
+    ahead = iter(micro_batches)
+    while group := tuple(itertools.islice(ahead, lanes)):  # zip would hold one more
         given = (denominators, frozen, chosen)
         if role.programs is None:
             (value, sums), grad = trees.value_and_grad(objective)(params, role, *group, *given)
