@@ -302,8 +302,13 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
             )
 
 
-def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
+def check_owned_values(
+    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: GivenObjects = NO_OBJECTS
+) -> None:
     """Check what models that see pictures cannot do yet.
+
+    Args:
+      given: in Python, instead of flags.
 
     Raises:
       SettingsError: naming the flag.
@@ -314,14 +319,27 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
         raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+    if has_environment(settings, given):
+        raise SettingsError(f"{environment_flag(settings, given)}: {what}; environments give text: leave it out")
+    blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
+    if blind:
+        raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
         "engine": (settings.engines.engine != "native", "give --engine=native"),
         "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
         "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
-        "env": (settings.environments.env is not None, "environments give text: leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
+        "reward_model": (settings.rewards.reward_model is not None, "reward models read text: leave it out"),
+        "process_reward_model": (
+            settings.rewards.process_reward_model is not None,
+            "reward models read text: leave it out",
+        ),
+        "long_prompts": (
+            settings.examples.long_prompts == "truncate",
+            "a shortened text would lose some; give --long_prompts=drop",
+        ),
     }
     for name, (given, way_out) in refused.items():
         if given:
