@@ -1,16 +1,20 @@
 """Whole steps on rows with pictures on meshes, in float64, against one process."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
-from picture_runs import picture_job, picture_steps
+from picture_runs import TOWER, picture_job, picture_steps
 from selection import quick
-from small_runs import GRPO, assert_same
+from small_runs import GRPO, assert_same, begin
 
 from funrl import trees
+from funrl.algos.recipes import recipe
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
 from funrl.trainer.initial_weights import random_weights
+from funrl.trainer.loop import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.steps.optimizer import frozen_beginnings
@@ -75,3 +79,15 @@ def test_adapters_learn_beside_the_decoder_alone():
     assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
+
+
+@pytest.mark.parametrize("name", ["spin", "chord"])
+def test_demonstrations_beside_samples_have_the_pictures_of_their_prompts(name):
+    job = picture_job(recipe(name), batch_prompts=6)
+    prompts = [example._replace(fields={**example.fields, "demonstration": "1"}) for example in job.task.prompts]
+    run, state = begin(dataclasses.replace(job, task=job.task._replace(prompts=prompts)), single())
+    rows, state, _ = draw_batch(run, state)
+    batch = rows.batch
+    placeholders = (batch.tokens == TOWER.placeholder).sum(1)
+    assert batch.demonstration.any(1).sum() == 6 and placeholders[batch.demonstration.any(1)].any()
+    assert torch.equal(batch.patches.offsets.diff(), placeholders * TOWER.merge**2)
