@@ -13,11 +13,12 @@ from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.models import with_value_head
 from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.loop import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.steps.optimizer import frozen_beginnings
+from funrl.trainer.steps.optimizer import check_freeze, is_frozen
 
 pytestmark = pytest.mark.gloo
 MESHES = {
@@ -70,7 +71,16 @@ WRONG = {"visoin": "begins with 'visoin'", "vision,embed,layers,norm,unembed,vis
 def test_what_cannot_be_frozen_is_refused(given):
     job = picture_job(GRPO)
     with pytest.raises(SettingsError, match=WRONG[given]):
-        frozen_beginnings(with_flags(job.settings, freeze=given), job.model)
+        check_freeze(with_flags(job.settings, freeze=given), {"policy": job.model})
+
+
+def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
+    job = picture_job(GRPO)
+    settings = with_flags(job.settings, freeze="unembed,layers/1")
+    check_freeze(settings, {"policy": job.model, "critic": with_value_head(job.model)})
+    assert is_frozen("layers/1/mlp", ("layers/1",)) and not is_frozen("layers/10/mlp", ("layers/1",))
+    with pytest.raises(SettingsError, match="--freeze=unembed: with --lora_rank=2 adapters learn alone; leave it out"):
+        check_freeze(with_flags(job.settings, freeze="unembed", lora_rank=2), {"policy": job.model})
 
 
 @pytest.mark.slow
