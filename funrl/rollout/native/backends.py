@@ -188,6 +188,7 @@ class TorchBackend:
 
     def resize(self, pages: int) -> None:
         self._cache = None
+        self._owned.clear()
         pages += self.spare_pages if pages else 0
         shape = pages, self.page_tokens, self._choices
         self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
