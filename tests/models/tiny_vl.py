@@ -10,8 +10,8 @@ from torch import Tensor
 
 from funrl.batch import Batch, declare
 from funrl.kinds import Ragged
-from funrl.models.vision.inputs import PICTURE_FIELDS
 from funrl.models.vision.tower import normalized
+from funrl.trainer.steps.owned_rows import owned_fields
 
 VOCAB = 48
 PLACEHOLDER, VIDEO, BEGIN, END = 40, 41, 42, 43
@@ -90,9 +90,9 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
     draw = torch.Generator().manual_seed(seed + 1)
     pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
-    batch = declare(batch, PICTURE_FIELDS)._replace(
-        patches=Ragged(pixels, offsets_of(patches)),
-        grids=Ragged(torch.tensor(grids, dtype=torch.int64).reshape(-1, 2), offsets_of([len(row) for _, row in made])),
+    sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
+    batch = declare(batch, owned_fields({"patches": pixels, "grids": sizes}))._replace(
+        patches=Ragged(pixels, offsets_of(patches)), grids=Ragged(sizes, offsets_of([len(row) for _, row in made]))
     )
     return batch, lengths
 
