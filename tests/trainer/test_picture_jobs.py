@@ -10,7 +10,10 @@ import torch
 from PIL import Image
 from small_runs import GRPO, SMALL
 
+import funrl
 from funrl.algos.recipes.sft import sft
+from funrl.cli.evaluate import settings_of_stored
+from funrl.data.pictures import picture_form_of
 from funrl.data.supervised import Text
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
@@ -18,6 +21,8 @@ from funrl.models import decoder_config, decoder_model, with_value_head, with_vi
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
 from funrl.models.vision.config import TowerConfig
+from funrl.trainer.checkpoints.stored_models import find_stored_model
+from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
@@ -170,3 +175,19 @@ def test_a_bad_picture_is_one_line_with_file_and_line(folder, tmp_path, images, 
     with pytest.raises(ValueError, match=f"--prompts: .*bad.jsonl.*{words}") as error:
         rl(folder, prompts=file)
     assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
+    stored = find_stored_model(folder / "model")
+    given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
+    own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
+    job = prepare_inference(settings_of_stored("evaluate", stored, own, given, 0), stored, given)
+    assert [len(example.owned.values["grids"]) for example in job.task.heldout[:3]] == [1, 0, 2]
+    assert picture_form_of(job.tokenizer).max_pixels == 1024
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for c in m.content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
+        funrl.generate(folder / "model", [prompt], max_new_tokens=2)

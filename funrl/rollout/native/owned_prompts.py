@@ -93,7 +93,7 @@ class OwnedPrompts:
 
 
 def _key(request: Request) -> Key:
-    """What tells a prompt and its values apart from others."""
+    """Key of the states of a prompt and its values."""
     assert request.owned is not None
     return request.owned.digest, tuple(request.prompt)
 
