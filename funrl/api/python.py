@@ -146,9 +146,9 @@ def generate(
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
     if (problem := no_engine(described)) is not None:
         raise SettingsError(f"model={stored.directory!r}: {problem}")
-    check_text_only(described, texts, examples)
     stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
+    check_text_only(described, texts, examples)
     if not examples:
         return []
     task = _Completions(stored, described, examples, sampling=Sampling(**fields), seed=seed, tokenizer=tokenizer)

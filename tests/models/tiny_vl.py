@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funrl.batch import Batch, declare
 from funrl.kinds import Ragged
+from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tower import normalized
 from funrl.trainer.steps.owned_rows import owned_fields
 
@@ -90,9 +91,10 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
     draw = torch.Generator().manual_seed(seed + 1)
     pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
-    sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
-    batch = declare(batch, owned_fields({"patches": pixels, "grids": sizes}))._replace(
-        patches=Ragged(pixels, offsets_of(patches)), grids=Ragged(sizes, offsets_of([len(row) for _, row in made]))
+    fields = owned_fields({PATCHES: pixels, GRIDS: torch.tensor(grids)})
+    batch = declare(batch, fields)._replace(
+        patches=Ragged(pixels, offsets_of(patches)),
+        grids=Ragged(torch.tensor(grids, dtype=torch.int64).reshape(-1, 2), offsets_of([len(row) for _, row in made])),
     )
     return batch, lengths
 

@@ -33,7 +33,7 @@ VISION = "vision"  # part of the tree of weights
 def with_vision(model: Model, tower: TowerConfig) -> Model:
     """`model` with a vision tower, whose weights are the part "vision" beside its own.
 
-    Where a batch has patches and grids, each placeholder is one hidden state of the tower, and tokens have three
+    Where a batch has pictures, each placeholder is one hidden state of the tower, and tokens have three
     positions each; elsewhere the model computes what `model` does.
 
     Raises:
