@@ -166,9 +166,12 @@ def read_stored_model(stored: StoredModel, code: str) -> Model:
 
 def check_text_only(model: Model, texts: Sequence[Any], examples: Sequence[Example]) -> None:
     """Raise SettingsError where a prompt has places of pictures, which its text alone does not bring."""
-    for text, example in zip(texts, examples, strict=True) if model.owned is not None else ():
+    owned = model.owned
+    if owned is None:
+        return
+    for text, example in zip(texts, examples, strict=True):
         try:
-            model.owned.check(example.tokens, None)
+            owned.check(example.tokens, None)
         except ModelError as error:
             problem = f"{text!r:.100} has pictures, but `generate` reads text; give them to `evaluate`"
             raise SettingsError(problem) from error

@@ -23,6 +23,7 @@ from funrl.models.huggingface.directories import save
 from funrl.models.vision.config import TowerConfig
 from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
+from funrl.trainer.jobs.compatibility import check_owned_values
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
@@ -141,6 +142,15 @@ def test_reward_models_beside_a_policy_that_sees_are_refused(folder, tmp_path, f
     save(path, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer("abcdefgh ?"))
     with pytest.raises(ValueError, match=f"--{flag}=.*: the policy sees pictures; reward models read text"):
         rl(folder, **{flag: str(path)})
+
+
+def test_a_role_that_reads_text_beside_a_policy_that_sees_is_refused(folder):
+    job = rl(folder)
+    config = decoder_config(vocab=16, embed=16, layers=1, heads=2, kv_heads=1, head=8, mlp=16)
+    critic = with_value_head(decoder_model(config))
+    check_owned_values(job.settings, {"policy": job.model, "critic": with_value_head(job.model)}, job.algorithm)
+    with pytest.raises(ValueError, match="the critic reads text only, but the policy sees pictures"):
+        check_owned_values(job.settings, {"policy": job.model, "critic": critic}, job.algorithm)
 
 
 def test_an_environment_given_in_python_is_refused(folder):

@@ -341,8 +341,8 @@ def check_owned_values(
             "a shortened text would lose some; give --long_prompts=drop",
         ),
     }
-    for name, (given, way_out) in refused.items():
-        if given:
+    for name, (present, way_out) in refused.items():
+        if present:
             raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
 
 

@@ -441,6 +441,8 @@ def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
     rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
     owned = job.model.owned
-    for example in own if owned is not None else ():
+    if owned is None:
+        return rows
+    for example in own:
         owned.check([token for text in example.texts for token in text.tokens], example.owned)
-    return with_owned(rows, [example.owned for example in own], None if owned is None else owned.none)
+    return with_owned(rows, [example.owned for example in own], owned.none)
