@@ -140,7 +140,7 @@ def test_reward_models_beside_a_policy_that_sees_are_refused(folder, tmp_path, f
     config = decoder_config(vocab=16, embed=16, layers=1, heads=2, kv_heads=1, head=8, mlp=16, eos=(1,))
     model = with_value_head(decoder_model(config))
     save(path, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer("abcdefgh ?"))
-    with pytest.raises(ValueError, match=f"--{flag}=.*: the policy sees pictures; reward models read text"):
+    with pytest.raises(ValueError, match=f"--{flag}=.*: the policy sees pictures; it reads text"):
         rl(folder, **{flag: str(path)})
 
 

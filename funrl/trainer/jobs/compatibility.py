@@ -331,17 +331,10 @@ def check_owned_values(
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
-        "reward_model": (settings.rewards.reward_model is not None, "reward models read text: leave it out"),
-        "process_reward_model": (
-            settings.rewards.process_reward_model is not None,
-            "reward models read text: leave it out",
-        ),
-        "long_prompts": (
-            settings.examples.long_prompts == "truncate",
-            "a shortened text would lose some; give --long_prompts=drop",
-        ),
+        "long_prompts": (settings.examples.long_prompts == "truncate", "it loses some; give --long_prompts=drop"),
     }
-    for name, (present, way_out) in refused.items():
+    scoring = {name: (flag_value(settings, name) is not None, "it reads text: leave it out") for name in SCORING_ROLES}
+    for name, (present, way_out) in {**refused, **scoring}.items():
         if present:
             raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
 
