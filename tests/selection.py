@@ -29,9 +29,16 @@ def starts_jax(file: Path) -> bool:
 
 
 LONG = {  # files that take a minute or more of a core
-    "test_compile_phase.py", "test_every_flag_acts.py", "test_experiments.py", "test_first_day.py",
-    "test_named_on_meshes.py", "test_programs.py", "test_same_bits_experts.py", "test_scale_out.py", "test_snippets.py",
-}  # fmt: skip
+    "test_compile_phase.py",
+    "test_every_flag_acts.py",
+    "test_experiments.py",
+    "test_first_day.py",
+    "test_named_on_meshes.py",
+    "test_programs.py",
+    "test_same_bits_experts.py",
+    "test_scale_out.py",
+    "test_snippets.py",
+}
 
 
 def in_order_of_length(items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -61,7 +61,7 @@ from funrl.track.report.page import write_report
 from funrl.track.report.run_files import ReportError
 from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
-from funrl.trainer.inference import read_stored_model, stored_weights
+from funrl.trainer.inference import check_text_only, read_stored_model, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
@@ -146,11 +146,11 @@ def generate(
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
     stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
+    check_text_only(described, texts, examples)
     if not examples:
         return []
     task = _Completions(stored, described, examples, sampling=Sampling(**fields), seed=seed, tokenizer=tokenizer)
-    program = functools.partial(_completed, task)
-    return launch(program, sizes, device_type())
+    return launch(functools.partial(_completed, task), sizes, device_type())
 
 
 def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example:

@@ -31,6 +31,7 @@ PROCESSOR = "preprocessor_config.json"
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
 MIN_PIXELS = 56 * 56
 MAX_PIXELS = 28 * 28 * 1280
+FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
 MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
 
 
@@ -52,15 +53,12 @@ class PictureForm(NamedTuple):
         return self.tower.patch * self.tower.merge
 
 
-def picture_form(
-    config: ModelConfig, directory: str | None = None, max_pixels: int | None = None
-) -> PictureForm | None:
+def picture_form(config: ModelConfig, directory: str | None = None) -> PictureForm | None:
     """The form for a model; None: it sees no pictures.
 
     Args:
       config: of the model.
       directory: its files, whose preprocessor_config.json bounds pixels.
-      max_pixels: a bound that goes before that of the files.
 
     Raises:
       DataError: the file says what is not supported.
@@ -77,17 +75,14 @@ def picture_form(
         low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
         high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
         form = form._replace(min_pixels=low, max_pixels=high)
-    if max_pixels is not None:
-        form = form._replace(min_pixels=min(form.min_pixels, max_pixels), max_pixels=max_pixels)
     if form.max_pixels < form.factor**2:
         raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
     return form
 
 
 def with_picture_form(tokenizer: Any, form: PictureForm | None) -> Any:
-    """The tokenizer as one that reads pictures in this form; see `picture_form_of`."""
-    if form is not None:
-        tokenizer.picture_form = form
+    """The tokenizer as one that reads pictures in this form, or none; see `picture_form_of`."""
+    tokenizer.picture_form = form
     return tokenizer
 
 
@@ -219,10 +214,14 @@ def read_picture(given: Any) -> Any:
     if isinstance(given, Image.Image):
         return given.convert("RGB")
     if isinstance(given, np.ndarray):
-        return Image.fromarray(given).convert("RGB")
+        try:
+            return Image.fromarray(given).convert("RGB")
+        except (TypeError, ValueError) as error:
+            shape = list(given.shape)
+            raise DataError(f"an array {shape} of {given.dtype} is no picture; give uint8 [H, W, 3]") from error
     source, name = _source(given)
     try:
-        with Image.open(source) as picture:
+        with Image.open(source, formats=FILE_FORMATS) as picture:
             if picture.width * picture.height > MOST_STORED_PIXELS:
                 raise DataError(f"the picture {name} has {picture.width} x {picture.height} pixels; resize it")
             return picture.convert("RGB")

@@ -49,13 +49,13 @@ def host_environments(
         asyncio.run(_answer_calls(connection, make))
 
 
-async def ask_caller(question: Any) -> Any:
-    """Ask whoever has made the call that is being answered, and wait for the answer.
+def asker() -> Callable[[Any], Awaitable[Any]]:
+    """A function that asks whoever has made the call that is being answered, and waits for the answer.
 
-    Raises:
-      ValueError, RuntimeError: as whoever answers.
+    Take it when the call begins: tasks that a server starts for its connections have the context of whichever call
+    started that server. It raises ValueError or RuntimeError as whoever answers, or as the call has ended.
     """
-    return await _ASK.get()(question)
+    return _ASK.get()
 
 
 class _Answers:

@@ -176,7 +176,7 @@ class WorkerClient:
         """Call a method of the object of a session.
 
         Args:
-          reply: answers what the method asks by `ask_caller`.
+          reply: answers what the method asks by `worker.asker`.
 
         Raises:
           RuntimeError: the method raised, or its process has ended.
@@ -379,6 +379,9 @@ class _Server:
             self._lose(host)
             return
         if answer.number not in host.calls:
+            if answer.question is not None and answer.payload:
+                ended = pickle.dumps((None, RuntimeError("the call that asks has ended")))
+                self._send(host, _Call(-1, answer.question, ended, "reply"))
             return
         if answer.question is None:
             del host.calls[answer.number]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -26,6 +27,7 @@ RELAY_MARK = b'{"relay": "funrl"}'  # answer to any GET, by which other processe
 OPEN_S = 10.0  # to begin to listen, and for another relay to answer
 EPISODE_USER = re.compile(r"(\d{1,5})\.([\w-]{1,200})")
 REQUEST = re.compile(r"(GET|POST) (/[!-~]*) HTTP/1\.[01]")
+RELAYED_PATHS = "/v1/"  # beginning of the paths that are passed on
 PASSED_HEADERS = ("x-stainless-retry-count",)
 
 _OPENED: dict[int, Future[None]] = {}  # by port, in this process
@@ -112,6 +114,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         writer.write(_head("HTTP/1.1 200 OK", len(RELAY_MARK)) + RELAY_MARK)
         return
     fields = dict(line.lower().split(":", 1) for line in lines if ":" in line)
+    _check_sender(request[2], fields)
     length = fields.get("content-length", "").strip()
     if not length.isdecimal() or int(length) > LARGEST_RELAYED:
         raise _Refused("413 Payload Too Large", f"a body needs a content-length of at most {LARGEST_RELAYED}")
@@ -125,11 +128,38 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         raise _Refused("401 Unauthorized", f"the episode of `user` has ended ({error})") from error
     try:
         asks.write(_head(f"POST {request[2]} HTTP/1.1", len(body), f"authorization: Bearer {key}", *passed) + body)
-        while data := await answers.read(RELAYED_HEAD):
-            writer.write(data)
-            await writer.drain()
+        tasks = [asyncio.ensure_future(each) for each in (_copy(answers, writer), _until_gone(reader))]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*done)
     finally:
-        asks.close()
+        asks.close()  # where the client is gone, the endpoint ends its request
+
+
+async def _copy(answers: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass an answer back."""
+    while data := await answers.read(RELAYED_HEAD):
+        writer.write(data)
+        await writer.drain()
+
+
+async def _until_gone(reader: asyncio.StreamReader) -> None:
+    """Wait until a client has closed its connection."""
+    while await reader.read(RELAYED_HEAD):
+        pass
+    raise EOFError("the client is gone")
+
+
+def _check_sender(path: str, fields: Mapping[str, str]) -> None:
+    """Refuse what a page in a browser of this machine could send, or what is for another server."""
+    if "origin" in fields:
+        raise _Refused("403 Forbidden", "requests of web pages are not passed on")
+    kind = fields.get("content-type", "").split(";")[0].strip()
+    if kind != "application/json":
+        raise _Refused("415 Unsupported Media Type", f"the content-type is {kind!r}; application/json is needed")
+    if not path.startswith(RELAYED_PATHS) or ".." in path:
+        raise _Refused("404 Not Found", f"the path {path:.100} does not begin with {RELAYED_PATHS}")
 
 
 def _episode_of(body: bytes) -> tuple[int, str]:

@@ -7,7 +7,7 @@ gives another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -18,6 +18,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
+from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.token_costs import ModelCost
@@ -269,12 +270,14 @@ class OwnedValues(NamedTuple):
       none: by ragged field, the lines of a row that owns nothing.
       read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
       encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+      check: `(token ids, lines)`; raises ModelError where the tokens do not stand for these values.
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
     """
 
     none: Mapping[str, Tensor]
     read: Callable[[Batch, Inputs], Inputs]
     encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+    check: Callable[[Sequence[int], OwnedLines | None], None]
     frozen: Mapping[str, tuple[str, ...]] = {}
 
 

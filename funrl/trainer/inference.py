@@ -6,16 +6,20 @@ run's held-out prompts is the one that the run made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
+from funrl.data.pictures import PROCESSOR, picture_form, with_picture_form
+from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
+from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
@@ -23,7 +27,7 @@ from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
 from funrl.trainer.jobs.agents import load_first
 from funrl.trainer.jobs.build import Parts, build, sync
-from funrl.trainer.jobs.compatibility import check_code, check_meshes
+from funrl.trainer.jobs.compatibility import check_code, check_meshes, check_owned_values
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
     episode_task,
@@ -41,7 +45,7 @@ from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
-from funrl.trainer.settings.declaration import blaming
+from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import GivenObjects, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.observing import Show
@@ -75,12 +79,23 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     with blaming("model"):
         model = read_stored_model(stored, settings.models.model_code)
     tokenizer = with_chat_template(load_tokenizer(stored.directory), settings)
+    with blaming("model"):
+        tokenizer = with_picture_form(tokenizer, picture_form(model.config, _processor_directory(stored)))
     models, directories = models_of(algorithm, settings, model, tokenizer)
     check_code(settings, models, main_role_of(models, algorithm))
+    check_owned_values(settings, models, algorithm, given_objects(settings, given))
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
     roles = Models(model, tokenizer, models, directories)
     return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
+
+
+def _processor_directory(stored: StoredModel) -> str:
+    """The directory that bounds the pixels of pictures: the model's, or that of the model that its run began with."""
+    began = stored.flags.get("model")
+    if (Path(stored.directory) / PROCESSOR).exists() or not isinstance(began, str):
+        return stored.directory
+    return began
 
 
 def given_objects(settings: Settings, given: Given) -> GivenObjects:
@@ -147,6 +162,19 @@ def read_stored_model(stored: StoredModel, code: str) -> Model:
     """The model without its weights, of which everything but the numbers is checked. Raises: ModelError."""
     read = hf.check_directory if stored.checkpoint is None else hf.load_model
     return read(stored.directory, code)
+
+
+def check_text_only(model: Model, texts: Sequence[Any], examples: Sequence[Example]) -> None:
+    """Raise SettingsError where a prompt has places of pictures, which its text alone does not bring."""
+    owned = model.owned
+    if owned is None:
+        return
+    for text, example in zip(texts, examples, strict=True):
+        try:
+            owned.check(example.tokens, None)
+        except ModelError as error:
+            problem = f"{text!r:.100} has pictures, but `generate` reads text; give them to `evaluate`"
+            raise SettingsError(problem) from error
 
 
 def stored_weights(

@@ -10,7 +10,14 @@ from PIL import Image
 from tiny_pictures import FORM, PLACEHOLDER, picture, png, tokenizer
 
 from funrl.data.json_lines import DataError
-from funrl.data.pictures import expand_placeholders, fitting_size, patches_of, read_picture
+from funrl.data.pictures import (
+    expand_placeholders,
+    fitting_size,
+    patches_of,
+    picture_form_of,
+    read_picture,
+    with_picture_form,
+)
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
 from funrl.data.supervised import text_example
 from funrl.models.vision.tower import normalized
@@ -54,10 +61,12 @@ def test_what_cannot_be_used_is_one_line(tmp_path):
     bad = {
         "is not there": str(tmp_path / "absent.png"),
         "cannot be read": str(tmp_path / "broken.png"),
-        "cannot identify": b"no picture",
+        "cannot identify image file": b"no picture",
         "no base64": "data:image/png;base64,%%%",
         "not NoneType": {"bytes": None},
         "not int": 3,
+        "cannot identify": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n",
+        r"an array \[4, 4, 3\] of int64 is no picture": np.zeros((4, 4, 3), dtype=np.int64),
     }
     for words, given in bad.items():
         with pytest.raises(DataError, match=words) as error:
@@ -112,6 +121,10 @@ def test_records_are_refused_by_file_and_line(record, words):
     (prompt,) = check_prompts([record])
     with pytest.raises(PromptError, match=f"prompt 1: .*{words}"):
         encode(prompt, tokenizer())
+
+
+def test_a_tokenizer_forgets_the_form_of_another_model():
+    assert picture_form_of(with_picture_form(tokenizer(), None)) is None
 
 
 def test_a_model_of_text_refuses_pictures():

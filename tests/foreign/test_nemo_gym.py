@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from free_ports import free_port
 from small_chats import SETUP, engine_of, text
 
 import funrl
+from funrl.foreign.key_relay import open_relay
 from funrl.foreign.load import named_environment
 from funrl.loading import LoadError
 
@@ -27,6 +29,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": True,
 }
+JSON = {"content-type": "application/json"}
 ROW = {"responses_create_params": {"input": "what's it like in sf?", "tools": [TOOL]}, "city": "sf"}
 
 
@@ -69,7 +72,7 @@ class Gym(http.server.BaseHTTPRequestHandler):
     def respond(self, body):
         type(self).asked.append(body)
         data = json.dumps({**body, "model": "policy"}).encode()
-        headers = {"authorization": "Bearer any", "content-type": "application/json"}
+        headers = {"authorization": "Bearer any", **JSON}
         request = urllib.request.Request(f"{self.model_url}/responses", data, headers)
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
@@ -90,6 +93,15 @@ def gym():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"nemo_gym:http://127.0.0.1:{server.server_port}", {"port": port}
         server.shutdown()
+
+
+@pytest.fixture
+def endpoint():
+    """A socket that listens as an endpoint does, and the port of a relay."""
+    relay = free_port(20_000, 32_000)
+    open_relay(relay)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server, relay
 
 
 def test_an_episode_of_an_agent_server(gym):
@@ -154,16 +166,53 @@ def test_rows_of_a_file_are_prompts(gym, tmp_path):
 def test_a_request_without_an_episode_is_refused(gym, body, status):
     run(named_environment(*gym), "hot", **ROW)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body))
+        urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
     with closing(refused.value) as answer:
         assert answer.code == status and json.load(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path,headers,status",
+    [
+        ("/v1/responses", {**JSON, "origin": "http://elsewhere.example"}, 403),
+        ("/v1/responses", {"content-type": "text/plain"}, 415),
+        ("/shutdown", JSON, 404),
+        ("/v1/../shutdown", JSON, 404),
+    ],
+)
+def test_what_is_no_request_of_a_model_server_reaches_no_port(endpoint, path, headers, status):
+    server, relay = endpoint
+    body = json.dumps({"user": f"{server.getsockname()[1]}.key"}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{relay}{path}", body, headers))
+    with closing(refused.value) as answer:
+        assert answer.code == status
+    server.settimeout(0)
+    with pytest.raises(BlockingIOError):
+        server.accept()
+
+
+def test_a_client_that_goes_away_ends_its_request_at_the_endpoint(endpoint):
+    server, relay = endpoint
+    body = json.dumps({"user": f"{server.getsockname()[1]}.key"}).encode()
+    head = f"POST /v1/responses HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    server.settimeout(60)
+    with socket.create_connection(("127.0.0.1", relay)) as client:
+        client.sendall(head.encode() + body)
+        asked, _ = server.accept()
+    with asked:
+        asked.settimeout(60)
+        received = b""
+        while data := asked.recv(1 << 16):
+            received += data
+    assert received.endswith(body)
 
 
 def test_a_key_ends_with_its_episode(gym):
     run(named_environment(*gym), "hot", **ROW)
     body = json.dumps({**Gym.asked[-1], "model": "policy"}).encode()
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body))
+        urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
     assert refused.value.code == 401
     refused.value.close()
 

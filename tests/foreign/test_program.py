@@ -5,12 +5,14 @@ import urllib.request
 
 import pytest
 from foreign_runs import LIMITS, run
-from small_chats import SETUP, engine_of, plain, text
+from small_chats import SETUP, engine_of, examples_of, plain, text
 
 from funrl.environments.hosting.hosted import hosted_environment, open_hosted
+from funrl.environments.run import episode_groups, run_episodes
 from funrl.foreign.load import named_environment
 from funrl.foreign.program import agent_program
 from funrl.loading import LoadError
+from funrl.mesh.mesh import SINGLE
 from funrl.serve.endpoint import serve_agent
 
 pytest.importorskip("starlette", reason="pip install 'funrl[serve]'")
@@ -114,5 +116,10 @@ def test_a_program_and_its_endpoint_in_a_worker_have_the_same_tokens(agent):
     hosted = hosted_environment(environment, 1)
     with open_hosted(hosted, SETUP.chat, serve_agent):
         there = run(hosted, engine=engine_of(), setup=SETUP)
-    assert plain(there)[0] == plain(here)[0]
-    assert (there.status, there.rewards, there.parts) == (here.status, here.rewards, here.parts)
+        again = run(hosted, engine=engine_of(), setup=SETUP)  # by the server that the first one started
+        groups = episode_groups(examples_of("go", "come"), 1, 0)
+        both = run_episodes(engine_of(), SINGLE, hosted, groups, SETUP, LIMITS).episodes
+    for episode in (there, again):
+        assert plain(episode)[0] == plain(here)[0]
+        assert (episode.status, episode.rewards, episode.parts) == (here.status, here.rewards, here.parts)
+    assert [(episode.status, episode.problem) for _, episode in both] == [("done", "")] * 2

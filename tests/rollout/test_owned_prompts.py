@@ -1,5 +1,6 @@
 """Prompts with pictures in the native engine: their own keys, chunks, preemption, and tokens never sampled."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.model import with_vision
 from funrl.rollout.engine import complete
+from funrl.rollout.native import owned_prompts
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
@@ -109,6 +111,23 @@ def test_new_weights_see_anew(seeing):
     after = complete(engine, [request])[0]
     assert not torch.equal(before.raw_logp, after.raw_logp)
     assert (after.raw_logp - trainer_logp(model, changed, request, after)).abs().max() < 1e-11
+
+
+def test_states_are_held_within_a_bound_and_freed_with_the_cache(seeing, monkeypatch):
+    model, params = seeing
+    expected = [done.raw_logp for done in complete(engine_of(model, params, max_rows=8), requests())]
+    made = []
+    encode = model.owned.encode
+    counted = model.owned._replace(encode=lambda *args: made.append(encode(*args)) or made[-1])
+    model = dataclasses.replace(model, owned=counted)
+    monkeypatch.setattr(owned_prompts, "MOST_STATE_BYTES", 1)
+    engine = engine_of(model, params, max_rows=8)
+    held = engine._backend._owned
+    done = complete(engine, requests())
+    assert all(torch.equal(x.raw_logp, y) for x, y in zip(done, expected, strict=True))
+    assert len(held._states) == 1 and len(made) <= 4  # decoding makes none anew
+    engine.pause()
+    assert not held._states and not held._shrinks
 
 
 def test_a_model_of_text_refuses_pictures(seeing):

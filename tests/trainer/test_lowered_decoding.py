@@ -94,6 +94,21 @@ def test_windows_and_adapters_are_those_of_torch():
     assert_same(*results, 1e-12)
 
 
+@pytest.mark.slow
+def test_an_adapter_loaded_again_with_another_scale_is_scaled_anew():
+    model = decoder_model(decoder_config(**SIZES))
+    results = []
+    for engine in engines(model, torch.float64):
+        for alpha in (4.0, 40.0):
+            lora = Lora(rank=2, alpha=alpha, targets=("q", "down"))
+            layouts = trees.named(engine.adapter_weights(lora).layouts)
+            factors = {name: jiggled(torch.zeros(layout.shape, dtype=torch.float64)) for name, layout in layouts}
+            engine.load_adapter("own", lora, factors.items())
+            done = complete(engine, requests(("own",), greedy=True)[:1])
+        results.append(done)
+    assert_same(*results, 1e-12)
+
+
 def test_latent_attention_is_refused():
     latent = Latent(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
     model = decoder_model(decoder_config(**SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4}, latent=latent))

@@ -10,13 +10,22 @@ import torch
 from PIL import Image
 from small_runs import GRPO, SMALL
 
+import funrl
 from funrl.algos.recipes.sft import sft
+from funrl.cli.evaluate import settings_of_stored
+from funrl.data.pictures import picture_form_of
+from funrl.data.supervised import Text
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
-from funrl.models import decoder_config, decoder_model, with_vision
+from funrl.models import decoder_config, decoder_model, with_value_head, with_vision
+from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
 from funrl.models.vision.config import TowerConfig
+from funrl.trainer.checkpoints.stored_models import find_stored_model
+from funrl.trainer.inference import prepare_inference
+from funrl.trainer.jobs.compatibility import check_owned_values
 from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
 from funrl.trainer.settings.settings import settings_of
 
@@ -115,6 +124,7 @@ def test_demonstrations_of_a_file_become_rows_with_pictures(folder):
     "flags,words",
     [
         ({"engine": "hf"}, "--engine=hf: the policy sees pictures; give --engine=native"),
+        ({"long_prompts": "truncate"}, "--long_prompts=truncate: .* give --long_prompts=drop"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2: the policy sees pictures; leave it out"),
         ({"freeze": "visoin"}, "--freeze=visoin: no weight's name begins with 'visoin'"),
     ],
@@ -122,6 +132,44 @@ def test_demonstrations_of_a_file_become_rows_with_pictures(folder):
 def test_what_pictures_cannot_do_yet_is_refused(folder, flags, words):
     with pytest.raises(ValueError, match=words):
         rl(folder, **flags)
+
+
+@pytest.mark.parametrize("flag", ["reward_model", "process_reward_model"])
+def test_reward_models_beside_a_policy_that_sees_are_refused(folder, tmp_path, flag):
+    path = tmp_path / "reads text"
+    config = decoder_config(vocab=16, embed=16, layers=1, heads=2, kv_heads=1, head=8, mlp=16, eos=(1,))
+    model = with_value_head(decoder_model(config))
+    save(path, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer("abcdefgh ?"))
+    with pytest.raises(ValueError, match=f"--{flag}=.*: the policy sees pictures; it reads text"):
+        rl(folder, **{flag: str(path)})
+
+
+def test_a_role_that_reads_text_beside_a_policy_that_sees_is_refused(folder):
+    job = rl(folder)
+    config = decoder_config(vocab=16, embed=16, layers=1, heads=2, kv_heads=1, head=8, mlp=16)
+    critic = with_value_head(decoder_model(config))
+    check_owned_values(job.settings, {"policy": job.model, "critic": with_value_head(job.model)}, job.algorithm)
+    with pytest.raises(ValueError, match="the critic reads text only, but the policy sees pictures"):
+        check_owned_values(job.settings, {"policy": job.model, "critic": critic}, job.algorithm)
+
+
+def test_an_environment_given_in_python_is_refused(folder):
+    class Silent:
+        async def run(self, policy, example, seed):
+            raise AssertionError
+
+    settings = settings_of(**SMALL, model=str(folder / "model"), prompts=str(folder / "prompts.jsonl"))
+    with pytest.raises(ValueError, match=r"Silent.*: the policy sees pictures; environments give text"):
+        prepare(settings, GRPO, Given(environment=Silent()))
+
+
+def test_rows_whose_placeholders_are_not_those_of_their_pictures_are_refused_on_the_host(folder):
+    job = job_of(folder, sft, data=str(folder / "texts.jsonl"))
+    example = next(x for x in job.task.examples if not x.owned.empty)
+    (text,) = example.texts
+    cut = example._replace(texts=(Text(text.tokens[2:], text.trained[2:]),))
+    with pytest.raises(ModelError, match="placeholders of pictures has pictures of"):
+        text_rows(job, single(), [cut])
 
 
 @pytest.mark.parametrize(
@@ -137,3 +185,19 @@ def test_a_bad_picture_is_one_line_with_file_and_line(folder, tmp_path, images, 
     with pytest.raises(ValueError, match=f"--prompts: .*bad.jsonl.*{words}") as error:
         rl(folder, prompts=file)
     assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
+    stored = find_stored_model(folder / "model")
+    given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
+    own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
+    job = prepare_inference(settings_of_stored("evaluate", stored, own, given, 0), stored, given)
+    assert [len(example.owned.values["grids"]) for example in job.task.heldout[:3]] == [1, 0, 2]
+    assert picture_form_of(job.tokenizer).max_pixels == 1024
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% for c in m.content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
+        funrl.generate(folder / "model", [prompt], max_new_tokens=2)

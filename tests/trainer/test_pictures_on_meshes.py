@@ -1,19 +1,24 @@
 """Whole steps on rows with pictures on meshes, in float64, against one process."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
-from picture_runs import picture_job, picture_steps
+from picture_runs import TOWER, picture_job, picture_steps
 from selection import quick
-from small_runs import GRPO, assert_same
+from small_runs import GRPO, assert_same, begin
 
 from funrl import trees
+from funrl.algos.recipes import recipe
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.models import with_value_head
 from funrl.trainer.initial_weights import random_weights
+from funrl.trainer.loop import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.steps.optimizer import frozen_beginnings
+from funrl.trainer.steps.optimizer import check_freeze, is_frozen
 
 pytestmark = pytest.mark.gloo
 MESHES = {
@@ -66,7 +71,16 @@ WRONG = {"visoin": "begins with 'visoin'", "vision,embed,layers,norm,unembed,vis
 def test_what_cannot_be_frozen_is_refused(given):
     job = picture_job(GRPO)
     with pytest.raises(SettingsError, match=WRONG[given]):
-        frozen_beginnings(with_flags(job.settings, freeze=given), job.model)
+        check_freeze(with_flags(job.settings, freeze=given), {"policy": job.model})
+
+
+def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
+    job = picture_job(GRPO)
+    settings = with_flags(job.settings, freeze="unembed,layers/1")
+    check_freeze(settings, {"policy": job.model, "critic": with_value_head(job.model)})
+    assert is_frozen("layers/1/mlp", ("layers/1",)) and not is_frozen("layers/10/mlp", ("layers/1",))
+    with pytest.raises(SettingsError, match="--freeze=unembed: with --lora_rank=2 adapters learn alone; leave it out"):
+        check_freeze(with_flags(job.settings, freeze="unembed", lora_rank=2), {"policy": job.model})
 
 
 @pytest.mark.slow
@@ -75,3 +89,15 @@ def test_adapters_learn_beside_the_decoder_alone():
     assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
+
+
+@pytest.mark.parametrize("name", ["spin", "chord"])
+def test_demonstrations_beside_samples_have_the_pictures_of_their_prompts(name):
+    job = picture_job(recipe(name), batch_prompts=6)
+    prompts = [example._replace(fields={**example.fields, "demonstration": "1"}) for example in job.task.prompts]
+    run, state = begin(dataclasses.replace(job, task=job.task._replace(prompts=prompts)), single())
+    rows, state, _ = draw_batch(run, state)
+    batch = rows.batch
+    placeholders = (batch.tokens == TOWER.placeholder).sum(1)
+    assert batch.demonstration.any(1).sum() == 6 and placeholders[batch.demonstration.any(1)].any()
+    assert torch.equal(batch.patches.offsets.diff(), placeholders * TOWER.merge**2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from funrl.data.prompts import Example
 from funrl.environments.attempt import guarded_episode
 from funrl.environments.environment import Environment, ScoringEnvironment
-from funrl.environments.worker import ask_caller
+from funrl.environments.worker import asker
 from funrl.environments.workers import CLOSE_S, WorkerClient, open_workers
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
@@ -142,8 +142,9 @@ class _Host:
     async def run(self, terms: _Terms, example: Example, seed: int) -> tuple[str, Any]:
         """Run an episode; returns the problem that ends the run, or "", and the record of the episode."""
         setup = PolicySetup(terms.sampling, self._chat, terms.models, self._serve)
-        frozen = {agent: functools.partial(_ask, agent) for agent, model in (terms.models or {}).items() if model}
-        policy = Policy(functools.partial(_ask, ""), setup, seed, terms.limits, frozen)
+        ask = asker()
+        frozen = {agent: functools.partial(_ask, ask, agent) for agent, model in (terms.models or {}).items() if model}
+        policy = Policy(functools.partial(_ask, ask, ""), setup, seed, terms.limits, frozen)
         try:
             episode = await guarded_episode(lambda: self._environment.run(policy, example, seed), policy)
         except RunEndingError as error:
@@ -151,9 +152,16 @@ class _Host:
         return "", to_record(episode)
 
 
-async def _ask(agent: str, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
+async def _ask(
+    ask: Callable[[Any], Awaitable[Any]],
+    agent: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+    computed: int,
+) -> Completion:
     """Complete a prompt of a policy in a worker; "" is any agent that the policy answers for."""
-    arrays, fields = await ask_caller(_Question(agent, np.asarray(prompt, np.int64), sampling, seed, computed))
+    arrays, fields = await ask(_Question(agent, np.asarray(prompt, np.int64), sampling, seed, computed))
     return Completion(**{name: torch.from_numpy(array) for name, array in arrays.items()}, **fields)
 
 

@@ -96,7 +96,6 @@ FIXED = {  # names with the only value that a run can have, and the reason
     f"{ACTOR}.optim.optimizer": ("adamw", "verl's other optimizers have no equal; --optimizer has adamw and muon"),
     f"{ACTOR}.optim.min_lr_ratio": ("0", "--lr_schedule ends at 0"),
     f"{ACTOR}.optim.num_cycles": ("0.5", "--lr_schedule=cosine is half a cosine"),
-    f"{ACTOR}.freeze_vision_tower": ("false", "models have no vision tower"),
     f"{ACTOR}.fsdp_config.qat.enable": ("false", "weights are not quantised"),
     f"{MODEL}.lora_adapter_path": ("null", "adapters begin at zero"),
     f"{MODEL}.lora.rank": ("0", "give actor_rollout_ref.model.lora_rank"),
@@ -345,6 +344,9 @@ VERL: dict[str, NameRule] = {
     f"{ACTOR}.ulysses_sequence_parallel_size": _mesh,
     **dict.fromkeys(OFFLOADS, _offload),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": no_effect("scoring is packed to --score_token_budget"),
+    f"{ACTOR}.freeze_vision_tower": first_of(
+        (is_on, becomes("the tower is frozen by default, and its projector learns")), becomes(freeze="none")
+    ),
     f"{MODEL}.enable_gradient_checkpointing": switch("remat", "full", "none"),
     f"{MODEL}.use_remove_padding": default_shown("true", "rows are always packed; leave it out"),
     f"{MODEL}.lora_rank": _adapters,

@@ -21,11 +21,11 @@ class TowerConfig:
 
     Attributes:
       layers, embed, heads, inner: sizes of the tower's own layers.
+      placeholder: id of the token that stands for one hidden state of a picture; no padding token.
       patch: side of a patch, in pixels.
       merge: side of the square of patches that become one token.
       window: side of the square of pixels that the patches of most layers see.
       whole_layers: layers whose patches see their whole picture.
-      placeholder: id of the token that stands for one hidden state of a picture.
       banned: further ids that no policy may sample, such as placeholders of videos.
       begin, end: ids of the tokens around a picture.
       theta: base of the rotary frequencies.
@@ -35,11 +35,11 @@ class TowerConfig:
     embed: int
     heads: int
     inner: int
+    placeholder: int
     patch: int = 14
     merge: int = 2
     window: int = 112
     whole_layers: tuple[int, ...] = ()
-    placeholder: int = 0
     banned: tuple[int, ...] = ()
     begin: int | None = None
     end: int | None = None

@@ -6,12 +6,14 @@ its pictures, in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl.batch import Batch, schema_of
+from funrl.kinds import OwnedLines
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
@@ -58,6 +60,16 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
 def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
     """Height and width of each picture as numbers of the host."""
     return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
+
+
+def check_placeholders(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines | None) -> None:
+    """Raise ModelError where the placeholders of a row are not those of its pictures; nothing waits for a device."""
+    patches = 0 if owned is None else len(owned.values[PATCHES])
+    count = sum(token == tower.placeholder for token in tokens)
+    if count != patches // tower.merge**2:
+        raise ModelError(
+            f"a row with {count} placeholders of pictures has pictures of {patches // tower.merge**2} tokens"
+        )
 
 
 def place_tokens(tower: TowerConfig, inputs: Inputs, grids: tuple[Grid, ...]) -> tuple[Tensor, Tensor]:

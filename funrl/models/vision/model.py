@@ -16,7 +16,15 @@ from funrl.models.errors import ModelError
 from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptStates
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig, with_tower
 from funrl.models.vision.grids import token_places
-from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, picture_inputs, place_tokens
+from funrl.models.vision.inputs import (
+    GRIDS,
+    PATCHES,
+    Pictures,
+    check_placeholders,
+    grids_of,
+    picture_inputs,
+    place_tokens,
+)
 from funrl.models.vision.tower import apply_tower, init_tower, tower_axes, tower_shapes
 
 VISION = "vision"  # part of the tree of weights
@@ -57,6 +65,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             },
             read=functools.partial(picture_inputs, tower),
             encode=functools.partial(_encode, tower),
+            check=functools.partial(check_placeholders, tower),
             frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
         ),
     )

@@ -105,6 +105,7 @@ class TorchBackend:
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
+        self._owned.clear()
         pages += self.spare if pages else 0
         cells += self.spare if cells else 0
         shape = pages, self.page_tokens, self._choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,17 +13,27 @@ from funrl import trees
 from funrl.models.model import Model, PromptStates
 from funrl.rollout.requests import Request
 
+MOST_STATE_BYTES = 1 << 30  # of prompts' states that are held; those of one pass may be more
+Key = tuple[int, tuple[int, ...]]
+
 
 class OwnedPrompts:
-    """States of prompts, computed once for each prompt and its values until the weights change."""
+    """States of prompts, computed once for each prompt and its values until the weights change.
+
+    Those used last are held, within a bound on their bytes; of the others only the numbers that decoding needs.
+    """
 
     def __init__(self, model: Model):
         self._model = model
-        self._states: dict[tuple[int, tuple[int, ...]], PromptStates] = {}
+        self._states: OrderedDict[Key, PromptStates] = OrderedDict()
+        self._shrinks: dict[Key, int] = {}  # by how much positions after a prompt are below their numbers
+        self._bytes = 0
 
     def clear(self) -> None:
-        """Forget all states, as the weights that made them are gone."""
+        """Forget all states: the weights that made them are gone, or their memory is needed."""
         self._states.clear()
+        self._shrinks.clear()
+        self._bytes = 0
 
     def inputs(
         self, requests: Sequence[Request | None], counts_S: np.ndarray, ends_S: np.ndarray, params: trees.Tree
@@ -37,8 +48,16 @@ class OwnedPrompts:
         device = trees.leaves(params)[0].device
         begins_S = ends_S - counts_S
         firsts_S = np.cumsum(counts_S) - counts_S
-        states = [None if request is None else self._of(request, params) for request in requests]
-        shrink_S = np.array([0 if state is None else state.shrink for state in states])
+        states: list[PromptStates | None] = []
+        shrink_S = np.zeros(len(requests), dtype=np.int64)
+        for place, (request, begin) in enumerate(zip(requests, begins_S, strict=True)):
+            state = None
+            if request is not None:
+                key = _key(request)
+                if begin < len(request.prompt) or key not in self._shrinks:
+                    state = self._of(request, key, params)
+                shrink_S[place] = self._shrinks[key]
+            states.append(state)
         places_N = np.arange(counts_S.sum()) + np.repeat(begins_S - firsts_S - shrink_S, counts_S)
         positions_N3 = torch.from_numpy(places_N).unsqueeze(1).repeat(1, 3)
         at_N = torch.full((len(places_N),), -1)
@@ -60,10 +79,24 @@ class OwnedPrompts:
             inputs |= {"inserted": torch.cat(hidden), "inserted_at": at_N.to(device).unsqueeze(0)}
         return inputs
 
-    def _of(self, request: Request, params: trees.Tree) -> PromptStates:
+    def _of(self, request: Request, key: Key, params: trees.Tree) -> PromptStates:
         assert request.owned is not None and self._model.owned is not None
-        key = request.owned.digest, tuple(request.prompt)
         if key not in self._states:
-            tokens_T = torch.tensor(key[1])
-            self._states[key] = self._model.owned.encode(params, tokens_T, request.owned.values)
+            state = self._model.owned.encode(params, torch.tensor(key[1]), request.owned.values)
+            self._states[key] = state
+            self._shrinks[key] = state.shrink
+            self._bytes += _bytes_of(state)
+            while self._bytes > MOST_STATE_BYTES and len(self._states) > 1:
+                self._bytes -= _bytes_of(self._states.popitem(last=False)[1])
+        self._states.move_to_end(key)
         return self._states[key]
+
+
+def _key(request: Request) -> Key:
+    """Key of the states of a prompt and its values."""
+    assert request.owned is not None
+    return request.owned.digest, tuple(request.prompt)
+
+
+def _bytes_of(state: PromptStates) -> int:
+    return sum(x.nbytes for x in (state.inserted_MD, state.inserted_at_T, state.positions_T3))

@@ -311,8 +311,13 @@ def _check_states(settings: Settings, model: Model) -> None:
             raise SettingsError(f"{given[option]}: {reason}; leave it out")
 
 
-def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
+def check_owned_values(
+    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: GivenObjects = NO_OBJECTS
+) -> None:
     """Check what models that see pictures cannot do yet.
+
+    Args:
+      given: in Python, instead of flags.
 
     Raises:
       SettingsError: naming the flag.
@@ -323,17 +328,23 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
         raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+    if has_environment(settings, given):
+        raise SettingsError(f"{environment_flag(settings, given)}: {what}; environments give text: leave it out")
+    blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
+    if blind:
+        raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
         "engine": (settings.engines.engine != "native", "give --engine=native"),
         "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
         "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
-        "env": (settings.environments.env is not None, "environments give text: leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
+        "long_prompts": (settings.examples.long_prompts == "truncate", "it loses some; give --long_prompts=drop"),
     }
-    for name, (given, way_out) in refused.items():
-        if given:
+    scoring = {name: (flag_value(settings, name) is not None, "it reads text: leave it out") for name in SCORING_ROLES}
+    for name, (present, way_out) in {**refused, **scoring}.items():
+        if present:
             raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
 
 

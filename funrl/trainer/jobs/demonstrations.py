@@ -23,6 +23,7 @@ from funrl.data.text_lengths import check_lengths
 from funrl.mesh.rows import gather_table
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.owned_rows import owned_lines_of
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
 
 
@@ -67,6 +68,8 @@ class DemonstrationReader(NamedTuple):
         rows = scored(rows) if self.paired else rows
         rows = rows.with_fields(demonstration=torch.zeros_like(rows.batch.mask))
         given |= self.table(rows, len(examples))
+        if examples[0].owned is not None:
+            given |= owned_lines_of([examples[place].owned for place in places], examples[0].owned.values, device)
         for name, x in as_dict(rows.batch).items():
             if name not in given:
                 kind = kind_of(rows.batch, name)

@@ -43,7 +43,7 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
-from funrl.trainer.steps.optimizer import frozen_beginnings
+from funrl.trainer.steps.optimizer import check_freeze
 from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 
@@ -99,8 +99,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
     check_driven(settings, models)
-    check_owned_values(settings, models, algorithm)
-    frozen_beginnings(settings, model)
+    check_owned_values(settings, models, algorithm, given.objects)
+    check_freeze(settings, {name: x for name, x in models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)
     devices = Devices(sizes, generating, device)

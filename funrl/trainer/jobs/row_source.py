@@ -440,4 +440,9 @@ def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
         mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
     table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
     rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
-    return with_owned(rows, [example.owned for example in own], examples[0].owned)
+    owned = job.model.owned
+    if owned is None:
+        return rows
+    for example in own:
+        owned.check([token for text in example.texts for token in text.tokens], example.owned)
+    return with_owned(rows, [example.owned for example in own], owned.none)

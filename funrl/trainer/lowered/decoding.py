@@ -111,7 +111,7 @@ class XlaBackend(TorchBackend):
             hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N))
             return hidden_ND[places.sampled_M], inner._cache
 
-        program = self._program(("prefill", used), run)
+        program = self._program(("prefill", self._scales(used)), run)
         hidden_MD, self._cache = program.arrays(self._weights, self._used(used), self._cache, places)
         return to_torch(hidden_MD)[: len(work.sampled_positions)]
 
@@ -124,7 +124,7 @@ class XlaBackend(TorchBackend):
             sampled = decode_pass(inner, state, rows_B, form=form, spare=spare)
             return sampled, inner._cache, state
 
-        program = self._program(("decode", form, spare), run)
+        program = self._program(("decode", form, spare, self._scales(form.adapters)), run)
         given = (self._weights, self._used(form.adapters), self._cache, state, rows_B)
         sampled, self._cache, after = program.arrays(*given)
         for x, new in zip(state, after, strict=True):
@@ -153,6 +153,10 @@ class XlaBackend(TorchBackend):
     def _used(self, adapters: Sequence[int]) -> dict[str, trees.Tree]:
         """The factors of some adapters, by their numbers."""
         return {str(number): self._factors[number] for number in adapters if number >= 0}
+
+    def _scales(self, adapters: Sequence[int]) -> tuple[tuple[int, float | None], ...]:
+        """Adapters of a program with their scales, which are constants of it."""
+        return tuple((number, self._adapters[number].scale if number >= 0 else None) for number in adapters)
 
     def _program(self, key: Any, run: Callable[..., trees.Tree]) -> Compiled:
         """The program of a key; the cache of a pass, its third argument, is donated."""

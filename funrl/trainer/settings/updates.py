@@ -61,7 +61,7 @@ class OptimizerSettings:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
         None,
-        "what does not learn: vision (a tower less its projector), none, or how names of weights begin",
+        "what does not learn: vision (a tower less its projector), none, or parts by name",
         chosen="vision",
         example="embed",
     )

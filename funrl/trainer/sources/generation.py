@@ -414,7 +414,8 @@ def to_rows(
     )
     rows = rows_of(batch, done.owner, done.mesh)
     owned = [example.owned for example in examples]
-    return with_owned(rows, [owned[number // samples] for number in own.tolist()], next(iter(owned), None))
+    like = next((x.values for x in owned if x is not None), None)
+    return with_owned(rows, [owned[number // samples] for number in own.tolist()], like)
 
 
 def first_texts(

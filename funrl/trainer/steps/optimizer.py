@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from funrl import trees
 from funrl.models import Model, Placed
@@ -59,9 +60,6 @@ def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
     """Beginnings of the names of the weights that --freeze holds, or by default those that the model names.
 
     Adapters stand on weights that are all frozen, so there is nothing to add.
-
-    Raises:
-      SettingsError: no weight's name begins like this.
     """
     parts = {} if model.owned is None else model.owned.frozen
     given = settings.optimization.freeze
@@ -69,20 +67,41 @@ def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
         return ()
     if given is None:
         return tuple(beginning for beginnings in parts.values() for beginning in beginnings)
-    names = [plain_name(name) for name, _ in trees.named(model.shapes)]
-    beginnings = [x for word in given.split(",") for x in parts.get(word.strip(), (word.strip(),))]
-    for beginning in beginnings:
-        if not beginning or not any(name.startswith(beginning) for name in names):
-            known = ", ".join((*parts, *sorted({name.split("/")[0] for name in names} - parts.keys())))
+    return tuple(x for word in given.split(",") for x in parts.get(word.strip(), (word.strip(),)))
+
+
+def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
+    """Check --freeze against the models that learn; one of them may lack a part, as a critic has no `unembed`.
+
+    Args:
+      models: by role.
+
+    Raises:
+      SettingsError: no weight has this name, a role would learn nothing, or adapters learn alone.
+    """
+    given = settings.optimization.freeze
+    if given is None or given == FREEZE_NONE:
+        return
+    if settings.adapters.lora_rank is not None:
+        raise SettingsError(
+            f"--freeze={given}: with --lora_rank={settings.adapters.lora_rank} adapters learn alone; leave it out"
+        )
+    names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
+    every = {name for own in names.values() for name in own}
+    for beginning in {x for model in models.values() for x in frozen_beginnings(settings, model)}:
+        if not beginning or not any(is_frozen(name, (beginning,)) for name in every):
+            parts = {name for model in models.values() if model.owned is not None for name in model.owned.frozen}
+            known = ", ".join(sorted(parts | {name.split("/")[0] for name in every}))
             raise SettingsError(f"--freeze={given}: no weight's name begins with {beginning!r}; there are {known}")
-    if all(name.startswith(tuple(beginnings)) for name in names):
-        raise SettingsError(f"--freeze={given}: nothing would learn")
-    return tuple(beginnings)
+    for role, model in models.items():
+        if all(is_frozen(name, frozen_beginnings(settings, model)) for name in names[role]):
+            raise SettingsError(f"--freeze={given}: nothing would learn in the {role}")
 
 
 def is_frozen(name: str, beginnings: tuple[str, ...]) -> bool:
-    """True of the name of a weight that begins like one of some."""
-    return plain_name(name).startswith(beginnings)
+    """True of the name of a weight that is one of some, or is inside one of these parts."""
+    name = plain_name(name)
+    return any(name == beginning or name.startswith(f"{beginning}/") for beginning in beginnings)
 
 
 def with_frozen(params: trees.Tree, beginnings: tuple[str, ...]) -> trees.Tree:

@@ -18,20 +18,26 @@ def owned_fields(values: Mapping[str, Tensor]) -> dict[str, Field]:
     return {name: Field("ragged", "source", f"{name} that a row owns", dtype=dtypes[name]) for name in values}
 
 
-def with_owned(rows: Rows, owned: Sequence[OwnedLines | None], like: OwnedLines | None) -> Rows:
+def with_owned(rows: Rows, owned: Sequence[OwnedLines | None], like: Mapping[str, Tensor] | None) -> Rows:
     """The rows with the values that they own.
 
     Args:
       rows: some rows.
-      owned: values of each of this rank's own rows.
-      like: those of any row of the run; None: no row owns any.
+      owned: values of each of this rank's own rows; None: none.
+      like: lines of any row of the run, as those of `OwnedValues.none`; None: no row owns any.
     """
     if like is None:
         return rows
-    device = rows.batch.tokens.device
-    values = {name: ragged([x.values[name] for x in owned if x], x[:0]) for name, x in like.values.items()}
-    fields = {name: Ragged(*(x.to(device) for x in value)) for name, value in values.items()}
-    return rows.declaring(owned_fields(like.values)).with_fields(**fields)
+    return rows.declaring(owned_fields(like)).with_fields(**owned_lines_of(owned, like, rows.batch.tokens.device))
+
+
+def owned_lines_of(
+    owned: Sequence[OwnedLines | None], like: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Ragged]:
+    """The fields of rows that own these values; `like` as of `with_owned`."""
+    lines = {name: [x[:0] if own is None else own.values[name] for own in owned] for name, x in like.items()}
+    values = {name: ragged(lines[name], x[:0]) for name, x in like.items()}
+    return {name: Ragged(*(x.to(device) for x in value)) for name, value in values.items()}
 
 
 def ragged(lines: Sequence[Tensor], none: Tensor) -> Ragged:
