@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupPlan
 from funrl.trainer.placement.groups import GroupGenerators, age_metrics
+from funrl.trainer.placement.messages import origins_of, split_origins
 
 
 @pytest.fixture
@@ -54,3 +56,8 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook(generators):
 def test_ages_are_of_tokens():
     assert age_metrics({4: 6, 2: 2}, newest=4) == {"age/mean": 0.5, "age/max": 2.0}
     assert age_metrics({}, newest=4) == {}
+
+
+def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
+    runs = split_origins(np.concatenate([origins_of(-1, 2), origins_of(1, 2), origins_of(1, 1)]))
+    assert [(number, rows.tolist()) for number, rows in runs] == [(-1, [0, 1]), (1, [0, 1, 0])]
