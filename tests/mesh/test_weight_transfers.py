@@ -52,7 +52,7 @@ def exchange(failures, versions, mesh):
     with receiver.receiving():
         for version in range(versions):
             newest = awaited(receiver.arrived, f"version {version}")
-            assert receiver.complete(newest.number, 1)
+            assert receiver.complete(newest.number)
             arrived.append(
                 (newest.number, newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype)
             )
