@@ -150,7 +150,8 @@ def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_pa
     for folder in folders:
         folder.mkdir()
     ended, exits = joined(folders[0], ONE, rollout_is, staleness=1, **STALE)
-    wanted = {"first": ((signal.SIGKILL, 23), None), "second": (None, "first")}
+    # After the first evaluation, step 1 and the rows ahead of step 2, of 4 iterations each; there are at least 28.
+    wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
     again, others = joined(folders[1], wanted, rollout_is, staleness=1, **STALE)
     same(again, ended)
     assert exits == {"one": 0} and others == {"first": KILLED, "second": 0}
@@ -204,6 +205,8 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
         ({"staleness": 1, "task": "calculator", "reward": None}, "environments run on the ranks that"),
+        ({"staleness": 1, "window": 2}, "--window=2 does nothing with --place=generate:join"),
+        ({"staleness": 1, "keep_cache": True}, "--keep_cache does nothing with --place=generate:join"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
         ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
         ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),
