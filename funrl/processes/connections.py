@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 SIZE_HEAD = struct.Struct("!Q")
 GREETING_S = 10.0  # for both sides to prove the secret, altogether
-PIECE_BYTES = 4 << 20  # that the other side has to take in the time of one wait
+SENT_AT_ONCE = 4 << 20  # bytes that the other side takes in the time of one wait
 ACCEPT_PAUSE_S = 0.5  # after a caller could not be accepted, as where there are too many open files
 SECRET_BYTES = 32
 BACKLOG = 512
@@ -93,9 +93,9 @@ class Connection:
     def send_raw(self, data: memoryview) -> None:
         """Send bytes of which the other side knows how many there are. Raises: PeerError."""
         try:
-            for begin in range(0, len(data), PIECE_BYTES):
+            for begin in range(0, len(data), SENT_AT_ONCE):
                 self._socket.settimeout(self._left_s())
-                self._socket.sendall(data[begin : begin + PIECE_BYTES])
+                self._socket.sendall(data[begin : begin + SENT_AT_ONCE])
         except OSError as error:
             raise PeerError(f"sending failed: {error}") from error
 

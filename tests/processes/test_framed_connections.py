@@ -101,7 +101,7 @@ def test_a_caller_who_proves_nothing_is_not_kept_by_a_byte_now_and_then(monkeypa
 
 
 def test_a_slow_peer_takes_pieces_each_in_a_time_of_its_own(monkeypatch):
-    monkeypatch.setattr("funrl.processes.connections.PIECE_BYTES", 5)
+    monkeypatch.setattr("funrl.processes.connections.SENT_AT_ONCE", 5)
     waits = []
 
     class Taken:

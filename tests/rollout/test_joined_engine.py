@@ -148,7 +148,7 @@ def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
         complete(engine, REQUESTS)
     assert notes == ["no generator is in service: 6 requests wait for funrl join RUN_DIR"]
     assert engine.unfinished() == 0
-    office.close()
+    office.close(complete=False)
 
 
 def test_a_generator_is_missed_from_when_there_is_work_for_it():
@@ -159,7 +159,7 @@ def test_a_generator_is_missed_from_when_there_is_work_for_it():
     office._alone_since -= 1000.0
     office.open([REQUESTS[2:4]])  # more work does not begin the wait anew
     assert office.alone_s() > 500.0
-    office.close()
+    office.close(complete=False)
 
 
 def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
@@ -171,7 +171,7 @@ def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
     monkeypatch.setattr(engine, "_shelf", SimpleNamespace(put=lambda *_: waits.append("put")))
     engine.load([], 1)
     assert waits == [COMPLETION_WAIT_S, COMPLETION_WAIT_S, "put"]
-    office.close()
+    office.close(complete=False)
 
 
 class Asked:
@@ -201,13 +201,23 @@ def test_a_generator_waits_for_no_office_while_it_works_and_loads_what_all_have(
     assert sees.exchange(8, False).load == 3
 
 
-def test_a_run_that_is_not_complete_does_not_end_its_generators():
-    engine, office = joined_engine()
+def test_a_run_that_is_not_complete_does_not_end_its_generators(monkeypatch):
+    engine, _ = joined_engine()
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS)
     board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
+    own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+    working = threading.Event()
+
+    def step():
+        working.set()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(own, "step", step)  # it completes nothing
     ended: list[Any] = []
 
     def generate():
-        own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
         try:
             serve_run(own, Addresses([(HOST, board.port)], secret), 30.0, lambda: False, lambda text: None)
         except PeerError as error:
@@ -215,14 +225,12 @@ def test_a_run_that_is_not_complete_does_not_end_its_generators():
 
     thread = threading.Thread(target=generate)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not office.generators:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert working.wait(60) and own.unfinished() > 0
     engine.close(complete=False)
     board.close()
     thread.join(60)
     assert len(ended) == 1 and not isinstance(ended[0], NotJoinedError)
+    assert own.unfinished() == 0  # it may join again
 
 
 def test_a_generator_of_another_protocol_is_told(monkeypatch):
@@ -235,7 +243,7 @@ def test_a_generator_of_another_protocol_is_told(monkeypatch):
         ValueError, match=r"are of version \d+, and those of this generator of 7; install the same funrl"
     ):
         serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
-    office.close()
+    office.close(complete=False)
     board.close()
     with pytest.raises(NotJoinedError):
         serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
@@ -252,7 +260,7 @@ def test_new_weights_do_not_come_while_requests_are_unfinished():
     assert [x.finish for x in done] == ["cancelled"] * 6 and engine.unfinished() == 0
     with pytest.raises(KeyError, match="weights are missing: embed"):
         engine.load([], 1)
-    office.close()
+    office.close(complete=False)
 
 
 def asked(office, name, report):
@@ -277,7 +285,7 @@ def test_work_is_given_to_generators_with_the_newest_weights_that_have_proved_it
     assert not asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
     office.withdraw([3])
     assert asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
-    office.close()
+    office.close(complete=False)
 
 
 def test_a_generator_with_other_weights_ends_the_run():
@@ -288,7 +296,7 @@ def test_a_generator_with_other_weights_ends_the_run():
     asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (6, 6)}, ())))
     with pytest.raises(SyncError, match="generator g does not hold the trainer's weights 4: a differs; 1 of 1"):
         engine.step()
-    office.close()
+    office.close(complete=False)
 
 
 def test_completions_of_another_version_end_the_run():
@@ -300,7 +308,7 @@ def test_completions_of_another_version_end_the_run():
     asked(office, "g", Report(1, 4, 9, [(lease, done)]))
     with pytest.raises(SyncError, match=r"generator g delivers request 0 with weights \[3\]"):
         engine.step()
-    office.close()
+    office.close(complete=False)
 
 
 def test_too_few_completions_of_a_lease_end_the_run():
@@ -312,7 +320,7 @@ def test_too_few_completions_of_a_lease_end_the_run():
     asked(office, "g", Report(1, 4, 9, [(lease, done[:1])]))
     with pytest.raises(SyncError, match="generator g delivers 1 of 2 requests of a lease"):
         engine.step()
-    office.close()
+    office.close(complete=False)
 
 
 def test_a_generator_that_comes_back_has_proved_its_weights():
@@ -328,7 +336,7 @@ def test_a_generator_that_comes_back_has_proved_its_weights():
     engine.cancel(range(9))
     engine.load(engine.weights.named(weights(CONFIG)), 5)
     assert not office._given and not office._proved
-    office.close()
+    office.close(complete=False)
 
 
 def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
@@ -344,7 +352,7 @@ def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
     orders = asked(office, "g", Report(1, 4, 0, [(lease, done)], held=[lease]))
     assert orders.drop == (lease,) and not engine.step()
     assert asked(office, "g", Report(2, 4, 9)).work[0][1] == requests
-    office.close()
+    office.close(complete=False)
 
 
 def _completions(version):

@@ -134,7 +134,7 @@ class Office:
                 self._alone_since = time.monotonic()
             return time.monotonic() - self._alone_since
 
-    def close(self, *, complete: bool = True) -> None:
+    def close(self, *, complete: bool) -> None:
         """End.
 
         Args:

@@ -25,6 +25,7 @@ from funrl.processes.connections import (
     write_addresses,
 )
 from funrl.processes.heartbeat import at_step, beat
+from funrl.processes.store import LOOPBACK
 from funrl.processes.workers import stop_asked, stops_when_asked
 from funrl.rewards.pool import Pool
 from funrl.rollout.joined.engine import JoinedEngine
@@ -46,7 +47,6 @@ ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
 ADDRESS_LOOK_S = 0.5  # between two looks for a run that can be joined
 HOST_VARIABLE = "FUNRL_HOST"  # of the environment of a rank that trains: how generators call its machine
-LOOPBACK = "127.0.0.1"
 
 
 class Door(NamedTuple):
