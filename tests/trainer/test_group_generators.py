@@ -86,11 +86,12 @@ class OneBuffer:
 
 def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     engine = SimpleNamespace(version=2)
+    buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
-    writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": OneBuffer()}
+    writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
     writer._told = 5
     writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
     writer.take_version(5)
-    assert engine.version == 5 and writer._receiver.next == 6
+    assert engine.version == 5 and buffer.next == 6
     writer.take(5)  # which has been let go of
-    assert writer._receiver.next == 6
+    assert buffer.next == 6
