@@ -2,7 +2,7 @@
 
 A job listens and leaves its addresses and a secret in a file that its user alone can read. Whoever has read the file
 calls. Both prove that they have the secret before anything is unpickled (`multiprocessing.connection`, HMAC); nothing
-is encrypted, like all that ranks send each other.
+is encrypted, like all that ranks send each other. A connection is proved when it begins; its messages are not signed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SIZE_HEAD = struct.Struct("!Q")
-GREETING_S = 10.0  # to prove the secret
-MOST_GREETING = 4096  # bytes of a message before the proof
+GREETING_S = 10.0  # for both sides to prove the secret, altogether
+SENT_AT_ONCE = 4 << 20  # bytes that the other side takes in the time of one wait
+ACCEPT_PAUSE_S = 0.5  # after a caller could not be accepted, as where there are too many open files
 SECRET_BYTES = 32
 BACKLOG = 512
 
@@ -54,6 +56,7 @@ class Connection:
           timeout_s: bound on each wait for the other side to take or send some bytes of a message.
         """
         self.timeout_s = timeout_s
+        self._deadline: float | None = None  # of the greeting
         self._socket = sock
         sock.settimeout(timeout_s)
         with contextlib.suppress(OSError):
@@ -71,9 +74,16 @@ class Connection:
           whenever: wait for its begin without a limit: the other side sends when it has something to say.
 
         Raises:
-          PeerError: the connection has ended, or nothing arrives in time.
+          PeerError: the connection has ended, nothing arrives in time, or another version of funrl has sent it.
         """
-        return pickle.loads(self.recv_bytes(whenever=whenever))
+        data = self.recv_bytes(whenever=whenever)
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # whatever the constructors of another version raise
+            problem = f"{type(error).__name__}: {error}"
+            raise PeerError(
+                f"a message cannot be read; is the other side another version of funrl? {problem}"
+            ) from error
 
     def ask(self, message: Any) -> Any:
         """Send a message and receive the answer. Raises: PeerError."""
@@ -83,15 +93,21 @@ class Connection:
     def send_raw(self, data: memoryview) -> None:
         """Send bytes of which the other side knows how many there are. Raises: PeerError."""
         try:
-            self._socket.sendall(data)
+            for begin in range(0, len(data), SENT_AT_ONCE):
+                self._socket.settimeout(self._left_s())
+                self._socket.sendall(data[begin : begin + SENT_AT_ONCE])
         except OSError as error:
             raise PeerError(f"sending failed: {error}") from error
 
     def receive_raw(self, into: memoryview) -> None:
         """Fill a buffer. Raises: PeerError."""
+        self._fill(into)
+
+    def _fill(self, into: memoryview, *, whenever: bool = False) -> None:
         filled = 0
         try:
             while filled < len(into):
+                self._socket.settimeout(None if whenever else self._left_s())
                 count = self._socket.recv_into(into[filled:])
                 if not count:
                     raise PeerError("the other side has closed the connection")
@@ -101,6 +117,30 @@ class Connection:
         except OSError as error:
             raise PeerError(f"receiving failed: {error}") from error
 
+    def _left_s(self) -> float:
+        """Seconds that the next wait may last. Raises: TimeoutError: the greeting has not ended in time."""
+        if self._deadline is None:
+            return self.timeout_s
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the secret was not proved in {GREETING_S:.0f} s")
+        return min(left_s, self.timeout_s)
+
+    def greet(self, secret: bytes, *, calls: bool) -> None:
+        """Let both sides prove that they have a secret, in `GREETING_S`.
+
+        Args:
+          calls: whether this side has called the other.
+
+        Raises:
+          PeerError, AuthenticationError: the other side has another secret, or does not prove it in time.
+        """
+        self._deadline = time.monotonic() + GREETING_S
+        steps = (answer_challenge, deliver_challenge) if calls else (deliver_challenge, answer_challenge)
+        for prove in steps:
+            prove(self, secret)  # type: ignore[arg-type]
+        self._deadline = None
+
     def send_bytes(self, data: bytes) -> None:
         """Send bytes after their number; the name is that of `multiprocessing.connection`. Raises: PeerError."""
         self.send_raw(memoryview(SIZE_HEAD.pack(len(data)) + data))
@@ -108,10 +148,8 @@ class Connection:
     def recv_bytes(self, most: int | None = None, *, whenever: bool = False) -> bytes:
         """Receive what `send_bytes` has sent. Raises: PeerError, also if it is more than `most` bytes."""
         head = bytearray(SIZE_HEAD.size)
-        self._socket.settimeout(None if whenever else self.timeout_s)
-        self.receive_raw(memoryview(head)[:1])
-        self._socket.settimeout(self.timeout_s)
-        self.receive_raw(memoryview(head)[1:])
+        self._fill(memoryview(head)[:1], whenever=whenever)
+        self._fill(memoryview(head)[1:])
         (size,) = SIZE_HEAD.unpack(head)
         if most is not None and size > most:
             raise PeerError(f"{size} bytes were announced where {most} are the most")
@@ -152,17 +190,16 @@ class ConnectionServer:
         while not self._closed.is_set():
             try:
                 sock, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                self._closed.wait(ACCEPT_PAUSE_S)
+                continue
             threading.Thread(target=self._answer, args=(sock,), name="connection", daemon=True).start()
 
     def _answer(self, sock: socket.socket) -> None:
-        connection = Connection(sock, GREETING_S)
+        connection = Connection(sock, self._timeout_s)
         self._lines.add(connection)
         try:
-            deliver_challenge(connection, self._secret)  # type: ignore[arg-type]
-            answer_challenge(connection, self._secret)  # type: ignore[arg-type]
-            connection.timeout_s = self._timeout_s
+            connection.greet(self._secret, calls=False)
             self._serve(connection)
         except (OSError, AuthenticationError, EOFError):  # it is gone, or has no right to be here
             pass
@@ -185,18 +222,18 @@ def connect_to(host: str, port: int, secret: str, timeout_s: float) -> Connectio
     """Connect to a `ConnectionServer`.
 
     Args:
-      timeout_s: bound on the time to connect, and on each wait of the connection.
+      timeout_s: bound on each wait of the connection; it is there in `GREETING_S`.
 
     Raises:
       PeerError: nobody answers there, or the secret is another one.
     """
+    connection = None
     try:
-        sock = socket.create_connection((host, port), timeout_s)
-        connection = Connection(sock, timeout_s)
-        key = bytes.fromhex(secret)
-        answer_challenge(connection, key)  # type: ignore[arg-type]
-        deliver_challenge(connection, key)  # type: ignore[arg-type]
+        connection = Connection(socket.create_connection((host, port), GREETING_S), timeout_s)
+        connection.greet(bytes.fromhex(secret), calls=True)
     except (OSError, AuthenticationError, EOFError) as error:
+        if connection is not None:
+            connection.close()
         raise PeerError(f"{host}:{port} does not answer: {error or type(error).__name__}") from error
     return connection
 

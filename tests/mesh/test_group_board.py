@@ -52,3 +52,15 @@ def test_a_batch_counts_once_every_replica_holds_its_weights():
     assert (board.batch_of_weights(5), board.everywhere) == (1, 5)  # which batch they are for is not said yet
     board.train(2, 5)
     assert board.batch_of_weights(5) == 2
+
+
+def test_versions_that_nobody_asks_for_leave_the_store(store, monkeypatch):
+    monkeypatch.setattr(groups, "KEPT_VERSIONS", 2)
+    board = GroupBoard(1)
+    counts = []
+    for version in range(4, 14):
+        board.train(version - 4, version)
+        board.hold(version)
+        assert board.batch_of_weights(version) == version - 4
+        counts.append(store.num_keys())
+    assert counts[3:] == [counts[3]] * 7

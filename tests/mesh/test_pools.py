@@ -1,15 +1,17 @@
 """Pools of ranks: the text of a placement, and rows, requests and weights between ranks of two of them."""
 
 import functools
+import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from funrl.kinds import FIELD_KINDS
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch, submesh
-from funrl.mesh.mesh import parse
+from funrl.mesh.mesh import parse, single
 from funrl.mesh.plan import lower_bound_bytes, plan, received_bytes, sent_bytes
 from funrl.mesh.pools import channel
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
@@ -204,3 +206,20 @@ def test_a_wait_lasts_as_long_as_there_is_progress_and_then_the_limit(monkeypatc
     with pytest.raises(MeshError, match=r"waited for an answer: .* have made no progress for 60 s"):
         channel.wait_for_keys(["answer"], 1, "an answer", 60.0)
     assert 1060 <= clock.now < 1070
+
+
+def test_each_pool_shows_progress_of_its_own(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(channel, "run_store", lambda: store)
+    monkeypatch.setattr(channel, "PROGRESS_S", 0.01)
+    looks = 0
+    with Answers(single(), first=7).showing_progress():
+        while not store.check([channel.progress_key(7)]):
+            looks += 1
+            assert looks < 6000
+            time.sleep(0.01)
+    assert not store.check([channel.progress_key(0)])
+    keys = []
+    monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1]))
+    channel.write_value(f"{channel.KEY}/answer/7", "an answer")
+    assert Requests(single(), first=7).answer(7, "an answer") == "an answer" and keys == [channel.progress_key(7)]

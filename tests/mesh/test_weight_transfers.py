@@ -2,11 +2,15 @@
 
 import functools
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from funrl.mesh.launch import WorkerError, launch, submesh
+from funrl.mesh.pools import transfer
 from funrl.mesh.pools.transfer import WeightReceiver, WeightSender, WeightTransfer, transfer_group
 from funrl.mesh.reshard import plan
 from funrl.mesh.rules import Layout
@@ -52,7 +56,7 @@ def exchange(failures, versions, mesh):
     with receiver.receiving():
         for version in range(versions):
             newest = awaited(receiver.arrived, f"version {version}")
-            assert receiver.complete(newest.number, 1)
+            assert receiver.complete(newest.number)
             arrived.append(
                 (newest.number, newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype)
             )
@@ -84,3 +88,16 @@ def test_a_transfer_that_a_rank_cannot_take_is_begun_again():
 def test_weights_that_cannot_be_taken_end_the_run():
     with pytest.raises(WorkerError, match="weights of version 0 were not taken 3 times: MemoryError: no room"):
         arrivals(9, 1)
+
+
+def test_marks_of_tensor_ranks_leave_the_store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(transfer, "run_store", lambda: store)
+    mesh = SimpleNamespace(size=lambda axes: 2, index=lambda axes: 0, row_axes=("data", "expert"))
+    receiver = WeightReceiver(cast(Any, mesh), cast(Any, None), lambda tree: tree)
+    for number in range(3 * transfer.KEPT_TRANSFERS):
+        receiver._count(number)
+        assert not receiver.complete(number)  # the other rank has not received it
+        store.add(receiver._replica_key(number), 1)
+        assert receiver.complete(number)
+    assert store.num_keys() == transfer.KEPT_TRANSFERS

@@ -1,7 +1,10 @@
 """Connections between jobs."""
 
+import contextlib
 import os
 import socket
+import threading
+from typing import Any, cast
 
 import pytest
 
@@ -63,7 +66,8 @@ def test_who_has_another_secret_is_not_served(board):
 
 
 def test_a_connection_that_is_closed_or_silent_is_an_error(board):
-    connection = connect_to(HOST, board[0].port, board[1], 0.2)
+    connection = connect_to(HOST, board[0].port, board[1], 5.0)
+    connection.timeout_s = 0.2
     with pytest.raises(PeerError, match="receiving failed"):
         connection.receive()
     other = connect_to(HOST, board[0].port, board[1], 5.0)
@@ -72,7 +76,89 @@ def test_a_connection_that_is_closed_or_silent_is_an_error(board):
         other.ask(1)
         other.ask(2)
     with pytest.raises(PeerError, match="does not answer"):
-        connect_to(HOST, board[0].port, board[1], 0.5)
+        connect_to(HOST, board[0].port, board[1], 5.0)
+
+
+def test_a_caller_who_proves_nothing_is_not_kept_by_a_byte_now_and_then(monkeypatch):
+    monkeypatch.setattr("funrl.processes.connections.GREETING_S", 0.3)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"x" * 8)  # part of the answer that is waited for
+        connection = Connection(ours, 600.0)
+        ended = threading.Event()
+
+        def drip():
+            while not ended.wait(0.05):
+                with contextlib.suppress(OSError):
+                    theirs.send(b"\0")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(PeerError):
+            connection.greet(b"secret", calls=False)
+        ended.set()
+        dripping.join()
+
+
+def test_a_slow_peer_takes_pieces_each_in_a_time_of_its_own(monkeypatch):
+    monkeypatch.setattr("funrl.processes.connections.SENT_AT_ONCE", 5)
+    waits = []
+
+    class Taken:
+        def setsockopt(self, *option):
+            pass
+
+        def settimeout(self, timeout_s):
+            waits.append(timeout_s)
+
+        def sendall(self, data):
+            waits.append(bytes(data))
+
+    connection = Connection(cast(Any, Taken()), 7.0)
+    waits.clear()
+    connection.send_raw(memoryview(b"abcdefgh"))
+    assert waits == [7.0, b"abcde", 7.0, b"fgh"]
+
+
+def test_a_caller_who_cannot_be_accepted_does_not_end_the_listener(board, monkeypatch):
+    monkeypatch.setattr("funrl.processes.connections.ACCEPT_PAUSE_S", 0.0)
+
+    class Full:
+        """A listener without a free descriptor, once."""
+
+        def __init__(self, sock):
+            self.sock = sock
+            self.failed = threading.Event()
+
+        def accept(self):
+            if not self.failed.is_set():
+                self.failed.set()
+                raise OSError(24, "Too many open files")
+            return self.sock.accept()
+
+        def __getattr__(self, name):
+            return getattr(self.sock, name)
+
+    full = board[0]._socket = Full(board[0]._socket)
+    for number in range(2):  # the first is accepted by the call that had begun
+        assert connect_to(HOST, board[0].port, board[1], 5.0).ask(number) == number
+    assert full.failed.is_set()
+
+
+class OtherVersion:
+    """What a constructor of another version does with the arguments of this one."""
+
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+def test_a_message_of_another_version_is_an_error_of_the_peer():
+    ours, theirs = (Connection(sock, 5.0) for sock in socket.socketpair())
+    theirs.send(OtherVersion())
+    with pytest.raises(PeerError, match="is the other side another version of funrl"):
+        ours.receive()
+    ours.close()
+    theirs.close()
 
 
 def test_nobody_waits_for_a_caller_who_says_nothing(board):

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from funrl.models.weight_dtypes import weight_dtypes
 from funrl.processes.connections import Addresses, ConnectionServer, PeerError, connect_to, new_secret
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.joined.engine import JoinedEngine, NoGeneratorError, prompt_units
-from funrl.rollout.joined.generator import serve_run
-from funrl.rollout.joined.messages import WEIGHTS, Hello, Report, TrainerFacts
+from funrl.rollout.joined.engine import COMPLETION_WAIT_S, JoinedEngine, NoGeneratorError, prompt_units
+from funrl.rollout.joined.generator import NEWS_S, NotJoinedError, _Offices, _Progress, serve_run
+from funrl.rollout.joined.messages import WEIGHTS, Hello, Orders, Report, TrainerFacts
 from funrl.rollout.joined.office import Office
-from funrl.rollout.joined.shelf import Shelf, pieces_for, pull
+from funrl.rollout.joined.shelf import Shelf, StaleVersionError, pieces_for, pull
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights
 from funrl.rollout.remote.digests import EngineDigests
@@ -79,6 +80,8 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
     for rank in range(Mesh(wanted).world):
         spec = WeightSpec(native_weights(MODEL, Mesh(wanted, rank), DTYPE).names, own, Mesh(wanted, rank), DTYPE)
         pieces = pieces_for(dict(trees.named(stored)), dict(trees.named(own)), rank, turn=rank)
+        with pytest.raises(StaleVersionError, match="has weights 1, and 0 were asked for"):
+            pull(connections, pieces, spec, 0, 5.0)
         tree, received = pull(connections, pieces, spec, 1, 5.0)
         assert received == lower_bound_bytes(least)[ranks[rank]]
         for (name, x), (_, whole) in zip(trees.named(tree), trees.named(params), strict=True):
@@ -117,7 +120,7 @@ def test_a_generator_completes_what_a_native_engine_does():
     thread = threading.Thread(target=generate)
     thread.start()
     done = complete(engine, REQUESTS)
-    engine.close()
+    engine.close(complete=True)
     thread.join(30)
     board.close()
     for a, b in zip(done, expected, strict=True):
@@ -134,16 +137,116 @@ def test_a_unit_is_the_samples_of_a_prompt():
 
 
 def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
-    monkeypatch.setattr("funrl.rollout.joined.engine.ALONE_S", 0.2)
-    engine, office = joined_engine(limit_s=1.0)
+    monkeypatch.setattr("funrl.rollout.joined.engine.COMPLETION_WAIT_S", 0.0)
+    engine, office = joined_engine(limit_s=30.0)
+    waited = iter([5.0, 15.0, 25.0, 35.0])
+    monkeypatch.setattr(office, "alone_s", lambda: next(waited))
     notes = []
     engine.note = notes.append
     engine.load(engine.weights.named(weights(CONFIG)), 1)
-    with pytest.raises(NoGeneratorError, match=r"6 requests have waited . s for a generator, and none is in service"):
+    with pytest.raises(NoGeneratorError, match=r"6 requests have waited 35 s for a generator, and none is in service"):
         complete(engine, REQUESTS)
     assert notes == ["no generator is in service: 6 requests wait for funrl join RUN_DIR"]
     assert engine.unfinished() == 0
-    office.close()
+    office.close(complete=False)
+
+
+def test_a_generator_is_missed_from_when_there_is_work_for_it():
+    office = joined_engine()[1]
+    office._alone_since -= 1000.0  # the run was busy with something else
+    office.open([REQUESTS[:2]])
+    assert office.alone_s() < 500.0
+    office._alone_since -= 1000.0
+    office.open([REQUESTS[2:4]])  # more work does not begin the wait anew
+    assert office.alone_s() > 500.0
+    office.close(complete=False)
+
+
+def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
+    engine, office = joined_engine()
+    elsewhere = iter([3, 1, 0])
+    monkeypatch.setattr("funrl.rollout.joined.engine.psum", lambda pending, *_: pending + next(elsewhere))
+    waits = []
+    monkeypatch.setattr(engine, "_receive", waits.append)
+    monkeypatch.setattr(engine, "_shelf", SimpleNamespace(put=lambda *_: waits.append("put")))
+    engine.load([], 1)
+    assert waits == [COMPLETION_WAIT_S, COMPLETION_WAIT_S, "put"]
+    office.close(complete=False)
+
+
+class Asked:
+    """A connection to an office of a version, that keeps the reports."""
+
+    def __init__(self, version, work=()):
+        self.orders = [Orders(version, work)]
+        self.reports = []
+
+    def ask(self, report):
+        self.reports.append(report)
+        return self.orders.pop() if len(self.orders) > 1 else self.orders[0]._replace(work=())
+
+
+def test_a_generator_waits_for_no_office_while_it_works_and_loads_what_all_have():
+    offices = [Asked(3), Asked(2)]
+    sees = _Offices(cast(Any, offices), _Progress())
+    sees.version = 2
+    assert sees.exchange(8, False).load is None  # the second gives its last work of version 2 first
+    assert [office.reports[-1].wait_s for office in offices] == [NEWS_S / 2, NEWS_S / 2]
+    offices[1].orders = [Orders(2), Orders(2, [(0, REQUESTS[:2])])]
+    assert len(sees.exchange(8, False).submit) == 2
+    assert sees.exchange(8, False).load is None
+    assert [office.reports[-1].wait_s for office in offices] == [0.0, 0.0]
+    sees.units.clear()
+    offices[1].orders = [Orders(3)]
+    assert sees.exchange(8, False).load == 3
+
+
+def test_a_run_that_is_not_complete_does_not_end_its_generators(monkeypatch):
+    engine, _ = joined_engine()
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS)
+    board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
+    own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+    working = threading.Event()
+
+    def step():
+        working.set()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(own, "step", step)  # it completes nothing
+    ended: list[Any] = []
+
+    def generate():
+        try:
+            serve_run(own, Addresses([(HOST, board.port)], secret), 30.0, lambda: False, lambda text: None)
+        except PeerError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert working.wait(60) and own.unfinished() > 0
+    engine.close(complete=False)
+    board.close()
+    thread.join(60)
+    assert len(ended) == 1 and not isinstance(ended[0], NotJoinedError)
+    assert own.unfinished() == 0  # it may join again
+
+
+def test_a_generator_of_another_protocol_is_told(monkeypatch):
+    engine, office = joined_engine()
+    board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
+    own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
+    addresses = Addresses([(HOST, board.port)], secret)
+    monkeypatch.setattr("funrl.rollout.joined.generator.PROTOCOL", 7)
+    with pytest.raises(
+        ValueError, match=r"are of version \d+, and those of this generator of 7; install the same funrl"
+    ):
+        serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
+    office.close(complete=False)
+    board.close()
+    with pytest.raises(NotJoinedError):
+        serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
 
 
 def test_new_weights_do_not_come_while_requests_are_unfinished():
@@ -157,7 +260,7 @@ def test_new_weights_do_not_come_while_requests_are_unfinished():
     assert [x.finish for x in done] == ["cancelled"] * 6 and engine.unfinished() == 0
     with pytest.raises(KeyError, match="weights are missing: embed"):
         engine.load([], 1)
-    office.close()
+    office.close(complete=False)
 
 
 def asked(office, name, report):
@@ -182,7 +285,7 @@ def test_work_is_given_to_generators_with_the_newest_weights_that_have_proved_it
     assert not asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
     office.withdraw([3])
     assert asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
-    office.close()
+    office.close(complete=False)
 
 
 def test_a_generator_with_other_weights_ends_the_run():
@@ -193,7 +296,7 @@ def test_a_generator_with_other_weights_ends_the_run():
     asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (6, 6)}, ())))
     with pytest.raises(SyncError, match="generator g does not hold the trainer's weights 4: a differs; 1 of 1"):
         engine.step()
-    office.close()
+    office.close(complete=False)
 
 
 def test_completions_of_another_version_end_the_run():
@@ -205,7 +308,35 @@ def test_completions_of_another_version_end_the_run():
     asked(office, "g", Report(1, 4, 9, [(lease, done)]))
     with pytest.raises(SyncError, match=r"generator g delivers request 0 with weights \[3\]"):
         engine.step()
-    office.close()
+    office.close(complete=False)
+
+
+def test_too_few_completions_of_a_lease_end_the_run():
+    engine, office = joined_engine()
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS[:2])
+    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
+    asked(office, "g", Report(1, 4, 9, [(lease, done[:1])]))
+    with pytest.raises(SyncError, match="generator g delivers 1 of 2 requests of a lease"):
+        engine.step()
+    office.close(complete=False)
+
+
+def test_a_generator_that_comes_back_has_proved_its_weights():
+    engine, office = joined_engine(digests=True)
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    engine.submit(REQUESTS[:2])
+    asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (5, 5)}, ())))
+    with office._lock:
+        office._lost(office._leases.leave("g", "it has been silent"))
+    assert not asked(office, "g", Report(1, 4, 9)).work
+    office.expect({"a": 5})
+    assert asked(office, "g", Report(2, 4, 9)).work
+    engine.cancel(range(9))
+    engine.load(engine.weights.named(weights(CONFIG)), 5)
+    assert not office._given and not office._proved
+    office.close(complete=False)
 
 
 def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
@@ -221,7 +352,7 @@ def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
     orders = asked(office, "g", Report(1, 4, 0, [(lease, done)], held=[lease]))
     assert orders.drop == (lease,) and not engine.step()
     assert asked(office, "g", Report(2, 4, 9)).work[0][1] == requests
-    office.close()
+    office.close(complete=False)
 
 
 def _completions(version):

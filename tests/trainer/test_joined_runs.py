@@ -3,7 +3,10 @@
 import functools
 import re
 import signal
+import socket
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +19,13 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
+from funrl.processes.connections import Addresses, PeerError, write_addresses
+from funrl.rollout.joined.generator import Counts, NotJoinedError
 from funrl.rollout.joined.office import Office
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import generator as jobs_generator
 from funrl.trainer.placement import joined as placement_joined
+from funrl.trainer.placement.joined import join_run, own_host_name
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -102,7 +108,7 @@ def test_a_generator_that_is_terminated_gives_its_groups_back(tmp_path, monkeypa
     same(ended, alone())
     ledger.assert_once()
     assert exits == {"first": 0, "second": 0} and "left" in (tmp_path / "first.log").read_text()
-    assert any("has left, and" in note and "groups go to others" in note for note in ended[1].notes)
+    assert any(re.search(r"has left(, and \d+ of its groups go to others)?; \d+ in service", x) for x in ended[1].notes)
 
 
 def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
@@ -144,7 +150,8 @@ def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_pa
     for folder in folders:
         folder.mkdir()
     ended, exits = joined(folders[0], ONE, rollout_is, staleness=1, **STALE)
-    wanted = {"first": ((signal.SIGKILL, 23), None), "second": (None, "first")}
+    # After the first evaluation, step 1 and the rows ahead of step 2, of 4 iterations each; there are at least 28.
+    wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
     again, others = joined(folders[1], wanted, rollout_is, staleness=1, **STALE)
     same(again, ended)
     assert exits == {"one": 0} and others == {"first": KILLED, "second": 0}
@@ -198,6 +205,8 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
         ({"staleness": 1, "task": "calculator", "reward": None}, "environments run on the ranks that"),
+        ({"staleness": 1, "window": 2}, "--window=2 does nothing with --place=generate:join"),
+        ({"staleness": 1, "keep_cache": True}, "--keep_cache does nothing with --place=generate:join"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
         ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
         ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),
@@ -209,6 +218,43 @@ def test_flags_that_do_not_go_with_it_are_refused(settings, problem):
     with pytest.raises((SettingsError, MeshError)) as error:
         small_job(GRPO, **{"place": "generate:join", **settings})
     assert problem in str(error.value)
+
+
+def test_a_generator_that_is_lost_joins_the_same_run_again(tmp_path, monkeypatch):
+    errors = [NotJoinedError("refused"), PeerError("its connection has ended"), NotJoinedError("refused"), None]
+    served = []
+
+    def serve(engine, addresses, *_):
+        served.append(addresses.secret)
+        error = errors[len(served) - 1]
+        if error is not None:
+            raise error
+        return "ended", Counts()
+
+    monkeypatch.setattr(placement_joined, "serve_run", serve)
+    monkeypatch.setattr(placement_joined, "build", lambda *_: SimpleNamespace(generator=SimpleNamespace(whole=None)))
+    monkeypatch.setattr(placement_joined, "ADDRESS_LOOK_S", 0.0)
+    write_addresses(tmp_path / placement_joined.ADDRESSES, Addresses([("node", 1)], "ab"))
+    job = SimpleNamespace(settings=SimpleNamespace(waiting=SimpleNamespace(timeout=1.0)))
+    notes = []
+    assert join_run(cast(Any, job), str(tmp_path), single(), notes.append, 600.0) == ("ended", Counts())
+    assert served == ["ab"] * 4
+    assert [note.partition("(")[2].partition(")")[0] for note in notes] == ["refused", "its connection has ended"]
+    errors[4:] = [NotJoinedError("refused")]
+    with pytest.raises(PeerError, match=r"no run that generators can join for -1 s; .*; refused"):
+        join_run(cast(Any, job), str(tmp_path), single(), notes.append, -1.0)
+
+
+def test_a_rank_is_called_by_the_name_that_others_look_up(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    monkeypatch.setattr(socket, "getfqdn", lambda: "first-0.first.cluster.local")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    assert own_host_name() == "first-0.first.cluster.local"
+    monkeypatch.setattr(socket, "getfqdn", lambda: "localhost.localdomain")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    assert own_host_name() == "node"
+    monkeypatch.setenv("FUNRL_HOST", "10.0.0.7")
+    assert own_host_name() == "10.0.0.7"
 
 
 def test_a_run_without_a_directory_cannot_be_joined():

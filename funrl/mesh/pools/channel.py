@@ -28,7 +28,7 @@ LONGEST_S = 0.02
 STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
 KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
-PROGRESS = f"{KEY}/progress"
+PROGRESS = f"{KEY}/progress"  # and of a pool whose requests have numbers of their own, with the first of these
 PROGRESS_S = 5.0  # between two signs of progress
 
 
@@ -54,6 +54,7 @@ class Requests:
         """
         self.mesh = mesh
         self.posted = first
+        self._progress = progress_key(first)
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
     def post(self, request: Any) -> int:
@@ -77,7 +78,7 @@ class Requests:
         """
         key = f"{KEY}/answer/{number}"
         entered(waits_for)
-        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh))
+        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh), self._progress)
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.forget(number)
@@ -109,6 +110,7 @@ class Answers:
         """
         self.mesh = mesh
         self.taken = first
+        self._progress = progress_key(first)
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.
@@ -137,7 +139,7 @@ class Answers:
         def show() -> None:
             while not ended.wait(PROGRESS_S):
                 with contextlib.suppress(RuntimeError):  # the store is gone, and this process will be
-                    run_store().set(PROGRESS, str(beats()))
+                    run_store().set(self._progress, str(beats()))
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
         if self.mesh.rank == 0:
@@ -172,7 +174,18 @@ def run_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def wait_for_keys(keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None) -> list[str]:
+def progress_key(first: int) -> str:
+    """Key whose value changes while a pool makes progress.
+
+    Args:
+      first: number of the first request to the pool.
+    """
+    return f"{PROGRESS}/{first}" if first else PROGRESS
+
+
+def wait_for_keys(
+    keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = PROGRESS
+) -> list[str]:
     """Wait until one of the keys is there; return those that are.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
@@ -182,13 +195,14 @@ def wait_for_keys(keys: Sequence[str], ranks: int, waits_for: str, limit_s: floa
       ranks: that wait with this one.
       waits_for: name of what comes, for the error.
       limit_s: seconds that the answering side may make no progress; None: without a limit.
+      progress: key of the answering side's progress.
 
     Raises:
       MeshError: it has made none for so long.
     """
     store = run_store()
     pauses = Pauses(ranks)
-    limit = ProgressLimit(limit_s, waits_for)
+    limit = ProgressLimit(limit_s, waits_for, progress)
     while True:
         there = [key for key in keys if store.check([key])]
         if there:

@@ -16,6 +16,7 @@ GROUPS_KEY = "funrl/groups"
 PLAN_KEY = f"{GROUPS_KEY}/plan"
 WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
+KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
 class GroupPlan(NamedTuple):
@@ -60,6 +61,7 @@ class GroupBoard:
         self._read = 0  # groups that have been read here
         self._everywhere: int | None = None  # the newest version that all replicas are known to hold
         self._batch = 0  # whose first groups may begin with it
+        self._oldest: int | None = None  # version with entries in the store
 
     @property
     def everywhere(self) -> int:
@@ -74,7 +76,13 @@ class GroupBoard:
 
     def train(self, batch: int, version: int) -> None:
         """Record the version that a batch is trained with; several batches have it where some had no update."""
-        run_store().set(f"{GROUPS_KEY}/batch/{version}", str(batch))
+        store = run_store()
+        store.set(f"{GROUPS_KEY}/batch/{version}", str(batch))
+        oldest = version if self._oldest is None else self._oldest
+        self._oldest = max(oldest, self.everywhere - KEPT_VERSIONS)
+        for forgotten in range(oldest, self._oldest):
+            store.delete_key(f"{GROUPS_KEY}/batch/{forgotten}")
+            store.delete_key(f"{GROUPS_KEY}/held/{forgotten}")
 
     def next_finished(self) -> int | None:
         """Number of the next group that a replica has delivered, in the order of delivery; None: there is none yet."""

@@ -183,6 +183,7 @@ class WeightReceiver:
         self._next = 0
         self._ended = threading.Event()
         self._arrived: Arrived | None = None
+        self._lock = threading.Lock()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
 
@@ -203,16 +204,14 @@ class WeightReceiver:
         return self._arrived
 
     def taken(self, arrived: Arrived) -> None:
-        """Let go of weights that the engine has."""
-        if self._arrived is arrived:
-            self._arrived = None
+        """Let go of weights that the engine has, unless others have arrived."""
+        with self._lock:
+            if self._arrived is arrived:
+                self._arrived = None
 
-    def complete(self, number: int, ranks: int) -> bool:
-        """True if all tensor ranks of this rank's replica have the weights of a transfer.
-
-        Args:
-          ranks: number of them.
-        """
+    def complete(self, number: int) -> bool:
+        """True if all tensor ranks of this rank's replica have received the weights of a transfer."""
+        ranks = self.mesh.size("tensor")
         return ranks == 1 or run_store().add(self._replica_key(number), 0) == ranks
 
     def _replica_key(self, number: int) -> str:
@@ -238,7 +237,7 @@ class WeightReceiver:
                 if arrived is None:
                     return True
                 if store.check([f"{TRANSFERS_KEY}/{arrived.number}/problem"]):  # it was abandoned
-                    self._arrived = None
+                    self.taken(arrived)
                     return True
             pauses.sleep()
         return False
@@ -257,10 +256,20 @@ class WeightReceiver:
         except Exception as error:  # the senders begin again
             write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
         else:
-            self._arrived = Arrived(transfer, number, prepared)
-            store.add(self._replica_key(number), 1)
+            with self._lock:
+                self._arrived = Arrived(transfer, number, prepared)
+            self._count(number)
         store.add(f"{key}/ended", 1)
         beat()
+
+    def _count(self, number: int) -> None:
+        """Count this tensor rank among those of its replica that have received a transfer."""
+        if self.mesh.size("tensor") == 1:
+            return
+        store = run_store()
+        store.add(self._replica_key(number), 1)
+        if self.mesh.index("tensor") == 0 and number >= KEPT_TRANSFERS:
+            store.delete_key(self._replica_key(number - KEPT_TRANSFERS))
 
 
 def _forget(number: int) -> None:

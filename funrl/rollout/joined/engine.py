@@ -18,7 +18,7 @@ from funrl.processes.heartbeat import beat, entered, left
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec, complete
-from funrl.rollout.joined.messages import WEIGHTS, Hello
+from funrl.rollout.joined.messages import PROTOCOL, WEIGHTS, Hello
 from funrl.rollout.joined.office import Collected, Office
 from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.remote.digests import trained_digests
@@ -104,21 +104,29 @@ class JoinedEngine:
 
     def serve(self, connection: Connection) -> None:
         """Serve a generator's connection until it ends. Raises: PeerError."""
-        hello: Hello = connection.receive()
+        hello: object = connection.receive()
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            theirs = hello.protocol if isinstance(hello, Hello) else type(hello).__name__
+            connection.send(
+                f"the run's messages to generators are of version {PROTOCOL}, and those of this generator of {theirs}; "
+                "install the same funrl for both"
+            )
+            return
         if hello.purpose == WEIGHTS or self._office is None:
             self._shelf.serve(connection)
         else:
             self._office.serve(hello, connection)
 
-    def close(self) -> None:
-        """Tell the generators that the run has ended."""
+    def close(self, *, complete: bool) -> None:
+        """End the service; see `Office.close`."""
         if self._office is not None:
-            self._office.close()
+            self._office.close(complete=complete)
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Put weights on the shelf, from which generators take them; see `Engine`.
+        """Put weights on the shelf, from which generators take them; see `Engine`. Collective over the mesh.
 
-        Waits until all requests of `write_ahead` are complete, as a unit is completed by one version.
+        Waits until all requests of `write_ahead` are complete on all replicas: a unit is completed by one version, and
+        a generator takes weights of all ranks.
 
         Raises:
           RuntimeError: further requests are unfinished.
@@ -126,7 +134,7 @@ class JoinedEngine:
         """
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished: new weights come when there is none")
-        while self._pending:
+        while self._pending_anywhere():
             beat()
             self._receive(COMPLETION_WAIT_S)
         self.version = None
@@ -134,6 +142,11 @@ class JoinedEngine:
         if self._office is not None:
             self._office.published()
         self.version = version
+
+    def _pending_anywhere(self) -> bool:
+        """True if a replica waits for completions. Collective over the mesh."""
+        pending = torch.tensor(len(self._pending), device=self.mesh.device)
+        return bool(psum(pending, self.mesh, self.mesh.row_axes))
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """No weights that can be read here: generators have them, and prove it. See `Engine`."""

@@ -10,17 +10,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
 from funrl import trees
-from funrl.mesh.collectives import from_first, gather_objects
+from funrl.mesh.collectives import from_first, gather_objects, psum
 from funrl.processes.connections import Addresses, Connection, PeerError, connect_to
 from funrl.processes.heartbeat import beat
 from funrl.rollout.engine import Engine
-from funrl.rollout.joined.messages import BEATS, WEIGHTS, WORK, Hello, Orders, Report, TrainerFacts
-from funrl.rollout.joined.shelf import Piece, pieces_for, pull
+from funrl.rollout.joined.messages import BEATS, PROTOCOL, WEIGHTS, WORK, Hello, Orders, Report, TrainerFacts
+from funrl.rollout.joined.shelf import Piece, StaleVersionError, pieces_for, pull
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.requests import Completion, Request
 
 LIFE_S = 2.0  # between two signs of life
+NEWS_S = 0.2  # that a generator without work waits for answers of all offices
+
+
+class NotJoinedError(PeerError):
+    """The ranks that train do not answer a generator that has not joined yet."""
 
 
 class Counts(NamedTuple):
@@ -82,10 +89,9 @@ class _Progress:
 class _Offices:
     """The offices of a run as the first rank of a generator sees them."""
 
-    def __init__(self, connections: Sequence[Connection], progress: _Progress, digests: bool) -> None:
+    def __init__(self, connections: Sequence[Connection], progress: _Progress) -> None:
         self.connections = connections
         self.progress = progress
-        self.asks_digests = digests
         self.version: int | None = None
         self.digests: EngineDigests | None = None
         self.units: dict[int, _Unit] = {}  # by the engine's number of each request
@@ -113,7 +119,7 @@ class _Offices:
         """Report to all offices, and return what they order. Raises: PeerError."""
         submit: list[Request] = []
         cancel: list[int] = []
-        newest = self.version
+        versions: set[int | None] = set()
         ended = 0
         for office, connection in enumerate(self.connections):
             delivered = [(unit.lease, _as_asked(unit)) for unit in self.ready if unit.office == office]
@@ -126,6 +132,7 @@ class _Offices:
                 self.held(office),
                 digests=self.digests,
                 leaving=leaving,
+                wait_s=0.0 if self.units else NEWS_S / len(self.connections),
             )
             orders: Orders = connection.ask(report)
             self.delivered += len(delivered)
@@ -136,14 +143,16 @@ class _Offices:
             cancel += gone
             for lease, requests in orders.work:
                 submit += self._begin(office, lease, requests)
-            if orders.version is not None and orders.version != self.version:
-                newest = orders.version
+            versions.add(orders.version)
             ended += orders.end
         self.digests = None
         if leaving:
             return _Step(end="left")
         if ended:
             return _Step(end="ended")
+        newest = (
+            versions.pop() if len(versions) == 1 else self.version
+        )  # others give their last work before they follow
         load = newest if newest != self.version and not self.units else None
         return _Step(load, submit, cancel)
 
@@ -171,29 +180,23 @@ def serve_run(
     Returns: "ended" or "left", and what was done.
 
     Raises:
-      PeerError: a rank that trains is gone.
-      ValueError: the run has another model, or the mesh has several replicas.
+      NotJoinedError: a rank that trains does not answer.
+      PeerError: one is gone.
+      ValueError: the run has another model or version of funrl, or the mesh has several replicas.
     """
     mesh = engine.weights.mesh
     if mesh.size(mesh.row_axes) > 1:
         raise ValueError(
             f"a generator is one replica, and {mesh} has {mesh.size(mesh.row_axes)}; start as many of them"
         )
-    first = mesh.rank == 0
     name = gather_objects(f"{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(2)}", mesh)[0]
     progress = _Progress()
+    begun = 0
     with contextlib.ExitStack() as connections:
-        opened, facts = _weight_connections(addresses, name, timeout_s, connections)
-        layouts = dict(trees.named(engine.weights.layouts))
-        turn = int(name[-4:], 16) + mesh.rank
-        way = _WeightWay(opened, pieces_for(facts.stored, layouts, mesh.rank, turn), timeout_s)
-        offices = None
-        if first:
-            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, connections) for rank in facts.offices]
-            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, connections) for rank in facts.offices]
-            offices = _Offices(work, progress, facts.digests)
-            connections.enter_context(_beating(beats, progress))
+        way, offices, digests = _join(engine, addresses, name, progress, timeout_s=timeout_s, stack=connections)
+        if offices is not None:
             note(f"{name} has joined; the run has {len(addresses.hosts)} ranks that train")
+        connections.callback(lambda: engine.cancel(range(begun)))
         counts = Counts()
         while True:
             beat()
@@ -201,17 +204,17 @@ def serve_run(
             step = None if offices is None else offices.exchange(room, leaving())
             step = from_first(step, mesh, "tensor") or _Step()
             if step.end:
-                engine.cancel(range(0 if offices is None else offices.count))
                 return step.end, counts if offices is None else counts._replace(units=offices.delivered)
             if step.load is not None:
-                counts = _load(way, engine, step.load, counts)
-                digests = engine_digests(engine) if facts.digests else None
-                if offices is not None:
+                counts, loaded = _load(way, engine, step.load, counts)
+                proof = engine_digests(engine) if loaded and digests else None
+                if loaded and offices is not None:
                     offices.version = step.load
-                    offices.digests = digests
+                    offices.digests = proof
             if step.cancel:
                 engine.cancel(step.cancel)
             if step.submit:
+                begun += len(step.submit)
                 engine.submit(step.submit)
             completions = engine.step() if engine.unfinished() else []
             progress.iterations += 1
@@ -219,11 +222,53 @@ def serve_run(
                 offices.finish(completions)
 
 
-def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> Counts:
-    """Pull weights of a version and give them to the engine."""
-    tree, received = pull(way.connections, way.pieces, engine.weights, version, way.timeout_s)
+def _join(
+    engine: Engine,
+    addresses: Addresses,
+    name: str,
+    progress: _Progress,
+    *,
+    timeout_s: float,
+    stack: contextlib.ExitStack,
+) -> tuple[_WeightWay, _Offices | None, bool]:
+    """The way of weights, the offices on the generator's first rank, and whether each load is proved.
+
+    Raises:
+      NotJoinedError: a rank that trains does not answer.
+      ValueError: the run has another model or version of funrl.
+    """
+    mesh = engine.weights.mesh
+    offices = None
+    try:
+        opened, facts = _weight_connections(addresses, name, timeout_s, stack)
+        if mesh.rank == 0:
+            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, stack) for rank in facts.offices]
+            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, stack) for rank in facts.offices]
+            offices = _Offices(work, progress)
+            stack.enter_context(_beating(beats, progress))
+    except PeerError as error:
+        raise NotJoinedError(str(error)) from error
+    layouts = dict(trees.named(engine.weights.layouts))
+    turn = int(name[-4:], 16) + mesh.rank
+    pieces = pieces_for(facts.stored, layouts, mesh.rank, turn)
+    return _WeightWay(opened, pieces, timeout_s), offices, facts.digests
+
+
+def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> tuple[Counts, bool]:
+    """Pull weights of a version and give them to the engine, unless the run has newer ones. Collective.
+
+    Returns: the counts, and whether the engine has the weights.
+    """
+    tree = None
+    received = 0
+    with contextlib.suppress(StaleVersionError):  # the next orders name the newer ones
+        tree, received = pull(way.connections, way.pieces, engine.weights, version, way.timeout_s)
+    mesh = engine.weights.mesh
+    ranks = psum(torch.tensor(int(tree is not None), device=mesh.device), mesh, "tensor")
+    if tree is None or int(ranks) < mesh.size("tensor"):
+        return counts, False
     engine.load(engine.weights.named(tree), version)
-    return counts._replace(loads=counts.loads + 1, bytes=counts.bytes + received)
+    return counts._replace(loads=counts.loads + 1, bytes=counts.bytes + received), True
 
 
 def _as_asked(unit: _Unit) -> list[Completion]:
@@ -235,10 +280,17 @@ def _as_asked(unit: _Unit) -> list[Completion]:
 def _weight_connections(
     addresses: Addresses, name: str, timeout_s: float, stack: contextlib.ExitStack
 ) -> tuple[list[Connection], TrainerFacts]:
-    """Connections for weights to all ranks that train, and facts of the weights."""
+    """Connections for weights to all ranks that train, and facts of the weights.
+
+    Raises:
+      PeerError: a rank does not answer.
+      ValueError: it has another version of funrl.
+    """
     ranks = range(len(addresses.hosts))
     opened = [_open(addresses, rank, Hello(name, WEIGHTS), timeout_s, stack) for rank in ranks]
     facts = [connection.receive() for connection in opened]
+    if isinstance(facts[0], str):
+        raise ValueError(facts[0])
     return opened, facts[0]
 
 
@@ -247,7 +299,7 @@ def _open(addresses: Addresses, rank: int, hello: Hello, timeout_s: float, stack
     host, port = addresses.hosts[rank]
     connection = connect_to(host, port, addresses.secret, timeout_s)
     stack.callback(connection.close)
-    connection.send(hello)
+    connection.send(hello._replace(protocol=PROTOCOL))
     return connection
 
 

@@ -13,18 +13,21 @@ from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
 WORK, BEATS, WEIGHTS = "work", "beats", "weights"  # what a connection is for
+PROTOCOL = 1  # of these messages; it grows with each change of them
 
 
 class Hello(NamedTuple):
-    """The first message of a connection.
+    """The first message of a connection. Its answer is a text where the protocol is another one.
 
     Attributes:
       generator: name of the caller.
       purpose: `WORK`, `BEATS` or `WEIGHTS`.
+      protocol: `PROTOCOL` of the caller; 0 of one that has none yet.
     """
 
     generator: str
     purpose: str
+    protocol: int = 0
 
 
 class TrainerFacts(NamedTuple):
@@ -66,6 +69,7 @@ class Report(NamedTuple):
       held: numbers of the leases that it works on.
       digests: of the weights of `version`, once; None: they are sent already, or are not asked for.
       leaving: whether it goes, and gives back what it holds.
+      wait_s: seconds that the answer may wait for news.
     """
 
     progress: int
@@ -75,6 +79,7 @@ class Report(NamedTuple):
     held: Sequence[int] = ()
     digests: EngineDigests | None = None
     leaving: bool = False
+    wait_s: float = 0.0
 
 
 class Orders(NamedTuple):
@@ -84,7 +89,7 @@ class Orders(NamedTuple):
       version: newest weights that there are; None: none yet.
       work: number and requests of each new lease.
       drop: numbers of leases that have ended; their requests are to be cancelled.
-      end: whether the run has ended.
+      end: whether the run is complete.
     """
 
     version: int | None = None

@@ -18,7 +18,6 @@ from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
-NEWS_S = 0.2  # that a generator without work waits for an answer
 CHECKS = 8  # of the generators, in the time after which a silent one is lost
 FAREWELL_S = 3.0  # for generators to hear of the end
 
@@ -78,6 +77,8 @@ class Office:
     def open(self, units: Iterable[Sequence[Request]]) -> None:
         """Add units of work: requests that one generator completes together."""
         with self._lock:
+            if not self._units:
+                self._alone_since = time.monotonic()
             for requests in units:
                 self._units[self._opened] = requests
                 self._unit_of |= {request.number: self._opened for request in requests}
@@ -112,6 +113,9 @@ class Office:
         """Note that the shelf has new weights, of which no digests are known."""
         with self._lock:
             self._expected = None
+            version = self.shelf.version
+            self._given = {name: given for name, given in self._given.items() if given[0] == version}
+            self._proved = {name: proved for name, proved in self._proved.items() if proved == version}
             self._lock.notify_all()
 
     def collect(self, timeout_s: float) -> Collected:
@@ -130,12 +134,17 @@ class Office:
                 self._alone_since = time.monotonic()
             return time.monotonic() - self._alone_since
 
-    def close(self) -> None:
-        """Tell the generators that the run has ended, and wait shortly until they know."""
-        with self._lock:
-            self._ended = True
-            self._lock.notify_all()
-            self._lock.wait_for(lambda: not self._leases.generators, FAREWELL_S)
+    def close(self, *, complete: bool) -> None:
+        """End.
+
+        Args:
+          complete: whether the run is: generators are told, and waited for shortly. They wait for another one to go on.
+        """
+        if complete:
+            with self._lock:
+                self._ended = True
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: not self._leases.generators, FAREWELL_S)
         self._closed.set()
         self._watch.join()
 
@@ -182,8 +191,9 @@ class Office:
             if report.digests is not None and report.version is not None:
                 self._given[name] = report.version, report.digests
                 self._prove(name)
-            if not report.held:
-                self._lock.wait_for(lambda: self._ended or self._lacks(report) or self._works(name, report), NEWS_S)
+            if report.wait_s:
+                news = lambda: self._ended or self._lacks(report) or self._works(name, report)  # noqa: E731
+                self._lock.wait_for(news, report.wait_s)
             drop = [number for number in report.held if number not in known] + self._drops.pop(name, [])
             work = self._take(name, report.room) if self._works(name, report) else ()
             return Orders(self.shelf.version, work, tuple(dict.fromkeys(drop)), self._ended)
@@ -210,6 +220,12 @@ class Office:
     def _deliver(self, name: str, number: int, completions: Sequence[Completion]) -> None:
         unit = self._leases.deliver(name, number)
         if not isinstance(unit, int):
+            return
+        if len(completions) != len(self._units[unit]):
+            self._fault = (
+                f"generator {name} delivers {len(completions)} of {len(self._units[unit])} requests of a lease"
+            )
+            self._lock.notify_all()
             return
         wanted = [request.number in self._unit_of for request in self._units[unit]]
         requests = self._forget(unit)
@@ -254,8 +270,7 @@ class Office:
         if lost is None:
             self._lock.notify_all()
             return
-        for known_of in (self._drops, self._given):
-            known_of.pop(lost.generator, None)
+        self._drops.pop(lost.generator, None)  # its proof is kept: it sends it once, and may come back
         count = len(self._leases.generators)
         if not self._ended:
             event = "has left" if known else f"is lost: {lost.reason}"

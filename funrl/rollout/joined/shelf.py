@@ -1,8 +1,8 @@
 """Weights of the ranks that train, for generators of other jobs to pull: no rank that trains waits for one.
 
 Each rank that trains keeps a copy of its own parts in host memory and sends what it is asked for. A generator's rank
-asks for each element that it needs once, from one of the ranks that hold it. A pull is of one version: both sides end
-one that fails, and the generator begins it again.
+asks for each element that it needs once, from one of the ranks that hold it. A pull is of one version: where the run
+has a newer one meanwhile, the generator lets go of what it has received and asks for the newer one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from funrl.rollout.joined.messages import PullRequest, TrainerFacts
 
 VERSION_RETRY_S = 0.05  # until all ranks that train have the same version
 PULLS = 8  # ranks that are asked at the same time
+
+
+class StaleVersionError(RuntimeError):
+    """The ranks that train have newer weights than those that are asked for."""
 
 
 class Shelf:
@@ -145,7 +149,8 @@ def pull(
       timeout_s: bound on the time until all ranks have this version.
 
     Raises:
-      PeerError: a rank does not answer, or has another version to the end.
+      PeerError: a rank does not answer, or does not have this version in time.
+      StaleVersionError: a rank has a newer one; the connections go on.
     """
     layouts = dict(trees.named(spec.layouts))
     own = {name: layout.box(spec.mesh.rank) for name, layout in layouts.items()}
@@ -163,7 +168,9 @@ def pull(
         request = PullRequest(version, [(piece.name, piece.box) for piece in some])
         deadline = time.monotonic() + timeout_s
         while (there := connection.ask(request)) != version:
-            if time.monotonic() > deadline or (there is not None and there > version):
+            if there is not None and there > version:
+                raise StaleVersionError(f"rank {rank} has weights {there}, and {version} were asked for")
+            if time.monotonic() > deadline:
                 raise PeerError(f"rank {rank} has weights {there}, and {version} are needed")
             time.sleep(VERSION_RETRY_S)
         count = 0

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +25,18 @@ from funrl.processes.connections import (
     write_addresses,
 )
 from funrl.processes.heartbeat import at_step, beat
+from funrl.processes.store import LOOPBACK
 from funrl.processes.workers import stop_asked, stops_when_asked
+from funrl.rewards.pool import Pool
 from funrl.rollout.joined.engine import JoinedEngine
-from funrl.rollout.joined.generator import Counts, serve_run
+from funrl.rollout.joined.generator import Counts, NotJoinedError, serve_run
 from funrl.rollout.requests import RequestGroups
 from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.saver import shared_folder
 from funrl.trainer.jobs.build import Parts, build
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source
+from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
@@ -42,10 +46,54 @@ from funrl.trainer.steps.step_rows import Rows
 ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
 ADDRESS_LOOK_S = 0.5  # between two looks for a run that can be joined
+HOST_VARIABLE = "FUNRL_HOST"  # of the environment of a rank that trains: how generators call its machine
 
 
-def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
-    """The source of a run that generators join; a `MakeSource`. They find the ranks by a file in the run's directory.
+class Door(NamedTuple):
+    """The way into a run for generators.
+
+    Attributes:
+      engine, board: that serve them.
+      file: with the addresses; None: another rank's.
+    """
+
+    engine: JoinedEngine
+    board: ConnectionServer
+    file: Path | None
+
+    def close(self, *, complete: bool) -> None:
+        """Let no generator in any more.
+
+        Args:
+          complete: whether the run is, so that they end too; otherwise they wait for it to be started again.
+        """
+        self.engine.close(complete=complete)
+        self.board.close()
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = None) -> Outcome:
+    """`train_loop` of a run that generators join."""
+    doors: list[Door] = []
+
+    def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
+        source = make_source(job, parts, frozen, clock, show)
+        doors.append(_open_door(job, parts, show))
+        return _ahead(job, source, doors[0].engine)
+
+    complete = False
+    try:
+        outcome = train_loop(job, mesh, observer, make, pool)
+        complete = outcome.error is None and outcome.stopped is None
+    finally:
+        for door in doors:
+            door.close(complete=complete)
+    return outcome
+
+
+def _open_door(job: Job, parts: Parts, show: Observer) -> Door:
+    """Let generators in, which find the ranks by a file in the run's directory. Collective.
 
     Raises:
       SettingsError: the run has no directory.
@@ -56,16 +104,28 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     folder = shared_folder(show, parts.mesh)
     if folder is None:
         raise SettingsError("--place=generate:join needs --run_dir: generators find the run by a file in its directory")
-    source = make_source(job, parts, frozen, clock, show)
     engine.note = show.note
     mesh = parts.mesh
     secret = from_first(new_secret() if mesh.rank == 0 else None, mesh, AXES)
+    host = own_host_name()
+    if host == LOOPBACK:
+        show.note(
+            f"rank {mesh.rank} has no name that others can look up: only generators on its machine can join; the "
+            f"environment variable {HOST_VARIABLE} may give its name or address"
+        )
     board = ConnectionServer(engine.serve, secret, MESSAGE_S)
-    hosts = gather_objects((own_host_name(), board.port), mesh)
+    hosts = gather_objects((host, board.port), mesh)
     file = Path(folder).with_name(ADDRESSES)
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
+    return Door(engine, board, file if mesh.rank == 0 else None)
 
+
+def _ahead(job: Job, source: Source, engine: JoinedEngine) -> Source:
+    """The source, which with --staleness lets generators write rows of later steps."""
+    assert isinstance(job, RLJob)
+    if not job.settings.asynchrony.staleness:
+        return source
     ahead = RowsAhead(job, engine)
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
@@ -76,16 +136,7 @@ def joinable_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], cl
     def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
         return ahead.aged(source.move(rows, to, mesh))
 
-    def close() -> None:
-        source.close()
-        engine.close()
-        board.close()
-        if mesh.rank == 0:
-            file.unlink(missing_ok=True)
-
-    if not job.settings.asynchrony.staleness:
-        return source._replace(close=close)
-    return source._replace(next_rows=next_rows, move=move, close=close)
+    return source._replace(next_rows=next_rows, move=move)
 
 
 class RowsAhead:
@@ -157,39 +208,43 @@ def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], 
     parts = build(job, mesh, note)
     assert parts.generator is not None
     engine = parts.generator.whole
-    tried = None
+    file = Path(run_dir) / ADDRESSES
+    deadline = time.monotonic() + wait_s
+    noted = False
     with stops_when_asked():
         at_step(0)
         while True:
-            addresses = _new_addresses(Path(run_dir) / ADDRESSES, tried, mesh, wait_s=wait_s)
+            addresses = _addresses(file, mesh, deadline, wait_s)
             if addresses is None:
                 return "left", Counts()
-            tried = addresses.secret
             try:
                 return serve_run(engine, addresses, 60.0 * job.settings.waiting.timeout, stop_asked, note)
             except PeerError as error:  # the run may be started again
                 if mesh.world > 1:  # the other ranks of this generator wait for this one
                     raise
-                note(f"the run does not answer any more ({error}); waiting for it to be started again")
-                engine.cancel(range(1 << 20))
+                if not isinstance(error, NotJoinedError):
+                    deadline = time.monotonic() + wait_s
+                    noted = False
+                if time.monotonic() > deadline:
+                    raise PeerError(f"{_no_run(file, wait_s)}; {error}") from error
+                if not noted:
+                    note(f"the run does not answer any more ({error}); waiting for it to be started again")
+                noted = True
+            time.sleep(ADDRESS_LOOK_S)
 
 
-def _new_addresses(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) -> Addresses | None:
-    """Addresses of a run that has not been tried yet; None where this generator is to go before there are any.
+def _addresses(file: Path, mesh: Mesh, deadline: float, wait_s: float) -> Addresses | None:
+    """Addresses of a run; None where this generator is to go before there are any. Collective.
 
-    Args:
-      tried: secret of the run that does not answer any more.
+    Raises:
+      PeerError: there are none at the deadline, which is `wait_s` after the wait began.
     """
-    deadline = time.monotonic() + wait_s
     while True:
         news: Addresses | str | None = None
         if mesh.rank == 0:
-            news = read_addresses(file)
-            news = None if news is not None and news.secret == tried else news
-            if news is None and stop_asked():
-                news = "left"
-            elif news is None and time.monotonic() > deadline:
-                news = f"{file}: no run that generators can join for {wait_s:.0f} s; a longer --wait waits longer"
+            news = "left" if stop_asked() else read_addresses(file)
+            if news is None and time.monotonic() > deadline:
+                news = _no_run(file, wait_s)
         news = from_first(news, mesh, AXES)
         if isinstance(news, Addresses):
             return news
@@ -201,11 +256,20 @@ def _new_addresses(file: Path, tried: str | None, mesh: Mesh, *, wait_s: float) 
         time.sleep(ADDRESS_LOOK_S)
 
 
+def _no_run(file: Path, wait_s: float) -> str:
+    return f"{file}: no run that generators can join for {wait_s:.0f} s; a longer --wait waits longer"
+
+
 def own_host_name() -> str:
-    """The name by which other machines call this one; the loopback where it has none."""
-    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """The name or address by which other machines call this one; the loopback's where it has none."""
+    name = os.environ.get(HOST_VARIABLE)
+    if name:
+        return name
+    name = os.environ.get("SLURMD_NODENAME") or socket.getfqdn()
+    if name.partition(".")[0] == "localhost":  # the first name of its address in /etc/hosts
+        name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
-        return "127.0.0.1"
+        return LOOPBACK
     return name

@@ -196,8 +196,11 @@ def origins_of(number: int, rows: int) -> np.ndarray:
 
 
 def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of rows of one `WriteRequest` each: its number, and the numbers of the rows among its own."""
-    numbers = origins >> 32
-    begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+    """Runs of rows of one `WriteRequest` or group each: its number, and the numbers of the rows among its own.
+
+    There is at least one row.
+    """
+    numbers = origins >> 32  # negative of groups that a resumed run begins again
+    begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]

@@ -14,7 +14,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
-from funrl.trainer.placement.joined import joinable_source
+from funrl.trainer.placement.joined import train_joined
 from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
@@ -34,7 +34,7 @@ def run_rank(
     if (remark := shutdown_remark(shutdown_s())) is not None:
         observer.note(remark)
     if job.settings.devices.joined:
-        return train_loop(job, mesh, observer, joinable_source, pool)
+        return train_joined(job, mesh, observer, pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)

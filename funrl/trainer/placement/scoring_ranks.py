@@ -45,7 +45,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
         scorer = RemoteScorer(name, parts.roles[name], training, pool, scoring_budget(job.settings))
         params = _first_weights(job, parts, scorer)
     answers = Answers(own, first=(pool + 1) * NUMBERS_OF_A_POOL)
-    with stops_when_asked():
+    with stops_when_asked(), answers.showing_progress():
         while not isinstance(request := answers.take("rows to score"), End):
             heartbeat.at_step(request.step)
             with heartbeat.phase(f"score_{name}"):

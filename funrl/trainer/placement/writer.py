@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
@@ -21,7 +22,7 @@ from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.fields import Field
-from funrl.mesh.collectives import from_first
+from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -144,19 +145,29 @@ class GroupWriter:
         self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
 
     def take(self, number: int) -> None:
-        """Let the engine have the weights of a transfer that has arrived."""
+        """Let the engine have the weights of a transfer that has arrived. Collective over "tensor".
+
+        Does nothing where a rank has let go of them meanwhile: the transfer was abandoned, and another one follows.
+        """
         arrived = self._receiver.arrived()
-        assert arrived is not None and arrived.number == number
+        here = arrived is not None and arrived.number == number
+        ranks = psum(torch.tensor(int(here), device=self.mesh.device), self.mesh, "tensor")
+        if arrived is None or int(ranks) < self.mesh.size("tensor"):
+            return
         self._take_weights(arrived)
         self._receiver.taken(arrived)
 
     def take_version(self, version: int) -> None:
-        """Wait for weights and take them, unless the engine has them. Collective over "tensor"."""
+        """Take weights until the engine has a version. Collective over "tensor".
+
+        Older weights are taken too: nothing is received as long as they are in the second buffer.
+        """
         heartbeat.entered(f"weights {version} of the ranks that train")
         while (self.engine.version or 0) < version:
-            arrived = self._receiver.arrived()
-            if arrived is not None and arrived.transfer.version >= version:
-                self.take(arrived.number)
+            own = self._complete_transfer() if self.resident is not None else None
+            number = from_first(own, self.mesh, "tensor")
+            if number is not None:
+                self.take(number)
             else:
                 heartbeat.beat()
                 time.sleep(WRITER_IDLE_S)
@@ -195,11 +206,18 @@ class GroupWriter:
         self._tell_version()
         if answers.waiting():
             return Turn(request=True, rows=rows)
-        arrived = self._receiver.arrived()
-        if arrived is not None and self._receiver.complete(arrived.number, self.mesh.size("tensor")):
-            return Turn(weights=arrived.number, rows=rows)
+        number = self._complete_transfer()
+        if number is not None:
+            return Turn(weights=number, rows=rows)
         self._begin_groups()
         return Turn(rows=rows) if rows else None
+
+    def _complete_transfer(self) -> int | None:
+        """Number of the transfer whose weights all tensor ranks have, if there is one. Raises: MeshError."""
+        arrived = self._receiver.arrived()
+        if arrived is None or not self._receiver.complete(arrived.number):
+            return None
+        return arrived.number
 
     def _tell_version(self) -> None:
         """Let the other ranks know the version of this replica."""

@@ -44,19 +44,36 @@ def check_placement(settings: Settings, place: str) -> None:
         **{f"--{name}": not joined for name in scorers_of(settings)},
         "--router_replay": joined and settings.routers.router_replay,
     }
+    if joined:
+        check_joined(settings, place)
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
         raise SettingsError(
             f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
             "of a step choose the prompts of the next, so that none is generated before; leave one out"
         )
-    if joined and settings.asynchrony.staleness and has_environment(settings):
-        raise SettingsError(
-            f"--staleness={settings.asynchrony.staleness} with --place={place}: environments run on the ranks that "
-            "train, and not during the update; leave --staleness out, or give ranks that generate, as generate:2"
-        )
     for flag, given in apart.items():
         if given:
             raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")
+
+
+def check_joined(settings: Settings, place: str) -> None:
+    """Refuse flags of asynchronous runs that do not go with generators that join. Raises: SettingsError.
+
+    Args:
+      place: the value of --place.
+    """
+    flags = settings.asynchrony
+    if flags.staleness and has_environment(settings):
+        raise SettingsError(
+            f"--staleness={flags.staleness} with --place={place}: environments run on the ranks that train, and not "
+            "during the update; leave --staleness out, or give ranks that generate, as generate:2"
+        )
+    for flag, given in {f"--window={flags.window}": flags.window > 1, "--keep_cache": flags.keep_cache}.items():
+        if given:
+            raise SettingsError(
+                f"{flag} does nothing with --place={place}: rows are taken in their order, each of one version; leave "
+                "it out, or give ranks that generate, as generate:2"
+            )
 
 
 def check_generate_mesh(settings: Settings) -> None:
