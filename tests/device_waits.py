@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
@@ -90,6 +91,22 @@ def check_copy(func, args, kwargs, out):
     assert getattr(source, "pinned", False), f"a copy of {list(source.shape)} from pageable memory waits"
 
 
+class NoIndexOfNumbers(TorchFunctionMode):
+    """Fail where a tensor on "meta" is indexed with a list.
+
+    A mode, since a method of this name in Python would stay in the type's slots, and torch would take tensors for
+    sequences.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in ("__getitem__", "__setitem__") and args[0].device == META:
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            numbers = any(isinstance(part, list | np.ndarray) for part in parts)
+            assert not numbers, f"{name} with a list copies pageable memory, and waits"
+        return func(*args, **kwargs or {})
+
+
 @contextmanager
 def no_waits() -> Iterator[NoWaits]:
     """Fail where the host waits for "meta", synchronises with a GPU, or copies pageable memory to a device."""
@@ -121,15 +138,6 @@ def no_waits() -> Iterator[NoWaits]:
 
         return of_host
 
-    def indexed(name, method):
-        def by_tensors(x, index, *value):
-            parts = index if isinstance(index, tuple) else (index,)
-            numbers = any(isinstance(part, list | np.ndarray) for part in parts)
-            assert not (numbers and x.device == META), f"{name} with a list copies pageable memory, and waits"
-            return method(x, index, *value)
-
-        return by_tensors
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "PINNED_FOR", ("cuda", "meta"))
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
@@ -139,7 +147,5 @@ def no_waits() -> Iterator[NoWaits]:
             patch.setattr(owner, name, checked(name, getattr(owner, name)))
         for name in ("cpu", "item", "tolist", "numpy"):
             patch.setattr(torch.Tensor, name, read(name, getattr(torch.Tensor, name)))
-        for name in ("__getitem__", "__setitem__"):
-            patch.setattr(torch.Tensor, name, indexed(name, getattr(torch.Tensor, name)))
-        with NoWaits() as mode:
+        with NoIndexOfNumbers(), NoWaits() as mode:
             yield mode

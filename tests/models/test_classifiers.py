@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from family_configs import DELTA_NETS
 from hf_peers import SMALL, random_weights, tokens_of
 from test_expert_families import DEEPSEEK
 from test_qwen3_next import NEXT
@@ -22,6 +23,7 @@ RAW = {name: {"model_type": name} for name in FAMILIES} | {
     "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2"},
     "deepseek_v3": DEEPSEEK,
     "qwen3_next": NEXT,
+    "qwen3_5_text": DELTA_NETS["qwen3_5"],
 }
 MODULES = {
     "gpt2": {"model_type": "gpt2"},

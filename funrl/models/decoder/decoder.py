@@ -29,7 +29,7 @@ from funrl.models.decoder.watch import watched
 from funrl.models.decoder.weights import axes, init, shapes, unembed
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
-from funrl.models.model import Abilities, InitCache, Inputs, Layer, Model, Output, RouterLoad, Routers
+from funrl.models.model import Abilities, Inputs, Layer, Model, Output, RouterLoad, Routers
 from funrl.models.split_residual import leave, own_tokens
 
 LayerCaches = tuple[tuple[Tensor, ...], ...]  # tensors of each layer's mixer
@@ -48,7 +48,7 @@ def decoder_model(config: Config) -> Model:
         unembed=unembed,
         value=None,
         layer=decoder_layer,
-        init_cache=_init_cache(config) if pages else None,
+        init_cache=_InitCache(config) if pages else None,
         rebuild=decoder_model,
         abilities=_abilities(config, layers),
     )
@@ -115,10 +115,13 @@ def empty_cache(config: Config, mesh: Mesh, sizes: CacheForm, device: torch.devi
     )
 
 
-def _init_cache(config: Config) -> InitCache:
-    """`Model.init_cache` of a decoder."""
+class _InitCache(NamedTuple):
+    """`Model.init_cache` of a decoder; a record, so that a model can be sent to another process."""
 
-    def init_cache(
+    config: Config
+
+    def __call__(
+        self,
         mesh: Mesh,
         pages: int,
         page_tokens: int,
@@ -126,9 +129,8 @@ def _init_cache(config: Config) -> InitCache:
         device: torch.device | None = None,
         cells: int = 0,
     ) -> Cache:
-        return empty_cache(config, mesh, CacheForm(pages, page_tokens, cells, dtype), device or mesh.device)
-
-    return init_cache
+        form = CacheForm(pages, page_tokens, cells, dtype)
+        return empty_cache(self.config, mesh, form, device or mesh.device)
 
 
 def apply(
