@@ -90,7 +90,8 @@ def _dtype(settings: Settings, algorithm: Algorithm, result: Search) -> str:
 
 
 def _hardware(settings: Settings, algorithm: Algorithm, result: Search) -> str:
-    larger = [(device.memory, name) for name, device in HARDWARE.items() if device.memory > result.hardware.memory]
+    same = [(device.memory, name) for name, device in HARDWARE.items() if device.tpu == result.hardware.tpu]
+    larger = [(memory, name) for memory, name in same if memory > result.hardware.memory]
     for memory, name in sorted(larger):
         fit = sensible_fit(ranked_splits(settings, algorithm, result.world, HARDWARE[name]), memory * USABLE)
         if fit is not None:

@@ -20,6 +20,7 @@ class Hardware(NamedTuple):
       latency: seconds of the smallest collective.
       efficiency: assumed share of the peak FLOPs, and of every bandwidth.
       accelerator: whether it multiplies 16-bit matrices into 32 bits without copying them.
+      tpu: whether it is a TPU, for which another program is compiled.
     """
 
     memory: float
@@ -33,6 +34,7 @@ class Hardware(NamedTuple):
     latency: float = 20e-6
     efficiency: tuple[float, float] = (0.5, 0.7)
     accelerator: bool = True
+    tpu: bool = False
 
 
 # Dense numbers without sparsity, SXM or OAM forms; 400 Gbit/s of network for each device (A100: 200). `cpu` is one core
@@ -91,6 +93,7 @@ HARDWARE = {
         bandwidth=819e9,
         link=200e9,
         network=3e9,
+        tpu=True,
     ),
     "v5p": Hardware(
         memory=95e9,
@@ -100,6 +103,7 @@ HARDWARE = {
         bandwidth=2.77e12,
         link=600e9,
         network=6e9,
+        tpu=True,
     ),
     "v6e": Hardware(
         memory=32e9,
@@ -109,6 +113,7 @@ HARDWARE = {
         bandwidth=1.64e12,
         link=400e9,
         network=6e9,
+        tpu=True,
     ),
     "cpu": Hardware(
         memory=16e9,

@@ -230,7 +230,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         further_layers="mtp.",
         names=qwen3_5.QWEN3_5_NAMES,
         fused=qwen3_5.QWEN3_5_FUSED,
-    )._replace(classifier="Qwen3_5TextForSequenceClassification"),
+    )._replace(classifier="Qwen3_5TextForSequenceClassification", token_classifier=None),
     "qwen3_5_moe_text": family_of(
         "Qwen3_5Moe",
         qwen3_5.QWEN3_5_MOE_DEFAULTS,
