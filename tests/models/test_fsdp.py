@@ -12,6 +12,7 @@ import torch
 from own_messages import own_messages
 from selection import quick
 
+import funrl.models.compiling.compiled_layer  # noqa: F401  # it names what is constant in a trace
 from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh import collectives, message_sizes
