@@ -270,7 +270,7 @@ class _Questions:
         except Exception as raised:
             error = RuntimeError(repr(raised))
         self._tasks.pop(number, None)
-        with contextlib.suppress(RuntimeError):  # the server has ended, which the call is told
+        with contextlib.suppress(RuntimeError):  # the server has ended, and so has the call
             self._client.send(_Call(self._session, number, pickle.dumps((value, error)), "reply"))
 
 

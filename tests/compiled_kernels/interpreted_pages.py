@@ -4,11 +4,10 @@ It prints as JSON, for each case, null or the traceback of its failure.
 """
 
 import itertools
-import json
 import sys
-import traceback
 
 import torch
+from interpreted_cases import print_outcomes
 
 from funrl.compiled_kernels import paged_attention as dispatch
 from funrl.compiled_kernels.gpu_kernels import trials
@@ -150,14 +149,7 @@ CASES = (
 
 def main():
     page_kernels.PART = 64  # two parts of a sequence
-    results = {}
-    for case in CASES:
-        try:
-            case()
-            results[case.__name__] = None
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-    print(json.dumps(results))
+    print_outcomes(CASES)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 It prints as JSON, for each case, null or the traceback of its failure.
 """
 
-import json
 import sys
-import traceback
 
 import torch
+from interpreted_cases import print_outcomes
 from torch.library import opcheck
 
 from funrl.compiled_kernels import linear_logprob as head
@@ -263,14 +262,7 @@ def main():
         no_tokens_and_one_input,
         wrong_kernels_are_found,
     )
-    results = {}
-    for case in cases:
-        try:
-            case()
-            results[case.__name__] = None
-        except Exception:
-            results[case.__name__] = traceback.format_exc()
-    print(json.dumps(results))
+    print_outcomes(cases)
 
 
 if __name__ == "__main__":

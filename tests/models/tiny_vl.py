@@ -50,7 +50,7 @@ def transformers_model(**vision: Any) -> Any:
         vision_end_token_id=END,
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
-    for x in model.parameters():  # norms and biases that are all alike would hide mistakes
+    for x in model.parameters():  # norms and biases that are all equal would hide mistakes
         x.data += 0.1 * torch.randn(x.shape)
     return model
 

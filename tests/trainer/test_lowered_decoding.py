@@ -48,7 +48,7 @@ def engines(model, dtype):
 
 
 def requests(adapters=(None,), **sampling):
-    """More than the engine has rows; two pairs begin alike and share pages."""
+    """More than the engine has rows; two pairs begin with equal tokens and share pages."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 40, (n,), generator=generator).tolist() for n in (3, 39, 17, 8)]
     prompts += [[*prompts[1], 5], prompts[2]]

@@ -227,6 +227,29 @@ def _join_parts(
 
 
 @triton.jit
+def _sequence_of_tile(offsets_ptr, sequences, tile, tokens: tl.constexpr):
+    """The last sequence s where offsets[s] // tokens + s <= tile: each has room for a tile that is not full."""
+    s = 0
+    above = sequences
+    while above - s > 1:
+        middle = (s + above) // 2
+        if tl.load(offsets_ptr + middle) // tokens + middle <= tile:
+            s = middle
+        else:
+            above = middle
+    return s
+
+
+@triton.jit
+def _with_sinks(top, total, acc, sink_ptrs, held):
+    """Sums and weighted values with a further key for each query, whose value is 0."""
+    sink = tl.load(sink_ptrs, mask=held, other=0.0).to(tl.float32) * _LOG2E
+    higher = tl.maximum(top, sink)
+    decay = tl.exp2(top - higher)
+    return decay * total + tl.exp2(sink - higher), decay[:, None] * acc
+
+
+@triton.jit
 def _prompt_tiles(
     q_ptr,
     k_ptr,
@@ -254,19 +277,11 @@ def _prompt_tiles(
 ):
     """Some neighbouring new tokens of one sequence, by the query heads of one key-value head.
 
-    Tile t is one of sequence s where offsets[s] // tokens + s <= t: each sequence has room for a tile that is not full.
     Sequences with one new token are those of `_decode_parts`.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    s = 0
-    above = sequences
-    while above - s > 1:
-        middle = (s + above) // 2
-        if tl.load(offsets_ptr + middle) // tokens + middle <= tile:
-            s = middle
-        else:
-            above = middle
+    s = _sequence_of_tile(offsets_ptr, sequences, tile, tokens)
     begin = tl.load(offsets_ptr + s)
     stop = tl.load(offsets_ptr + s + 1)
     first_token = begin + (tile - begin // tokens - s) * tokens
@@ -303,11 +318,7 @@ def _prompt_tiles(
             capped,
         )
         if sinks:
-            sink = tl.load(sinks_ptr + kv_head * group + g, mask=g < group, other=0.0).to(tl.float32)
-            sink = sink * _LOG2E
-            higher = tl.maximum(top, sink)
-            total = tl.exp2(top - higher) * total + tl.exp2(sink - higher)
-            acc = tl.exp2(top - higher)[:, None] * acc
+            total, acc = _with_sinks(top, total, acc, sinks_ptr + kv_head * group + g, g < group)
         out = acc / tl.where(held, total, 1.0)[:, None]
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -138,7 +138,8 @@ class Office:
         """End.
 
         Args:
-          complete: whether the run is: generators are told, and waited for shortly. They wait for another one to go on.
+          complete: whether the run is. If so, generators get a message and a short time to read it; else they wait
+            for another run to go on.
         """
         if complete:
             with self._lock:

@@ -168,8 +168,8 @@ def packed(
     rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
     batch = rows.batch._replace(mask=getattr(rows.batch, mask).cpu())  # once for all: no micro-batch waits for it
     # Ranks of `expert` exchange the tokens of a micro-batch, and devices run one program: it has one size on all.
-    alike = rows.mesh.size("expert") > 1 or rows.mesh.lanes > 1
-    sizes = packing.size.max(1) if alike else packing.size[:, rows.index]
+    of_one_size = rows.mesh.size("expert") > 1 or rows.mesh.lanes > 1
+    sizes = packing.size.max(1) if of_one_size else packing.size[:, rows.index]
     for places, size in zip(own_places(packing, rows), sizes.repeat(rows.mesh.lanes).tolist(), strict=True):
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)

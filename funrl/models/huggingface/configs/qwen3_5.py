@@ -12,6 +12,7 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.configs.qwen3_next import (
+    DELTA_NET_DEFAULTS,
     DELTA_NET_NAMES,
     NEXT_FUSED,
     read_delta_nets,
@@ -19,18 +20,7 @@ from funrl.models.huggingface.configs.qwen3_next import (
 )
 from funrl.models.huggingface.family_fields import experts_of, read_bias, read_experts, write_bias
 
-QWEN3_5_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+QWEN3_5_DEFAULTS = DELTA_NET_DEFAULTS | {"num_key_value_heads": 4}
 QWEN3_5_MOE_DEFAULTS = QWEN3_5_DEFAULTS | {
     "num_key_value_heads": 2,
     "intermediate_size": 512,  # which no layer has

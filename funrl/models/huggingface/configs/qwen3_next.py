@@ -13,8 +13,7 @@ from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.family_fields import FULL, experts_of
 
 LINEAR = "linear_attention"
-NEXT_DEFAULTS = {
-    "num_key_value_heads": 2,
+DELTA_NET_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
@@ -24,6 +23,9 @@ NEXT_DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+NEXT_DEFAULTS = DELTA_NET_DEFAULTS | {
+    "num_key_value_heads": 2,
     "num_experts": 512,
     "num_experts_per_tok": 10,
     "moe_intermediate_size": 512,
