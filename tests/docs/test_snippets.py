@@ -147,8 +147,9 @@ def tiny_gpt2(folder: Path) -> None:
 
 def commands(page: str) -> list[list[str]]:
     """The commands of the page's shell blocks; a block's run in one folder, in their order."""
-    found = [[line for line in text.splitlines() if line and line != "./test"] for _, text in blocks(page, "bash")]
-    return [lines for lines in found if lines]
+    texts = [text.replace("\\\n", "") for _, text in blocks(page, "bash")]  # a command may take several lines
+    groups = [[line for line in text.splitlines() if line and line != "./test"] for text in texts]
+    return [lines for lines in groups if lines]
 
 
 BLOCKS = [(page, lines) for page in PAGES for lines in commands(page)]
