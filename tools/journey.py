@@ -4,7 +4,8 @@
 
 A module takes part if one of its functions runs between the reading of a prompt's record and the update that it leads
 to. A climb is a call from a package into one further down the list of `tools/house.py`, which it cannot import: it got
-there by a function that was passed.
+there by a function that was passed. A function that is mapped over a tree is called by who maps it, not by
+`funrl.trees`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import funrl
 from tools.house import INSIDE, ORDER, inner_package, package
 
 FOLDER = str(Path(str(funrl.__file__)).parent)
+MAPS = f"{FOLDER}/trees.py"
 
 
 class Journey:
@@ -38,7 +40,9 @@ class Journey:
         module = frame.f_globals["__name__"]
         self.modules.setdefault(module)
         caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(FOLDER):
+        while caller is not None and not (
+            caller.f_code.co_filename.startswith(FOLDER) and caller.f_code.co_filename != MAPS
+        ):
             caller = caller.f_back
         if caller is None:
             return
