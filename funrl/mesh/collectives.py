@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from funrl.mesh.mesh import AXES, Axes, Mesh
+from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
 
 _c10d = torch.ops._c10d_functional
@@ -183,7 +184,7 @@ def from_first_rank(value: Any, mesh: Mesh) -> Any:
 def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
     """True if collectives on the tensors are one group of the backend. Gloo would copy them to one buffer and back."""
     # Of a program that is traced for XLA there are no groups.
-    return len(xs) > 1 and dist.is_initialized() and dist.get_backend(mesh.group(axes)) != "gloo"
+    return len(xs) > 1 and dist.is_initialized() and dist.get_backend(mesh.group(axes)) != gloo.NAME
 
 
 def from_first(value: Any, mesh: Mesh, axes: Axes) -> Any:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh, MeshError, Ranks
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.processes import heartbeat, store
+from funrl.processes import gloo, heartbeat, store
 from funrl.processes.device_memory import expand_segments
 from funrl.processes.environment import read_environment
 from funrl.processes.heartbeat import Heartbeat, Link
@@ -225,7 +225,7 @@ def _process_group(sizes: dict[str, int], own: _Rank, device: str, client: Any, 
         groups_client.set_timeout(timeout)
         _check_same_mesh(groups_client, sizes, rank)
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if device == "cuda" else gloo.register_gloo(),
             store=groups_client,
             rank=rank,
             world_size=Mesh(sizes).world,
