@@ -20,7 +20,7 @@ from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
 from funrl.rollout.engine import awake, complete
-from funrl.rollout.episode_replay import request_of
+from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
@@ -75,7 +75,7 @@ class LoggedPart(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What the parts of one completion have in common."""
+        """Key that the parts of one completion share."""
         return (self.group.position, self.sample) if self.turn is None else self.turn
 
 
@@ -241,7 +241,7 @@ class LoggedWriter:
     def _request(self, part: LoggedPart) -> Request:
         """The request of a completion or of a turn, from its begin."""
         if part.turn is not None:
-            return request_of(part.turn)
+            return turn_request(part.turn)
         prompt = self._example(part.group.position).tokens
         return Request(0, prompt, self.generation.sampling, self._seed(part.group, part.sample))
 
