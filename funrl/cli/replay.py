@@ -117,13 +117,18 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
     problem = ""
     if tokens is not None:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
-    elif groups is not None:
-        problem = "turns of its episodes are of several weights (--staleness)"
+    elif groups is None and _recorded_flags(run).get("keep_cache"):
+        problem = "tokens were sampled on keys and values of several weights (--keep_cache)"
     elif not agents:
         problem = "no episodes are saved, which --save_rollouts does"
     if problem:
         raise SettingsError(f"{run} cannot be generated again: {problem}; --rows repeats its training on saved rows")
-    return LoggedEnvironment(agents)
+    return LoggedEnvironment(agents) if groups is None else functools.partial(logged_source, groups)
+
+
+def _recorded_flags(run: str) -> dict[str, Any]:
+    """The flags of the newest start of a run."""
+    return json.loads(RunDirectory(Path(run)).config.read_text())["flags"]
 
 
 def _agents(run: str) -> Sequence[str]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from funrl.data.prompts import Example
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import Policy, RunEndingError
+from funrl.rollout.requests import Completion
 
 PROMPT_CHARACTERS = 40  # characters of a prompt in the name of an episode
 
@@ -77,6 +78,10 @@ class LoggedEnvironment:
     def open(self, episodes: Sequence[LoggedEpisode]) -> None:
         """Repeat these episodes from now on; nothing has differed yet."""
         self._logged = {logged.seed: logged for logged in episodes}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a step: nothing has differed yet."""
         self.unlike = []
         self.compared = 0
 
@@ -92,12 +97,38 @@ class LoggedEnvironment:
                 f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it "
                 "is of another run, or prompts, --seed or the steps before it are not as they were"
             )
-        name = f"episode {logged.number} ({example.text!r:.{PROMPT_CHARACTERS}})"
-        again = await self._repeated(policy, logged.episode, name)
-        ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in logged.episode.ends]
-        turn_rewards = {again[node]: reward for node, reward in logged.episode.turn_rewards.items()}
-        states = {again[node]: state for node, state in logged.episode.states.items()}
-        return dataclasses.replace(logged.episode, ends=ends, turn_rewards=turn_rewards, states=states)
+        again = await self._repeated(policy, logged.episode, episode_name(logged, example))
+        return with_nodes(logged.episode, again)
+
+    def resampled(self, logged: LoggedEpisode, example: Example, completions: Mapping[Node, Completion]) -> Episode:
+        """An episode of a log with its turns as they are sampled now.
+
+        Args:
+          logged: the episode.
+          example: its prompt.
+          completions: of each sampled node, after the tokens that the log has before it.
+        """
+        name = episode_name(logged, example)
+        again: dict[Node, Node] = {}
+        for end in logged.episode.ends:
+            for node in end.nodes():
+                if node in again:
+                    continue
+                now = dataclasses.replace(node, parent=None if node.parent is None else again[node.parent])
+                if node.sampled:
+                    done = completions[node]
+                    sampled = dataclasses.replace(
+                        now,
+                        tokens=done.tokens.tolist(),
+                        raw_logp=done.raw_logp,
+                        sampling_logp=done.sampling_logp,
+                        versions=done.versions,
+                        routes=done.routes,
+                        finish=done.finish,
+                    )
+                    now = self._compared(end.agent, node, sampled, name)
+                again[node] = now
+        return with_nodes(logged.episode, again)
 
     async def _repeated(self, policy: Policy, episode: Episode, name: str) -> dict[Node, Node]:
         """The nodes of an episode, sampled again where the policy sampled them; all that are ready at a time."""
@@ -124,13 +155,30 @@ class LoggedEnvironment:
         if before is None or node.sampling is None or node.seed is None:
             raise ValueError(f"{name}: a sampled node has no request, so it cannot be sampled again")
         _, longer = await policy.request(dataclasses.replace(end, leaf=before), node.sampling, node.seed)
+        return self._compared(end.agent, node, longer.leaf, name)
+
+    def _compared(self, agent: str, node: Node, again: Node, name: str) -> Node:
+        """The turn that was sampled again; the one of the log where they differ, which is noted."""
         self.compared += 1
-        now = list(longer.leaf.tokens)
+        now = list(again.tokens)
         if now == list(node.tokens):
-            return longer.leaf
+            return again
         token = next((i for i, (a, b) in enumerate(zip(node.tokens, now, strict=False)) if a != b), None)
         path = node.path()
         turn = path[0].turns_before + sum(earlier.sampled for earlier in path[:-1])
         first = min(len(now), len(node.tokens)) if token is None else token
-        self.unlike.append(UnlikeTurn(name, end.agent, turn, first, list(node.tokens), now))
-        return dataclasses.replace(node, parent=before)
+        self.unlike.append(UnlikeTurn(name, agent, turn, first, list(node.tokens), now))
+        return dataclasses.replace(node, parent=again.parent)
+
+
+def episode_name(logged: LoggedEpisode, example: Example) -> str:
+    """Name of an episode in messages."""
+    return f"episode {logged.number} ({example.text!r:.{PROMPT_CHARACTERS}})"
+
+
+def with_nodes(episode: Episode, again: Mapping[Node, Node]) -> Episode:
+    """An episode with other nodes in place of its own."""
+    ends = [dataclasses.replace(end, leaf=again[end.leaf]) for end in episode.ends]
+    turn_rewards = {again[node]: reward for node, reward in episode.turn_rewards.items()}
+    states = {again[node]: state for node, state in episode.states.items()}
+    return dataclasses.replace(episode, ends=ends, turn_rewards=turn_rewards, states=states)

@@ -46,7 +46,7 @@ def differing_turns(engine: Engine, episodes: Sequence[Episode]) -> list[Differi
     for number, episode in enumerate(episodes):
         for end in episode.ends:
             nodes |= {node: number for node in end.nodes() if node.sampled}
-    requests = [_request(number, node) for number, node in enumerate(nodes)]
+    requests = [turn_request(node)._replace(number=number) for number, node in enumerate(nodes)]
     completions = complete(engine, requests)
     return [
         DifferingTurn(episode, node, completion)
@@ -55,10 +55,11 @@ def differing_turns(engine: Engine, episodes: Sequence[Episode]) -> list[Differi
     ]
 
 
-def _request(number: int, node: Node) -> Request:
+def turn_request(node: Node) -> Request:
+    """The request that sampled a node. Raises ValueError: it has no sampling parameters or no seed."""
     if node.sampling is None or node.seed is None:
         raise ValueError("a sampled node has no sampling parameters and seed, so it cannot be sampled again")
-    return Request(number, _tokens_before(node), node.sampling, node.seed)
+    return Request(0, _tokens_before(node), node.sampling, node.seed)
 
 
 class EpisodeLog(NamedTuple):

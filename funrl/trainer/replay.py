@@ -30,7 +30,7 @@ from funrl.trainer.checkpoints.snapshot import held_rows
 from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
 from funrl.trainer.differences import Difference, difference, joined_differences, metric_differences, phase_of_field
 from funrl.trainer.jobs.build import Parts, sync
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.loop import (
     MakeSource,
     Trainer,
@@ -129,7 +129,7 @@ def replay(
             else:
                 if isinstance(logged, LoggedEnvironment):
                     logged.open(read_episodes(folder, number))
-                trainer, state, differences = _generated_again(trainer, state, saved, logged)
+                trainer, state, differences = _generated_again(trainer, state, saved)
             differences += _compare_weights(trainer, state, saved)
             if number == last and after is not None:
                 theirs = load(_without_source(after), state._replace(source=()), layouts, mesh=mesh, server=server)
@@ -171,15 +171,16 @@ def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Tr
     return trainer, state, differences + metric_differences(metrics | learned, _told(saved))
 
 
-def _generated_again(
-    trainer: Trainer, state: State, saved: SavedRows, logged: LoggedEnvironment | MakeSource
-) -> tuple[Trainer, State, list[Difference]]:
+def _generated_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
     """One step whose rows are generated with the answers of a log, or as its log of groups says."""
     trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))
     stages = record.stages
     metrics = {name: value for stage in stages.values() for name, value in stage.items()}
     observed = trainer.source.observed(state.source, metrics)
-    differences = _unlike_turns(logged, trainer.parts.mesh) if isinstance(logged, LoggedEnvironment) else []
+    job = trainer.job
+    environment = job.task.environment if isinstance(job, RLJob) else None
+    logged = environment if isinstance(environment, LoggedEnvironment) else None
+    differences = [] if logged is None else _unlike_turns(logged, trainer.parts.mesh)
     fields = stage_fields(record.drawn, record.rows)
     differences += _compare_rows(record.drawn, fields["drawn"], saved, "drawn")
     differences += _compare_rows(record.rows, fields["scored"], saved, "scored")

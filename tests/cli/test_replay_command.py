@@ -63,14 +63,24 @@ def again(messages, **fields):
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
 
+PLACES = {
+    "together": ("grpo", []),
+    "apart": ("grpo", ["--place=generate:1"]),
+    "ahead": ("rollout_is", ["--place=generate:1", "--staleness=2", "--window=3"]),
+}
+
+
 @pytest.mark.slow
-def test_episodes_are_generated_again_without_their_environment(runs, tmp_path, capsys):
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", PLACES)
+def test_episodes_are_generated_again_without_their_environment(name, runs, tmp_path, capsys):
+    recipe, placed = PLACES[name]
     (tmp_path / "e.py").write_text(ENVIRONMENT)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     folder = tmp_path / "run"
     flags = [f"--prompts={runs}/p.jsonl", f"--env={tmp_path}/e.py:again", f"--chat_template={tmp_path}/chat.jinja"]
     tiny = [flag for flag in TINY if not flag.startswith("--reward_workers")]
-    assert main("grpo", ["grpo", *tiny, *flags, f"--run_dir={folder}"]) == 0
+    assert main(recipe, [recipe, *tiny, *flags, *placed, f"--run_dir={folder}"]) == 0
     (tmp_path / "e.py").unlink()
     for argv in ([], ["--rows"], ["--step=2"], ["--step=2", "--rows"]):
         status, text = said(capsys, "replay", folder, *argv)

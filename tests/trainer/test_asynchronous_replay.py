@@ -1,16 +1,22 @@
 """An asynchronous run is written and trained again, from the log of its groups, with the same bits."""
 
+import asyncio
+import dataclasses
 import functools
+import random
 import shutil
 
 import pytest
 from selection import quick
 from small_runs import Quiet, small_job
+from test_episode_runs import Branching
 
 from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import open_rows
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
@@ -57,6 +63,70 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
+
+
+class Delayed:
+    """An environment whose turns take random times, so that no two runs are written alike."""
+
+    def __init__(self, environment):
+        self.environment = environment
+        self.agents = getattr(environment, "agents", ())
+
+    async def run(self, policy, example, seed):
+        request = policy.request
+
+        async def later(*arguments):
+            await asyncio.sleep(random.SystemRandom().uniform(0, 0.03))
+            return await request(*arguments)
+
+        policy.request = later
+        return await self.environment.run(policy, example, seed)
+
+
+def episode_run(environment=None, **settings):
+    """A job of episodes whose environment is delayed; None: a calculator."""
+    settings = {"task": "calculator", "reward": None, "episode_turns": 3, "samples_per_prompt": 3} | settings
+    job = small_job(rollout_is, save_rollouts=1, **SETTINGS | settings)
+    environment = environment or job.task.environment
+    return dataclasses.replace(job, task=job.task._replace(environment=environment))
+
+
+EPISODES = {
+    "calculator, strict": (lambda: None, *RUNS["strict"]),
+    "branches, strict": (Branching, *RUNS["strict"]),
+    "calculator, window": (lambda: None, {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3}, {}),
+    "branches, window": (Branching, *RUNS["window, two replicas"]),
+    "calculator, dp2 from tp2": (lambda: None, *RUNS["dp2 from tp2"]),
+}
+
+
+@pytest.mark.parametrize("name", quick(EPISODES, ["branches, strict"]))
+def test_episodes_written_ahead_are_repeated_with_the_same_bits(name, tmp_path):
+    make, placed, together = EPISODES[name]
+    job = episode_run(make(), **placed)
+    environment = job.task.environment
+    delayed = dataclasses.replace(job, task=job.task._replace(environment=Delayed(environment)))
+    error, steps = launch(functools.partial(trained, tmp_path, delayed), job.launched, "cpu")
+    assert error is None and len(steps) == 5
+    versions = [
+        set(node.versions.tolist())
+        for step in range(1, 6)
+        for logged in read_episodes(tmp_path / "rollouts", step)
+        for end in logged.episode.ends
+        for node in end.nodes()
+        if node.sampled
+    ]
+    assert len(set.union(*versions)) > 2
+    logged = LoggedEnvironment(getattr(environment, "agents", None) or ("policy",))
+    again = episode_run(logged, **together)
+    program = functools.partial(repeated, tmp_path, again)
+    done = launch(program, again.launched, "cpu") if together else program(single())
+    assert [one.step for one in done] == [1, 2, 3, 4, 5]
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
+    assert len(turns) == 5 and min(turns) >= 12
+    compared = {part.name for part in done[-1].differences}
+    assert {"tokens", "version", "rollout_logp", "age/mean", "episodes/turns", "turns of the episodes"} <= compared
 
 
 @pytest.mark.slow

@@ -120,6 +120,16 @@ def test_episodes_give_the_same_numbers_on_every_mesh(name, mesh):
         assert metrics["rollout/logprob_gap_max"] < 1e-10
 
 
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_metrics_of_episodes_count_each_replica_once():
+    job = episode_job(RECIPES["grpo"], Branching(), mesh="dp2", generate_mesh="tp2")
+    metrics = launch(steps_program(job, 2), job.sizes, "cpu")["metrics"]
+    for mine, other in zip(metrics, steps_of_mesh("grpo", "dp1")["metrics"], strict=True):
+        for name in ("turns", "tokens", "context_tokens"):
+            assert mine[f"episodes/{name}"] == other[f"episodes/{name}"]
+
+
 def shown_program(job):
     """What a step shows of its episodes, on each rank."""
 

@@ -276,7 +276,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
             "let batches be smaller then (--max_refills=1)",
         ),
         ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
-        ({"save_rollouts": 1, "task": "calculator", "reward": None}, "the episodes are on ranks that write no files"),
     ],
 )
 def test_flags_that_do_not_go_with_a_placement_are_refused(settings, problem):

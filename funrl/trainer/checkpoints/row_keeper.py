@@ -10,7 +10,7 @@ from typing import Any
 from funrl.environments.agents import with_environment
 from funrl.trainer.checkpoints.checkpoint import sweep
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, forget_rows, keep_newest, save_rows
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, draft_folder, forget_rows, keep_newest, save_rows
 from funrl.trainer.checkpoints.weight_digests import weight_digests
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
@@ -78,10 +78,14 @@ class RowKeeper:
         if groups is not None:
             record["groups"] = groups
         writer = None
+        elsewhere = 0
         if self.parts.generator is not None and self.agents:
             record["agents"] = self.agents
-            writer = functools.partial(write_episodes, episodes=source.episodes, mesh=self.parts.generator.mesh)
-        nbytes = save_rows(self.folder, drawn, scored, record=record, beside=writer)
+            if source.write_episodes is not None:
+                elsewhere = source.write_episodes(draft_folder(self.folder, state.step))
+            else:
+                writer = functools.partial(write_episodes, episodes=source.episodes, mesh=self.parts.generator.mesh)
+        nbytes = elsewhere + save_rows(self.folder, drawn, scored, record=record, beside=writer)
         if mesh.rank == 0 and self.settings.run.keep_rollouts is not None:
             keep_newest(self.folder, self.settings.run.keep_rollouts)
         if not self.size_noted:

@@ -131,6 +131,11 @@ def stage_fields(drawn: Rows, scored: Rows) -> dict[str, dict[str, Value]]:
     return {"drawn": first, "scored": {name: x for name, x in then.items() if name not in kept or name not in first}}
 
 
+def draft_folder(folder: str | Path, step: int) -> Path:
+    """Folder of a step while its files are written."""
+    return Path(folder) / f".step-{step}"
+
+
 def save_rows(
     folder: str | Path,
     drawn: Rows,
@@ -153,7 +158,7 @@ def save_rows(
     """
     path = Path(folder) / f"step-{record['step']}"
     mesh = drawn.mesh
-    draft = path.with_name(f".{path.name}")
+    draft = draft_folder(folder, record["step"])
     problem = ""
     nbytes = 0
     stages = _stages(drawn, scored)

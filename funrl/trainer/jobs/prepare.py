@@ -132,11 +132,6 @@ def rl_job(
             f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
             "ended; leave one out"
         )
-    if settings.devices.placement is not None and settings.run.save_rollouts and task.environment is not None:
-        raise SettingsError(
-            f"--save_rollouts={settings.run.save_rollouts} with --place={settings.devices.place}: the episodes are on "
-            "ranks that write no files; leave one out"
-        )
     agents = agents_of(settings, task)
     if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
         agents = agents.with_one_policy()

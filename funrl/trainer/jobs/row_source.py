@@ -277,9 +277,10 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     agents = with_environment(job.agents, environment)
     models = agents.models
     frozen = tuple(agent for agent in models if agent not in agents.trained)
-    versions = job.settings.sampling.new_tokens_per_step is not None or job.settings.asynchrony.staleness > 0
+    in_parts = job.settings.sampling.new_tokens_per_step is not None  # such episodes cannot be repeated
+    versions = in_parts or job.settings.asynchrony.staleness > 0
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices)
-    log = [] if job.settings.run.save_rollouts and not versions else None  # across steps they cannot be repeated
+    log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(
         environment,
         chat,

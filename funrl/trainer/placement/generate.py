@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.batch import as_dict, kind_of
 from funrl.data.prompts import Example
+from funrl.environments.logged import LoggedEpisode
+from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
@@ -22,12 +25,14 @@ from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.rollout.resident import set_aside
+from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
+    EpisodesRequest,
     EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
@@ -35,6 +40,7 @@ from funrl.trainer.placement.messages import (
     SendGroupsRequest,
     SendRequest,
     WriteRequest,
+    WrittenFiles,
     WrittenRows,
     split_origins,
     written_rows,
@@ -113,6 +119,9 @@ class GeneratingRank:
         self.show = show
         self.clock = Clock()
         self.held: dict[int, WrittenHere] = {}  # by the number of their request
+        self.step = 0  # of the newest rows
+        episodes = generation.episodes
+        self.log = [] if episodes is None or episodes.log is None else episodes.log
 
     def load(self, request: LoadRequest) -> EngineDigests | None:
         """Take weights."""
@@ -132,6 +141,9 @@ class GeneratingRank:
     def write(self, request: WriteRequest, number: int) -> WrittenRows:
         """Generate and reward rows, which stay here. Raises: RewardError."""
         heartbeat.at_step(request.step)
+        if request.step != self.step:
+            self.step = request.step
+            self.log.clear()
         prompts = self.generation.schedule.prompts
         examples = [prompts[place] for place in request.places.tolist()]
         done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
@@ -163,6 +175,20 @@ class GeneratingRank:
         metrics = evaluate_heldout(self.generation, self.clock, self.show, request.step)
         return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
+    def write_episodes(self, folder: str, episodes: Sequence[LoggedEpisode]) -> WrittenFiles:
+        """Write episodes of this replica; the answer is of all replicas. Collective."""
+        mesh = self.generation.engine.mesh
+        nbytes = 0
+        problem = ""
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            nbytes = write_episodes(Path(folder), episodes, mesh)
+        except OSError as error:
+            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        everywhere = gather_objects((nbytes, problem), mesh)
+        problems = (problem for _, problem in everywhere if problem)
+        return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
+
     def answer(self, request: Any, number: int) -> Any:
         """The value of the answer to a request. Raises: RewardError."""
         if isinstance(request, WriteRequest):
@@ -171,6 +197,8 @@ class GeneratingRank:
             return self.send(request)
         if isinstance(request, SamplesRequest):
             return self.samples(request)
+        if isinstance(request, EpisodesRequest):
+            return self.write_episodes(request.folder, self.log)
         return self.evaluate(request)
 
 
@@ -188,8 +216,6 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         parts = build(job, training, show.note)._replace(pool=pool)
         assert parts.generator is not None
         generation = generation_of(job, parts, {}, Clock(), show)
-    if generation.episodes is not None:
-        generation = generation._replace(episodes=generation.episodes._replace(log=None))
     rank = GeneratingRank(generation, parts.generator, training, show, group)
     answers = Answers(generating)
     with stops_when_asked(), answers.showing_progress():
@@ -239,6 +265,10 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
             if isinstance(request, SendGroupsRequest):
                 writer.send(request, rank.training)
                 answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
+                continue
+            if isinstance(request, EpisodesRequest):
+                files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
+                answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
                 continue
             version = request.version if isinstance(request, VERSIONED) else 0
             writer.take_version(version)

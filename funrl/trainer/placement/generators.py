@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -20,10 +21,12 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement.messages import (
+    EpisodesRequest,
     EvaluateRequest,
     SamplesRequest,
     SendRequest,
     WriteRequest,
+    WrittenFiles,
     WrittenRows,
     blank_batch,
     origins_of,
@@ -31,6 +34,7 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
+from funrl.trainer.storage.shard_server import CheckpointError
 
 ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
 
@@ -152,6 +156,22 @@ class Generators:
     def log(self) -> list[tuple[Any, ...]] | None:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None
+
+    def write_episodes(self, folder: Path) -> int:
+        """Let the ranks that generate write the episodes of the newest batch; returns the bytes. Collective.
+
+        Raises:
+          CheckpointError: one of them cannot write.
+        """
+        number = self.requests.post(EpisodesRequest(str(folder.absolute()), self.episode_groups()))
+        files: WrittenFiles = self._answer(number, "the generators' episodes")
+        if files.problem:
+            raise CheckpointError(files.problem)
+        return files.nbytes
+
+    def episode_groups(self) -> tuple[int, ...]:
+        """Groups of the newest batch, as in `EpisodesRequest`."""
+        return ()
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The source's state with what a resumed run needs to know of the ranks that generate."""

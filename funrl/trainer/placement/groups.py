@@ -166,38 +166,18 @@ class GroupGenerators(Generators):
         """Rows of the groups that `order` has taken; see `Elsewhere`."""
         device = self.mesh.device
         parts = []
-        facts = collections.defaultdict[str, list[Any]](list)
-        for place, (number, group) in enumerate(self._taken):
+        facts = list[Mapping[str, Any]]()
+        for number, group in self._taken:
             written = group.written
             assert written is not None
             batch = declare(blank_batch(written, device), ORIGIN)
             rows = len(written.owner)
-            fields = {"origin": torch.from_numpy(origins_of(number, rows)).to(device)}
-            fields["group"] = torch.full_like(batch.group, place)
-            episode_B = batch.get("episode")
-            if episode_B is not None:
-                fields["episode"] = episode_B + place * sampling.samples
-            parts.append(rows_of(batch._replace(**fields), np.full(rows, group.generator), self.generating))
-            for name, value in written.rollout.items():
-                facts[name].append(value.to(device) if isinstance(value, Tensor) else value)
-            facts["generator"].append(np.full(len(written.rollout["owner"]), group.generator))
-        rows = join_rows(parts)
-        units = units_of(rows.batch)
-        if units is not None:
-            rows = rows.with_fields(unit=units.index)
-        done = Rollout(
-            completions=(),
-            lengths=torch.cat(facts["lengths"]),
-            finished=torch.cat(facts["finished"]),
-            score=torch.cat(facts["score"]),
-            scores=torch.cat(facts["scores"]),
-            owner=np.concatenate(facts["generator"]),
-            mesh=self.generating,
-            dtype=facts["dtype"][0],
-            failed=None if facts["failed"][0] is None else torch.cat(facts["failed"]),
-            entries=add_totals(*facts["entries"]),
-            episodes=add_totals(*facts["episodes"]),
-        )
+            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
+            parts.append(rows_of(batch, np.full(rows, group.generator), self.generating))
+            owner = np.full(len(written.rollout["owner"]), group.generator)
+            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in written.rollout.items()}
+            facts.append({**here, "owner": owner})
+        done, rows = join_groups(facts, parts, self.generating, samples=sampling.samples)
         if not self.early:
             return done, rows
         ranks = self.mesh.size(self.mesh.row_axes)
@@ -230,6 +210,10 @@ class GroupGenerators(Generators):
             for number, group in self._taken
         ]
 
+    def episode_groups(self) -> tuple[int, ...]:
+        """Groups of the newest batch; see `Generators`."""
+        return tuple(number for number, _ in self._taken)
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch and of the weights that were sent before it."""
         sender = self.engine.sender
@@ -243,7 +227,7 @@ class GroupGenerators(Generators):
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
         """The request that lets the ranks that generate hand rows over, and let go of the batch's groups."""
-        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, tuple(number for number, _ in self._taken))
+        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, self.episode_groups())
 
     def _board_holds(self, version: int) -> bool:
         self._board.batch_of_weights(version)
@@ -310,6 +294,45 @@ class GroupGenerators(Generators):
         waited = sum(group.waited_s for _, group in self._taken) / self._board.replicas
         waits = {"wait/trainer_s": waited_s, "wait/generator_s": waited}
         return waits | age_metrics(tokens, self.engine.version or 0)
+
+
+def join_groups(
+    facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
+) -> tuple[Rollout, Rows]:
+    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
+
+    Args:
+      facts: fields of the `Rollout` of each group, in the order of the batch.
+      parts: rows of each group.
+      mesh: on which they were written.
+      samples: of a group.
+    """
+    placed = []
+    for place, rows in enumerate(parts):
+        fields = {"group": torch.full_like(rows.batch.group, place)}
+        episode_B = rows.batch.get("episode")
+        if episode_B is not None:
+            fields["episode"] = episode_B + place * samples
+        placed.append(rows.with_fields(**fields))
+    rows = join_rows(placed)
+    units = units_of(rows.batch)
+    if units is not None:
+        rows = rows.with_fields(unit=units.index)
+    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
+    done = Rollout(
+        completions=(),
+        lengths=torch.cat(columns["lengths"]),
+        finished=torch.cat(columns["finished"]),
+        score=torch.cat(columns["score"]),
+        scores=torch.cat(columns["scores"]),
+        owner=np.concatenate(columns["owner"]),
+        mesh=mesh,
+        dtype=columns["dtype"][0],
+        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
+        entries=add_totals(*columns["entries"]),
+        episodes=add_totals(*columns["episodes"]),
+    )
+    return done, rows
 
 
 def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:

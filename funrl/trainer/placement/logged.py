@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,15 +18,20 @@ import numpy as np
 from funrl import trees
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
+from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
 from funrl.rollout.engine import awake, complete
+from funrl.rollout.episode_replay import turn_request
+from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.groups import age_metrics
+from funrl.trainer.placement.groups import age_metrics, join_groups
+from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import Generation, prompt_source
@@ -54,35 +59,56 @@ class LoggedGroup(NamedTuple):
 
 
 class LoggedPart(NamedTuple):
-    """Tokens of a sample that one version sampled.
+    """Tokens of a completion, or of a turn of an episode, that one version sampled.
 
     Attributes:
-      group: of the sample.
+      group: of the completion or episode.
       sample: its number in the group.
+      turn: of an episode, as the log has it; None: a completion of the prompt.
       tokens: number of tokens; None: up to the end.
     """
 
     group: LoggedGroup
     sample: int
+    turn: Node | None
     tokens: int | None
+
+    @property
+    def key(self) -> Hashable:
+        """Key that the parts of one completion share."""
+        return (self.group.position, self.sample) if self.turn is None else self.turn
 
 
 class LoggedGroups(NamedTuple):
-    """Groups of a run, by the steps whose batches they are."""
+    """Groups of a run.
+
+    Attributes:
+      by_step: those of each step's batch.
+      episodes: by their seeds, of a run with an environment.
+    """
 
     by_step: Mapping[int, Sequence[LoggedGroup]]
+    episodes: Mapping[int, LoggedEpisode] = {}
 
 
 def read_groups(run_dir: str | Path) -> LoggedGroups | None:
-    """The groups of all saved steps of a run; None: the run was not asynchronous, or a step has none."""
+    """The groups of all saved steps of a run; None: the run was not asynchronous, or a step has none.
+
+    Raises:
+      CheckpointError: episodes are missing or cannot be read.
+    """
     folder = Path(run_dir) / ROLLOUTS
     by_step = {}
+    episodes = {}
     for step in saved_steps(folder):
-        groups = open_rows(folder, step).record.get("groups")
+        record = open_rows(folder, step).record
+        groups = record.get("groups")
         if groups is None:
             return None
         by_step[step] = [LoggedGroup(*group) for group in groups]
-    return LoggedGroups(by_step) if by_step else None
+        if "agents" in record:
+            episodes |= {logged.seed: logged for logged in read_episodes(folder, step)}
+    return LoggedGroups(by_step, episodes) if by_step else None
 
 
 class LoggedWriter:
@@ -98,21 +124,30 @@ class LoggedWriter:
         self.generation = generation
         self.log = log
         self.step = 0
-        self._begun: dict[tuple[int, int], Completion] = {}  # by position and sample
+        self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
         self._parts = collections.defaultdict[int, list[LoggedPart]](list)  # by version
         for group in (group for step in sorted(log.by_step) for group in log.by_step[step]):
-            for sample, switches in enumerate(group.switches):
-                ends = [begin for begin, _ in switches[1:]]
-                for (begin, version), end in zip(switches, [*ends, None], strict=True):
-                    part = LoggedPart(group, sample, None if end is None else end - begin)
-                    self._parts[version].append(part)
-        self._batch: Rollout | None = None
+            if self._is_own(group):
+                self._add_parts(group)
+        self._completed: Rollout | None = None
+        self._episodes: tuple[Rollout, Rows] | None = None
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places of the prompts of the step's batch, after all that its weights sampled was sampled. Collective."""
         generation = self.generation
         self._sample(generation.engine.engine.version or 0)
         groups = self.log.by_step[self.step]
+        if generation.episodes is None:
+            self._completed = self._completions(groups)
+        else:
+            self._episodes = self._repeated_episodes(groups, generation.episodes)
+        prompts, _, seed, _ = generation.schedule
+        assert len(groups) == len(places)
+        return np.concatenate([places_in_order(prompts, 1, seed, group.position) for group in groups])
+
+    def _completions(self, groups: Sequence[LoggedGroup]) -> Rollout:
+        """The completions of the groups of a batch. Collective."""
+        generation = self.generation
         samples = generation.sampling.samples
         begin = time.perf_counter()
         examples = [self._example(group.position) for group in groups]
@@ -125,17 +160,40 @@ class LoggedWriter:
                 if pending is not None:
                     pending.add(done)
         rows = len(groups) * samples
-        self._batch = collected_rollout(generation.engine, completions, pending, rows=rows, begin=begin)
-        prompts, _, seed, _ = generation.schedule
-        assert len(groups) == len(places)
-        return np.concatenate([places_in_order(prompts, 1, seed, group.position) for group in groups])
+        return collected_rollout(generation.engine, completions, pending, rows=rows, begin=begin)
+
+    def _repeated_episodes(self, groups: Sequence[LoggedGroup], setup: EpisodeSetup) -> tuple[Rollout, Rows]:
+        """The episodes of the groups of a batch, and their rows. Collective.
+
+        Each group is made into rows by itself, as where it was written: sums have the same bits then.
+        """
+        generation = self.generation
+        environment = setup.environment
+        assert isinstance(environment, LoggedEnvironment)
+        environment.forget()
+        facts = []
+        parts = []
+        for group in groups:
+            example = self._example(group.position)
+            episodes = []
+            for sample in range(generation.sampling.samples if self._is_own(group) else 0):
+                logged = self._logged_episode(group, sample)
+                turns = {node: self._begun.pop(node) for node in sampled_nodes(logged.episode)}
+                episodes.append((sample, environment.resampled(logged, example, turns)))
+            done, rows = rollout_of_episodes(setup, generation.engine, episodes, [example], generation.sampling)
+            facts.append(done._asdict())
+            parts.append(rows)
+        return join_groups(facts, parts, generation.engine.mesh, samples=generation.sampling.samples)
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has completed; see `Elsewhere`."""
-        done = self._batch
-        assert done is not None
         generation = self.generation
-        rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
+        if self._episodes is not None:
+            done, rows = self._episodes
+        else:
+            assert self._completed is not None
+            done = self._completed
+            rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
         version = generation.engine.engine.version
         return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
 
@@ -154,20 +212,55 @@ class LoggedWriter:
             tokens.update(dict(group.tokens))
         return age_metrics(tokens, self.generation.engine.engine.version or 0)
 
+    def _add_parts(self, group: LoggedGroup) -> None:
+        """Note which version samples which tokens of a group."""
+        if self.generation.episodes is None:
+            samples = [(sample, None, switches) for sample, switches in enumerate(group.switches)]
+        else:
+            samples = [
+                (sample, node, switches_of(node))
+                for sample in range(self.generation.sampling.samples)
+                for node in sampled_nodes(self._logged_episode(group, sample).episode)
+            ]
+        for sample, node, switches in samples:
+            ends = [begin for begin, _ in switches[1:]]
+            for (begin, version), end in zip(switches, [*ends, None], strict=True):
+                part = LoggedPart(group, sample, node, None if end is None else end - begin)
+                self._parts[version].append(part)
+
     def _sample(self, version: int) -> None:
         """Sample all tokens of this replica's groups that a version sampled."""
-        generation = self.generation
-        sampling = generation.sampling
-        parts = [part for part in self._parts.pop(version, []) if self._is_own(part.group)]
-        requests = []
-        for number, (group, sample, tokens) in enumerate(parts):
-            base = derived_seed(generation.schedule.seed, group.first)
-            seed = request_seed(base, (group.position - group.first) * sampling.samples + sample)
-            prompt = self._example(group.position).tokens
-            begun = self._begun.get((group.position, sample))
-            requests.append(Request(number, prompt, sampling, seed, begun=begun, most=tokens))
-        for part, done in zip(parts, complete(generation.engine.engine, requests), strict=True):
-            self._begun[part.group.position, part.sample] = done
+        parts = self._parts.pop(version, [])
+        requests = [
+            self._request(part)._replace(number=number, begun=self._begun.get(part.key), most=part.tokens)
+            for number, part in enumerate(parts)
+        ]
+        for part, done in zip(parts, complete(self.generation.engine.engine, requests), strict=True):
+            self._begun[part.key] = done
+
+    def _request(self, part: LoggedPart) -> Request:
+        """The request of a completion or of a turn, from its begin."""
+        if part.turn is not None:
+            return turn_request(part.turn)
+        prompt = self._example(part.group.position).tokens
+        return Request(0, prompt, self.generation.sampling, self._seed(part.group, part.sample))
+
+    def _seed(self, group: LoggedGroup, sample: int) -> int:
+        """Seed of a sample of a group."""
+        schedule = self.generation.schedule
+        number = (group.position - group.first) * self.generation.sampling.samples + sample
+        return request_seed(derived_seed(schedule.seed, group.first), number)
+
+    def _logged_episode(self, group: LoggedGroup, sample: int) -> LoggedEpisode:
+        """The episode of a sample. Raises: MissingEpisodeError."""
+        seed = self._seed(group, sample)
+        logged = self.log.episodes.get(seed)
+        if logged is None:
+            raise MissingEpisodeError(
+                f"the log has no episode of the prompt {self._example(group.position).text!r:.{PROMPT_CHARACTERS}} "
+                f"with the seed {seed}: it is of another run, or prompts or --seed are not as they were"
+            )
+        return logged
 
     def _is_own(self, group: LoggedGroup) -> bool:
         mesh = self.generation.engine.mesh
@@ -178,12 +271,28 @@ class LoggedWriter:
         return prompts[int(places_in_order(prompts, 1, seed, position)[0])]
 
 
+def sampled_nodes(episode: Episode) -> list[Node]:
+    """The turns of the policy in an episode, each once."""
+    return list({node: None for end in episode.ends for node in end.nodes() if node.sampled})
+
+
+def switches_of(turn: Node) -> list[tuple[int, int]]:
+    """(First token, version) pairs of a turn."""
+    assert turn.versions is not None
+    versions = turn.versions.numpy()
+    return [(begin, int(versions[begin])) for begin in np.flatnonzero(np.diff(versions, prepend=-1)).tolist()]
+
+
 def logged_source(
     log: LoggedGroups, job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
     """A source that writes the groups of a log again, and evaluates nothing; with the log a `MakeSource`."""
     assert isinstance(job, RLJob) and parts.generator is not None
     generation = generation_of(job, parts, frozen, clock, show)._replace(shows=lambda step: False)
+    setup = generation.episodes
+    if setup is not None:
+        setup = setup._replace(form=setup.form._replace(versions=True))
+    generation = generation._replace(episodes=setup)
     writer = LoggedWriter(generation, log)
     source = prompt_source(generation._replace(elsewhere=writer), clock, show)
 

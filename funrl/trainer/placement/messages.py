@@ -89,6 +89,30 @@ class WrittenGroup(NamedTuple):
     problem: str | None = None
 
 
+class EpisodesRequest(NamedTuple):
+    """Write the episodes of the newest step to files. Its answer is `WrittenFiles`.
+
+    Attributes:
+      folder: for the files, which all ranks see.
+      groups: numbers of the groups, in the order of the batch; none where a step's prompts are written at once.
+    """
+
+    folder: str
+    groups: tuple[int, ...] = ()
+
+
+class WrittenFiles(NamedTuple):
+    """Files that the ranks that generate have written.
+
+    Attributes:
+      nbytes: of all of them.
+      problem: of the first rank that cannot write; "" without one.
+    """
+
+    nbytes: int
+    problem: str
+
+
 class SamplesRequest(NamedTuple):
     """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
 

@@ -75,6 +75,7 @@ def placed_source(
         move=generators.move,
         close=generators.close,
         log=generators.log,
+        write_episodes=generators.write_episodes if generation.episodes is not None else None,
     )
 
 

@@ -20,6 +20,7 @@ from funrl.asynchrony.admission import AdmissionRule
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
+from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.fields import Field
 from funrl.mesh.collectives import from_first, psum
@@ -115,6 +116,9 @@ class GroupWriter:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
         self._held: dict[int, Rows] = {}
+        self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
+        self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
+        self._sent: tuple[int, ...] = ()  # groups of the newest batch
         self._has_next = False
         self._next: int | None = None  # the group that begins next, if there is one
         self._admitted = 0  # groups that may have begun
@@ -187,6 +191,18 @@ class GroupWriter:
                 send_rows({name: fields[name] for name in kinds}, kinds, way)
         for number in request.groups:
             self._held.pop(number, None)
+        for number in self._sent:
+            self._logged.pop(number, None)
+        self._sent = request.groups
+
+    def logged_episodes(self, groups: Sequence[int]) -> list[LoggedEpisode]:
+        """This replica's episodes of some groups of the newest batch, numbered in the order of the batch."""
+        samples = self._generation.sampling.samples
+        return [
+            logged._replace(number=place * samples + logged.number)
+            for place, group in enumerate(groups)
+            for logged in self._logged.get(group, ())
+        ]
 
     def close(self) -> None:
         """End all groups."""
@@ -322,7 +338,7 @@ class GroupWriter:
         seeds = self._seeds(number)
         if self._generation.episodes is None:
             return await self._completed(example, seeds)
-        return await self._episodes(example, seeds)
+        return await self._episodes(number, example, seeds)
 
     async def _completed(self, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
         resident = self.resident
@@ -346,7 +362,7 @@ class GroupWriter:
         rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
         return done, rows
 
-    async def _episodes(self, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    async def _episodes(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
         sampling = self._generation.sampling
@@ -355,6 +371,8 @@ class GroupWriter:
         runner.resident = self.resident
         episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
         costs = [runner.costs[number] for number, _ in episodes]
+        if self._logs_episodes:
+            self._logged[group] = [LoggedEpisode(number, seeds[number], episode) for number, episode in episodes]
         return rollout_of_episodes(setup, self._generation.engine, episodes, [example], sampling, costs=costs)
 
 

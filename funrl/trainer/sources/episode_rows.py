@@ -179,8 +179,9 @@ def rollout_of_episodes(
     reward_E = table.reward[:, 0]
     unscored_E = reward_E.isnan()
     sources = numbers_by_source(setup.source_of, examples, sampling.samples)
-    own_parts = part_totals([episode for _, episode in episodes])
-    own_totals = totals_of_rank(episodes, costs, setup.form.frozen, sources)
+    counted = episodes if mesh.index("tensor") == 0 else []  # all ranks of a replica have its episodes
+    own_parts = part_totals([episode for _, episode in counted])
+    own_totals = totals_of_rank(counted, costs, setup.form.frozen, sources)
     gathered = collectives.gather_objects((own_parts, _problem(episodes), own_totals), mesh)
     parts, problems, everywhere = zip(*gathered, strict=True)
     if table.failed.any():

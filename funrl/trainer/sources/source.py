@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +45,8 @@ class Source(NamedTuple):
       spread: whether each rank holds a different part of the state.
       close: ends what goes on between steps.
       episodes: this replica's episodes of the newest step, where they are kept.
+      write_episodes: (folder) -> bytes of the files to which other ranks have written the episodes of the newest step,
+        collective; None: this rank has them in `episodes`.
       log: () -> the groups of the newest step for its log; None: there is nothing to log.
       move: (rows of `next_rows`, ranks [B], mesh) -> the rows on these ranks of the mesh; as `moved`.
     """
@@ -58,6 +61,7 @@ class Source(NamedTuple):
     spread: bool = False
     close: Callable[[], None] = lambda: None
     episodes: Sequence[LoggedEpisode] = ()
+    write_episodes: Callable[[Path], int] | None = None
     log: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
     move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
 
