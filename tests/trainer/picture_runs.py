@@ -10,8 +10,8 @@ from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_we
 
 from funrl.kinds import owned_lines
 from funrl.models import decoder_model, with_fields
-from funrl.models.lora import with_lora
 from funrl.models.decoder.routing import Experts
+from funrl.models.lora import with_lora
 from funrl.models.vision.config import TowerConfig, TowerForm
 from funrl.models.vision.model import with_vision
 from funrl.trainer import loop
