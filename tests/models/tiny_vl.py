@@ -82,7 +82,9 @@ def saved_model(folder: Path, family: str) -> Any:
     return model
 
 
-def picture_rows(rows: tuple = ROWS, seed: int = 0) -> list[tuple[list[int], list[tuple[int, int]]]]:
+def picture_rows(
+    rows: tuple = ROWS, seed: int = 0, merge: int = MERGE
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Tokens and grids of each row."""
     draw = torch.Generator().manual_seed(seed)
     made = []
@@ -92,14 +94,14 @@ def picture_rows(rows: tuple = ROWS, seed: int = 0) -> list[tuple[list[int], lis
             if isinstance(part, int):
                 tokens += torch.randint(3, 40, (part,), generator=draw).tolist()
             else:
-                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // MERGE**2), END]
+                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // merge**2), END]
         made.append((tokens, [part for part in row if not isinstance(part, int)]))
     return made
 
 
-def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
+def picture_batch(rows: tuple = ROWS, seed: int = 0, merge: int = MERGE, patch: int = PATCH) -> tuple[Batch, list[int]]:
     """Rows [B, T] with their pictures, all sampled but for placeholders and first tokens; and their lengths."""
-    made = picture_rows(rows, seed)
+    made = picture_rows(rows, seed, merge)
     lengths = [len(tokens) for tokens, _ in made]
     width = max(lengths)
     tokens = torch.tensor([row + [0] * (width - len(row)) for row, _ in made])
@@ -109,7 +111,7 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
     grids = [grid for _, row in made for grid in row]
     patches = [sum(h * w for h, w in row) for _, row in made]
     draw = torch.Generator().manual_seed(seed + 1)
-    pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (sum(patches), 3, patch, patch), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
     fields = owned_fields({PATCHES: pixels, GRIDS: torch.tensor(grids)})
     batch = declare(batch, fields)._replace(

@@ -22,8 +22,8 @@ VL_DEFAULTS = {
     "eos_token_id": 151645,
 }
 SECTIONS = "mrope_section"
-FIXED = {"in_channels": CHANNELS, "temporal_patch_size": FRAMES}  # of vision_config
-_TOWER_DEFAULTS = FIXED | {
+PATCH_FIELDS = {"in_channels": CHANNELS, "temporal_patch_size": FRAMES}  # of vision_config
+_TOWER_DEFAULTS = PATCH_FIELDS | {
     "depth": 32,
     "hidden_size": 3584,
     "hidden_act": "silu",
@@ -131,7 +131,7 @@ def vision_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any], wanted: M
     Args:
       raw: fields of config.json.
       defaults: of fields that it lacks.
-      wanted: the only values of some, besides `FIXED`.
+      wanted: the only values of some, besides `PATCH_FIELDS`.
 
     Raises:
       ModelError: a field has another value.
@@ -141,7 +141,7 @@ def vision_fields(raw: Mapping[str, Any], defaults: Mapping[str, Any], wanted: M
         raise ModelError(f"vision_config is {given!r}, it must be the sizes of the vision tower")
     got = {**defaults, **{name: x for name, x in given.items() if x is not None}}
     rope = got.get("rope_parameters") or {}
-    for name, value in {**FIXED, **wanted}.items():
+    for name, value in {**PATCH_FIELDS, **wanted}.items():
         if got.get(name, value) != value:
             raise ModelError(f"vision_config.{name} is {got[name]!r}, supported is {value!r}")
     if rope.get("rope_type", "axial") != "axial":
@@ -202,7 +202,7 @@ def nest_fields(
     return {
         **{name: flat[name] for name in outer},
         "text_config": {**text, "model_type": f"{family}_text", "rope_parameters": parameters},
-        "vision_config": {**FIXED, **sizes, **vision},
+        "vision_config": {**PATCH_FIELDS, **sizes, **vision},
         "image_token_id": tower.placeholder,
         "video_token_id": next(iter(tower.banned), tower.placeholder),
         "vision_start_token_id": tower.begin,

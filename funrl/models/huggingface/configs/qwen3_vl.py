@@ -11,7 +11,7 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_5_vl import (
-    FIXED,
+    PATCH_FIELDS,
     SECTIONS,
     TOWER_LAYER,
     VISION_TOKENS,
@@ -46,7 +46,7 @@ QWEN3_VL_MOE_ABREAST = {
 }
 TEXT_PREFIX = "model.language_model."
 _INTERLEAVED = "mrope_interleaved"
-_TOWER_DEFAULTS = FIXED | {
+_TOWER_DEFAULTS = PATCH_FIELDS | {
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": GELU,
