@@ -27,6 +27,12 @@ NOTES = {
         "videos; stretched rotary positions",
     ),
     "qwen3": ("q and k normalised per head; a window on upper layers", ""),
+    "qwen3_vl": (
+        "`qwen3` with three positions a token, and a vision tower whose states enter several layers "
+        "([pictures](vision.md))",
+        "videos; stretched rotary positions",
+    ),
+    "qwen3_vl_moe": ("the same with experts", "videos; stretched rotary positions; layer types"),
     "mistral": ("one window on all layers", "layer types"),
     "ministral3": ("`mistral` with `yarn` and queries that grow with their positions", "layer types"),
     "phi3": (

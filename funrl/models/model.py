@@ -132,7 +132,8 @@ class Inputs(NamedTuple):
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
       axial_positions: [B, T, 3] int64, three positions of each token, for rotary frequencies that take one of several;
         None: they are `positions`.
-      inserted: [M, D] hidden states that some tokens have instead of their embeddings; None: none has.
+      inserted: [1 + L, M, D] hidden states of M tokens: the first instead of their embeddings, the others added behind
+        the first L layers, one each; None: no token has such.
       inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
       pictures: those of the rows, as `OwnedValues.read` gives them.
     """
@@ -251,13 +252,13 @@ class PromptStates(NamedTuple):
     """Hidden states and positions of a prompt that owns values.
 
     Attributes:
-      inserted_MD: hidden states that some of its tokens have instead of their embeddings.
+      inserted_LMD: hidden states that some of its tokens have, as `Inputs.inserted`.
       inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
       positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
       shrink: by how much the positions of tokens behind the prompt are below their numbers.
     """
 
-    inserted_MD: Tensor
+    inserted_LMD: Tensor
     inserted_at_T: Tensor
     positions_T3: Tensor
     shrink: int

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funrl.batch import Batch, declare
 from funrl.kinds import Ragged
+from funrl.models.vision.config import TowerForm
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tower import normalized
 from funrl.trainer.steps.owned_rows import owned_fields
@@ -26,43 +27,64 @@ ROWS = (
 )
 
 
-def transformers_model(**vision: Any) -> Any:
-    """A random Qwen2.5-VL of transformers, in float32."""
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+TEXT = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCAB},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+TOWER = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": PATCH},
+    **{"spatial_merge_size": MERGE, "out_hidden_size": 32},
+}
+
+
+def transformers_config(family: str, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> Any:
+    """The config of a tiny vision-language model."""
     import transformers
 
-    torch.manual_seed(0)
-    text = {
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCAB},
-        **{"bos_token_id": 1, "eos_token_id": 2},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    }
-    tower = {
-        **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": PATCH},
-        **{"spatial_merge_size": MERGE, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
-    }
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=tower | vision,
+    config = TEXT | {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
+    if family == "qwen2_5_vl":
+        name = "Qwen2_5_VL"
+        tower = TOWER | {"window_size": 16, "fullatt_block_indexes": [1]}
+    else:
+        name = "Qwen3VLMoe" if family.endswith("moe") else "Qwen3VL"
+        rope = {**ROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+        config |= {"head_dim": 16, "rope_parameters": rope} | (EXPERTS if family.endswith("moe") else {})
+        tower = TOWER | {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+    return getattr(transformers, f"{name}Config")(
+        text_config=config | (text or {}),
+        vision_config=tower | (vision or {}),
         image_token_id=PLACEHOLDER,
         video_token_id=VIDEO,
         vision_start_token_id=BEGIN,
         vision_end_token_id=END,
     )
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def transformers_model(config: Any, seed: int = 0) -> Any:
+    """A random model of transformers, in float32."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
     for x in model.parameters():  # norms and biases that are all equal would hide mistakes
         x.data += 0.1 * torch.randn(x.shape)
     return model
 
 
-def saved_model(folder: Path, **vision: Any) -> Any:
-    """The model, which is in a directory too."""
-    model = transformers_model(**vision)
+def saved_model(folder: Path, family: str) -> Any:
+    """A model, which is in a directory too."""
+    model = transformers_model(transformers_config(family))
     model.save_pretrained(folder)
     return model
 
 
-def picture_rows(rows: tuple = ROWS, seed: int = 0) -> list[tuple[list[int], list[tuple[int, int]]]]:
+def picture_rows(
+    rows: tuple = ROWS, seed: int = 0, merge: int = MERGE
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Tokens and grids of each row."""
     draw = torch.Generator().manual_seed(seed)
     made = []
@@ -72,14 +94,14 @@ def picture_rows(rows: tuple = ROWS, seed: int = 0) -> list[tuple[list[int], lis
             if isinstance(part, int):
                 tokens += torch.randint(3, 40, (part,), generator=draw).tolist()
             else:
-                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // MERGE**2), END]
+                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // merge**2), END]
         made.append((tokens, [part for part in row if not isinstance(part, int)]))
     return made
 
 
-def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
+def picture_batch(rows: tuple = ROWS, seed: int = 0, merge: int = MERGE, patch: int = PATCH) -> tuple[Batch, list[int]]:
     """Rows [B, T] with their pictures, all sampled but for placeholders and first tokens; and their lengths."""
-    made = picture_rows(rows, seed)
+    made = picture_rows(rows, seed, merge)
     lengths = [len(tokens) for tokens, _ in made]
     width = max(lengths)
     tokens = torch.tensor([row + [0] * (width - len(row)) for row, _ in made])
@@ -89,7 +111,7 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0) -> tuple[Batch, list[int]]:
     grids = [grid for _, row in made for grid in row]
     patches = [sum(h * w for h, w in row) for _, row in made]
     draw = torch.Generator().manual_seed(seed + 1)
-    pixels = torch.randint(0, 256, (sum(patches), 3, PATCH, PATCH), generator=draw, dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (sum(patches), 3, patch, patch), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
     fields = owned_fields({PATCHES: pixels, GRIDS: torch.tensor(grids)})
     batch = declare(batch, fields)._replace(
@@ -104,11 +126,11 @@ def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
 
 
-def transformers_logits(model: Any, batch: Batch, row: int, length: int) -> Tensor:
-    """Logits [T, V] of one row by transformers."""
+def transformers_logits(model: Any, form: TowerForm, batch: Batch, row: int, length: int) -> Tensor:
+    """Logits [T, V] of one row by transformers, of pixels that `form` normalizes."""
     tokens = batch.tokens[row : row + 1, :length]
     begin, end = batch.patches.offsets[row : row + 2].tolist()
-    pixels = normalized(batch.patches.values[begin:end], torch.float32)
+    pixels = normalized(batch.patches.values[begin:end], torch.float32, form)
     kw: dict[str, Any] = {}
     if end > begin:
         first, last = batch.grids.offsets[row : row + 2].tolist()

@@ -10,8 +10,9 @@ from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_we
 
 from funrl.kinds import owned_lines
 from funrl.models import decoder_model, with_fields
+from funrl.models.decoder.routing import Experts
 from funrl.models.lora import with_lora
-from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.config import TowerConfig, TowerForm
 from funrl.models.vision.model import with_vision
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -30,6 +31,11 @@ TOWER = TowerConfig(
     placeholder=PLACEHOLDER,
     banned=tuple(range(TOKENS + 1, VOCAB)),
 )
+FORM = TowerForm(
+    norm="layer", gated=False, patch_bias=True, table=3, deep_layers=(0, 1), mean=(0.5,) * 3, std=(0.5,) * 3
+)
+DEEP_TOWER = dataclasses.replace(TOWER, window=None, whole_layers=(), form=FORM)  # as that of Qwen3-VL
+EXPERTS = Experts(count=4, per_token=2, mlp=8)
 GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
 
 
@@ -43,11 +49,12 @@ def with_pictures(example, number, grids=GRIDS):
     return example._replace(tokens=tokens, owned=owned_lines(values))
 
 
-def picture_job(compose, grids=GRIDS, **settings: Any):
+def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, **settings: Any):
     """A job of `small_job` with a vision-language model; a third of the prompts have no picture."""
     job = small_job(compose, None, **settings)
     config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=(0, 1), max_positions=128)
-    model = with_vision(decoder_model(config), TOWER)
+    config = config if experts is None else with_fields(config, experts=experts)
+    model = with_vision(decoder_model(config), tower)
     prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]
     heldout = [with_pictures(e, i, grids) for i, e in enumerate(job.task.heldout)]
     adapted = {name: one.adapters for name, one in job.models.items()}

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from picture_runs import TOWER, picture_job, picture_steps
+from picture_runs import DEEP_TOWER, EXPERTS, TOWER, picture_job, picture_steps
 from selection import quick
 from small_runs import GRPO, assert_same, begin
 
@@ -37,20 +37,33 @@ def steps_on(mesh, **more):
     return launch(picture_steps(job, 2), job.sizes, "cpu")
 
 
+MODELS = {
+    "windows": {},
+    "deep": {"tower": DEEP_TOWER},
+    "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
+}
+CASES = [("windows", mesh) for mesh in MESHES] + [("deep", mesh) for mesh in MESHES]
+CASES += [("deep, experts", mesh) for mesh in ("dp2", "tp2", "fsdp2")]
+
+
 @functools.cache
-def alone():
-    return steps_on("dp1")
+def alone(model="windows"):
+    return steps_on("dp1", **MODELS[model])
 
 
-@pytest.mark.parametrize("case", quick(MESHES, ("fsdp2",)))
+@pytest.mark.parametrize("case", quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"))), ids=", ".join)
 def test_steps_are_those_of_one_process(case):
-    assert_same(steps_on(**MESHES[case]), alone(), 1e-9)
+    model, mesh = case
+    assert_same(steps_on(**MESHES[mesh], **MODELS[model]), alone(model), 1e-9)
 
 
-def test_the_tower_learns_and_the_engine_sees_what_the_trainer_sees():
-    one = alone()
-    tower = [x for name, x in trees.named(one["grads"][0]["policy"].tree) if name.startswith("vision/")]
-    assert len(tower) == 30 and all(x.abs().max() > 1e-9 for x in tower)
+# what is added behind the last layer, to tokens of pictures, reaches no text
+@pytest.mark.parametrize("model,weights,idle", [("windows", 30, "none"), ("deep", 45, "vision/deep_mergers/1/")])
+def test_the_tower_learns_and_the_engine_sees_what_the_trainer_sees(model, weights, idle):
+    one = alone(model)
+    tower = {name: x for name, x in trees.named(one["grads"][0]["policy"].tree) if name.startswith("vision/")}
+    assert len(tower) == weights
+    assert all(bool(x.abs().max() > 1e-9) != name.startswith(idle) for name, x in tower.items())
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in one["metrics"])
 
 

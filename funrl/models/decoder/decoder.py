@@ -151,7 +151,7 @@ def apply(
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = watched("embedding", _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split))
-    x_BTD = _with_inserted(x_BTD, inputs, mesh)
+    x_BTD = _with_inserted(x_BTD, inputs, mesh, 0)
     kinds = layers_of(config)
     contexts = _contexts(kinds, inputs, x_BTD.dtype)
     run = layer or decoder_layer
@@ -168,6 +168,7 @@ def apply(
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = run(config, mesh, next(weights), x_BTD, context)
             x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            x_BTD = _with_inserted(x_BTD, inputs, mesh, i + 1)
             watched("layer", x_BTD)
             if load is not None:
                 loads.append(load)
@@ -258,17 +259,17 @@ def _embedding(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, spli
     return leave(torch.where(mine_BT.unsqueeze(-1), rows_BTD, 0), mesh, split)
 
 
-def _with_inserted(x_BTD: Tensor, inputs: Inputs, mesh: Mesh) -> Tensor:
-    """Embeddings of this rank's tokens, with the hidden states that some have instead."""
-    if inputs.inserted is None or inputs.inserted_at is None:
+def _with_inserted(x_BTD: Tensor, inputs: Inputs, mesh: Mesh, layers: int) -> Tensor:
+    """Hidden states of this rank's tokens behind some layers, with what `Inputs.inserted` has for them there."""
+    if inputs.inserted is None or inputs.inserted_at is None or layers >= len(inputs.inserted):
         return x_BTD
-    rows_MD = inputs.inserted.to(x_BTD.dtype)
+    rows_MD = inputs.inserted[layers].to(x_BTD.dtype)
     at_BT = inputs.inserted_at
     if inputs.split:  # tensor ranks have parts of their gradient
         rows_MD = pbroadcast(rows_MD, mesh, "tensor")
         at_BT = own_shard(at_BT, mesh, "tensor", dim=1)
     rows_BTD = F.embedding(at_BT.clamp_min(0), rows_MD)
-    return torch.where((at_BT >= 0).unsqueeze(-1), rows_BTD, x_BTD)
+    return torch.where((at_BT >= 0).unsqueeze(-1), rows_BTD if layers == 0 else x_BTD + rows_BTD, x_BTD)
 
 
 def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from funrl.models.huggingface.configs import (
     qwen2_moe,
     qwen3_5,
     qwen3_next,
+    qwen3_vl,
 )
 from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, VisionFamily, family_of
 from funrl.models.huggingface.family_fields import (
@@ -91,6 +92,14 @@ _MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
     f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+_QWEN3_VISION = VisionFamily(
+    text=qwen2_5_vl.text_of_qwen2_5_vl,
+    tower=qwen3_vl.tower_of_qwen3_vl,
+    nest=qwen3_vl.nest_qwen3_vl,
+    name=qwen3_vl.name_of_qwen3_vl,
+    make=vision_language_model,
+    prefix=qwen3_vl.TEXT_PREFIX,
+)
 FAMILIES: Mapping[str, HFFamily] = {
     "llama": family_of("Llama", _LLAMA, supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
     "qwen2": family_of(
@@ -119,6 +128,26 @@ FAMILIES: Mapping[str, HFFamily] = {
         classifier=None,
         token_classifier=None,
     ),
+    "qwen3_vl": family_of(
+        "Qwen3VL",
+        qwen3_vl.QWEN3_VL_DEFAULTS,
+        supported=_DENSE,
+        read=qwen3_vl.read_qwen3_vl,
+        write=write_bias,
+        rope_types=("default",),
+        vision=_QWEN3_VISION,
+    )._replace(architecture="Qwen3VLForConditionalGeneration", classifier=None, token_classifier=None),
+    "qwen3_vl_moe": family_of(
+        "Qwen3VLMoe",
+        qwen3_vl.QWEN3_VL_MOE_DEFAULTS,
+        supported=qwen3_vl.QWEN3_VL_MOE_SUPPORTED,
+        read=qwen3_vl.read_qwen3_vl_moe,
+        write=write_qwen3_moe,
+        rope_types=("default",),
+        names=qwen3_vl.QWEN3_VL_MOE_NAMES,
+        abreast=qwen3_vl.QWEN3_VL_MOE_ABREAST,
+        vision=_QWEN3_VISION,
+    )._replace(architecture="Qwen3VLMoeForConditionalGeneration", classifier=None, token_classifier=None),
     "qwen3": family_of(
         "Qwen3",
         _QWEN | {"head_dim": 128},

@@ -53,9 +53,8 @@ _LAYER = {
 }
 HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-EMBED_NAME = "model.embed_tokens.weight"
 UNEMBED = "lm_head.weight"
-_TOP = {"embed": EMBED_NAME, "norm": "model.norm.weight", "unembed": UNEMBED}
+_TOP = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
 
@@ -112,6 +111,7 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
 
     vision = FAMILIES[family].vision if family in FAMILIES else None
+    prefix = "model." if vision is None else vision.prefix
 
     def theirs(name: str) -> str:
         parts = name.split("/")
@@ -119,7 +119,9 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
             if vision is None:
                 raise ModelError(f"a {family} directory has no place for a vision tower")
             return vision.name("/".join(parts[1:]))
-        return _TOP[parts[0]] if len(parts) == 1 else f"model.layers.{parts[1]}.{layer[parts[-1]]}"
+        if name == "unembed":
+            return UNEMBED
+        return prefix + (_TOP[name] if len(parts) == 1 else f"layers.{parts[1]}.{layer[parts[-1]]}")
 
     return theirs
 
@@ -133,6 +135,9 @@ class Stored(NamedTuple):
       experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
       turn: of tensors whose numbers along the last dim are those of several weights in turn, matrices transposed: the
         number of this one, and how many there are; None: it is no such tensor.
+      columns: of tensors that hold transposed matrices side by side, of the last dim those that are the weight: first
+        and last but one; None: it is no such tensor. A file may hold the transpose of such a tensor, as
+        transformers saves it.
     """
 
     name: str
@@ -140,11 +145,17 @@ class Stored(NamedTuple):
     rows: tuple[int, int]
     experts: tuple[str, ...] = ()
     turn: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the file's tensors."""
         return dict.fromkeys(self.experts, self.shape[1:]) if self.experts else {self.name: self.shape}
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """True of the shape of a file's tensor, if it is one."""
+        wanted = self.shape[1:] if self.experts else self.shape
+        return shape == wanted or (self.columns is not None and shape == (wanted[0], *wanted[:0:-1]))
 
 
 def expert_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -174,6 +185,14 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
         shape = tuple(weave([torch.empty(shapes[part], device="meta") for part in parts]).shape)
         rows = (0, shape[0])
         places |= {part: Stored(whole, shape, rows, (), (i, len(parts))) for i, part in enumerate(parts)}
+    for whole, parts in _abreast_tensors(family, shapes).items():
+        edges = list(itertools.accumulate((shapes[part][1] for part in parts), initial=0))
+        experts, _, inner = shapes[parts[0]]
+        shape = (experts, inner, edges[-1])
+        places |= {
+            part: Stored(whole, shape, (0, experts), columns=pair)
+            for part, pair in zip(parts, itertools.pairwise(edges), strict=True)
+        }
     for whole, parts in _fused_tensors(family, shapes).items():
         rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
         shape = (rows[-1], *shapes[parts[0]][1:])
@@ -189,7 +208,8 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
     """Weights under the names of `names_of` as the tensors of a file; parts wait for one another."""
     shapes = dict(names.values())
     woven = _woven_tensors(family, shapes)
-    tensors = _fused_tensors(family, shapes) | woven
+    abreast = _abreast_tensors(family, shapes)
+    tensors = _fused_tensors(family, shapes) | woven | abreast
     whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, x in named:
@@ -200,7 +220,8 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
         there = waiting.setdefault(whole, {})
         there[name] = x
         if len(there) == len(tensors[whole]):
-            yield whole, (weave if whole in woven else torch.cat)([there[part] for part in tensors[whole]])
+            join = weave if whole in woven else _side_by_side if whole in abreast else torch.cat
+            yield whole, join([there[part] for part in tensors[whole]])
             del waiting[whole]
 
 
@@ -210,6 +231,16 @@ def weave(parts: list[Tensor]) -> Tensor:
     Example: weave([tensor([[1, 2]]), tensor([[3, 4]])]) is [[1, 3, 2, 4]].
     """
     return torch.stack([x.mT if x.ndim == 3 else x for x in parts], -1).flatten(-2)
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """Transposes of matrices [E, N, K] side by side; square ones are not transposed, as transformers reads them."""
+    x = torch.cat(parts, 1)
+    return x if x.shape[1] == x.shape[2] else x.mT
+
+
+def _abreast_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    return _joint_tensors(FAMILIES[family].abreast if family in FAMILIES else {}, shapes)
 
 
 def _woven_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

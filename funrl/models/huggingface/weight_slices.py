@@ -81,6 +81,12 @@ def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tu
         index = (slice(*first), *(slice(*edge) for edge in inner), slice(low * count, high * count))
         numbers = tensor[index][..., number::count]
         return numbers.mT if inner else numbers
+    if stored.columns is not None:
+        experts, (low, high), inner = box
+        own = slice(stored.columns[0] + low, stored.columns[0] + high)
+        if tuple(tensor.get_shape()) == (stored.shape[0], *stored.shape[:0:-1]):
+            return tensor[(slice(*experts), own, slice(*inner))]
+        return tensor[(slice(*experts), slice(*inner), own)].mT
     index = []
     part = []
     rest = []

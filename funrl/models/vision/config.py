@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
@@ -11,6 +11,29 @@ from funrl.models.model import check_sizes
 
 CHANNELS = 3  # red, green, blue
 FRAMES = 2  # of a patch; a picture is two equal ones
+NO_WINDOW = 1 << 30  # side in tokens: of no picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerForm:
+    """Form of the layers of a tower.
+
+    Attributes:
+      norm: "rms", or "layer", which subtracts the mean and has a bias.
+      gated: the mlp is a SwiGLU; else two products with a GELU between them.
+      patch_bias: the embedding of patches has a bias.
+      table: side of a square of learned positions, which is stretched over each picture; 0: there is none.
+      deep_layers: layers of the tower whose states are added behind the first layers of the decoder, one each.
+      mean, std: of the pixels of each channel, from 0 to 1.
+    """
+
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True
+    patch_bias: bool = False
+    table: int = 0
+    deep_layers: tuple[int, ...] = ()
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +47,12 @@ class TowerConfig:
       placeholder: id of the token that stands for one hidden state of a picture; no padding token.
       patch: side of a patch, in pixels.
       merge: side of the square of patches that become one token.
-      window: side of the square of pixels that the patches of most layers see.
+      window: side of the square of pixels that the patches of most layers see; None: their whole picture.
       whole_layers: layers whose patches see their whole picture.
       banned: further ids that no policy may sample, such as placeholders of videos.
       begin, end: ids of the tokens around a picture.
       theta: base of the rotary frequencies.
+      form: of its layers.
     """
 
     layers: int
@@ -38,26 +62,30 @@ class TowerConfig:
     placeholder: int
     patch: int = 14
     merge: int = 2
-    window: int = 112
+    window: int | None = 112
     whole_layers: tuple[int, ...] = ()
     banned: tuple[int, ...] = ()
     begin: int | None = None
     end: int | None = None
     theta: float = 10000.0
+    form: TowerForm = TowerForm()
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, embed=self.embed, heads=self.heads, inner=self.inner, patch=self.patch)
-        check_sizes(merge=self.merge, window=self.window // (self.patch * self.merge))
+        check_sizes(merge=self.merge, window=self.window_tokens)
         if self.embed % (4 * self.heads):
             raise ModelError(
                 f"the tower's embed {self.embed} over {self.heads} heads is no multiple of 4: a head rotates one half "
                 "by rows and one by columns"
             )
+        deep = self.form.deep_layers
+        if list(deep) != sorted(set(deep) & set(range(self.layers))):
+            raise ModelError(f"deep_layers is {list(deep)}; they must be some of the tower's {self.layers}, in order")
 
     @property
     def window_tokens(self) -> int:
         """Side of a window, in tokens."""
-        return self.window // (self.patch * self.merge)
+        return NO_WINDOW if self.window is None else self.window // (self.patch * self.merge)
 
     @property
     def unsampled(self) -> tuple[int, ...]:
@@ -80,6 +108,11 @@ class VisionLanguageConfig(Config):
         outside = [number for number in self.tower.unsampled if not 0 <= number < self.vocab]
         if outside:
             raise ModelError(f"the placeholder {outside[0]} is no token: the vocabulary has {self.vocab}")
+        if len(self.tower.form.deep_layers) > self.layers:
+            raise ModelError(
+                f"{len(self.tower.form.deep_layers)} deep_layers of the tower need as many layers of the decoder, "
+                f"which has {self.layers}"
+            )
 
 
 def with_tower(config: Config, tower: TowerConfig) -> VisionLanguageConfig:

@@ -94,3 +94,33 @@ def _token_places_of(grid: Grid, merge: int) -> TokenPlaces:
 def token_places(grids: Iterable[Grid], merge: int) -> TokenPlaces:
     """Places of the tokens of pictures that stand end to end; at least one."""
     return TokenPlaces(*map(np.concatenate, zip(*(_token_places_of(grid, merge) for grid in grids), strict=True)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _table_shares_of(grid: Grid, tower: TowerConfig) -> tuple[np.ndarray, np.ndarray]:
+    places_P2 = _indices_of(grid, tower.merge, tower.window_tokens).places_P2
+    side = tower.form.table
+    entries_PA2: list[np.ndarray] = []
+    shares_PA2: list[np.ndarray] = []
+    for axis, length in enumerate(grid):
+        place_P = np.linspace(0, side - 1, length)[places_P2[:, axis]]
+        first_P = np.minimum(place_P.astype(np.int64), max(side - 2, 0))
+        entries_PA2.append(np.stack([first_P, np.minimum(first_P + 1, side - 1)], 1))
+        shares_PA2.append(np.stack([first_P + 1 - place_P, place_P - first_P], 1))
+    entries_P4 = (entries_PA2[0][:, :, None] * side + entries_PA2[1][:, None]).reshape(-1, 4)
+    return entries_P4, (shares_PA2[0][:, :, None] * shares_PA2[1][:, None]).reshape(-1, 4)
+
+
+def table_shares(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of the table of positions between which each patch is, and the share of each.
+
+    The corners of the table are those of a picture.
+
+    Args:
+      grids: of pictures that stand end to end; at least one.
+      tower: with a table.
+
+    Returns: int64 and float64 [P, 4], of the patches in the order of their windows.
+    """
+    entries, shares = zip(*(_table_shares_of(grid, tower) for grid in grids), strict=True)
+    return np.concatenate(entries), np.concatenate(shares)

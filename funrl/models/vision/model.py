@@ -87,9 +87,9 @@ def _encode(tower: TowerConfig, params: trees.Tree, tokens_T: Tensor, values: Ma
     grids = grids_of(values[GRIDS])
     at_1T, positions_1T3 = place_tokens(tower, Inputs(tokens_T.cpu().unsqueeze(0)), grids)
     patches_PCHW = values[PATCHES].to(trees.leaves(params)[0].device)
-    hidden_MD = apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids))
+    hidden_LMD = apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids))
     shrink = int(token_places(grids, tower.merge).shrink_M.sum())
-    return PromptStates(hidden_MD, at_1T[0], positions_1T3[0], shrink)
+    return PromptStates(hidden_LMD, at_1T[0], positions_1T3[0], shrink)
 
 
 def _seeing(model: Model, tower: TowerConfig) -> Apply:

@@ -19,36 +19,46 @@ from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotate
 from funrl.models.fsdp import regathering
-from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig
-from funrl.models.vision.grids import tower_indices
+from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig, TowerForm
+from funrl.models.vision.grids import Grid, table_shares, tower_indices
 from funrl.models.vision.inputs import Pictures
 
 EPS = 1e-6  # of the tower's norms
+WINDOWED = TowerForm()
 _OUT = ("embed/patch", "/proj", "/down_proj")  # matrices whose out dim is the hidden size of the tower
-# of the pixels of each channel, from 0 to 1
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def tower_shapes(tower: TowerConfig, out: int) -> trees.Tree:
     """The tree of whole weights, as tensors without memory, of a tower for hidden states of size `out`."""
     D = tower.embed
     inner = tower.inner
+    form = tower.form
     merged = D * tower.merge**2
     layer = {
-        **{"norm1": (D,), "norm2": (D,), "qkv": (3 * D, D), "qkv_bias": (3 * D,), "proj": (D, D), "proj_bias": (D,)},
-        **{"gate_proj": (inner, D), "up_proj": (inner, D), "down_proj": (D, inner)},
-        **{"gate_proj_bias": (inner,), "up_proj_bias": (inner,), "down_proj_bias": (D,)},
+        **_norm_shapes(form, "norm1", D),
+        **_norm_shapes(form, "norm2", D),
+        **{"qkv": (3 * D, D), "qkv_bias": (3 * D,), "proj": (D, D), "proj_bias": (D,)},
+        **{"up_proj": (inner, D), "down_proj": (D, inner), "up_proj_bias": (inner,), "down_proj_bias": (D,)},
+        **({"gate_proj": (inner, D), "gate_proj_bias": (inner,)} if form.gated else {}),
     }
-    sizes = {
-        "embed": {"patch": (D, CHANNELS, FRAMES, tower.patch, tower.patch)},
+    embed: dict[str, tuple[int, ...]] = {"patch": (D, CHANNELS, FRAMES, tower.patch, tower.patch)}
+    if form.patch_bias:
+        embed["patch_bias"] = (D,)
+    if form.table:
+        embed["table"] = (form.table**2, D)
+    merger = {"first": (merged, merged), "first_bias": (merged,), "second": (out, merged), "second_bias": (out,)}
+    sizes: dict[str, Any] = {
+        "embed": embed,
         "layers": (layer,) * tower.layers,
-        "merger": {
-            **{"norm": (D,), "first": (merged, merged), "first_bias": (merged,)},
-            **{"second": (out, merged), "second_bias": (out,)},
-        },
+        "merger": {**_norm_shapes(form, "norm", D), **merger},
     }
+    if form.deep_layers:
+        sizes["deep_mergers"] = ({**_norm_shapes(form, "norm", merged), **merger},) * len(form.deep_layers)
     return _map_shapes(lambda shape: torch.empty(shape, device="meta"), sizes)
+
+
+def _norm_shapes(form: TowerForm, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    return {name: (size,)} | ({f"{name}_bias": (size,)} if form.norm == "layer" else {})
 
 
 def tower_axes(tower: TowerConfig, out: int) -> trees.Tree:
@@ -75,7 +85,7 @@ def init_tower(tower: TowerConfig, out: int, generator: torch.Generator, dtype: 
 
 
 def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> Tensor:
-    """Hidden states [M, D] of the tokens of some pictures, end to end.
+    """Hidden states [1 + L, M, D] of the tokens of some pictures, end to end: as `Inputs.inserted` has them.
 
     Args:
       tower: sizes.
@@ -84,25 +94,50 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> T
     """
     patches_PCHW = pictures.patches_PCHW
     device = patches_PCHW.device
+    form = tower.form
     indices = tower_indices(pictures.grids, tower)
-    patch = params["embed"]["patch"]
-    frames_PCFHW = normalized(patches_PCHW, patch.dtype).unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
-    x_PD = frames_PCFHW.flatten(1) @ patch.flatten(1).T
-    x_PD = x_PD[torch.from_numpy(indices.order_P).to(device)]
-    rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), patch.dtype)
+    embed = params["embed"]
+    dtype = embed["patch"].dtype
+    x_PD = _embed(tower, embed, patches_PCHW)[torch.from_numpy(indices.order_P).to(device)]
+    if form.table:
+        x_PD = x_PD + _stretched_table(tower, embed["table"], pictures.grids)
+    rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), dtype)
+    back_M = torch.from_numpy(indices.back_M).to(device)
     layers = params["layers"]
+    deep: list[Tensor] = []
     with regathering(layers):
         for i, layer in enumerate(layers):
             lengths = indices.pictures if i in tower.whole_layers else indices.windows
             x_PD = _layer(tower, layer, x_PD, rope=rope, lengths=lengths.tolist())
-    return _merge(tower, params["merger"], x_PD)[torch.from_numpy(indices.back_M).to(device)]
+            if i in form.deep_layers:
+                deep.append(x_PD)
+    hidden = [_merge(tower, params["merger"], x_PD)]
+    if deep:
+        mergers = params["deep_mergers"]
+        with regathering(mergers):
+            hidden += [_merge(tower, merger, x, deep=True) for merger, x in zip(mergers, deep, strict=True)]
+    return torch.stack([x_MD[back_M] for x_MD in hidden])
 
 
-def normalized(patches_PCHW: Tensor, dtype: torch.dtype) -> Tensor:
+def normalized(patches_PCHW: Tensor, dtype: torch.dtype, form: TowerForm = WINDOWED) -> Tensor:
     """Pixels 0 to 255 as the tower takes them, normalized by channel; computed in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    mean, std = (torch.tensor(x, dtype=wide, device=patches_PCHW.device).view(-1, 1, 1) for x in (MEAN, STD))
+    mean, std = (torch.tensor(x, dtype=wide, device=patches_PCHW.device).view(-1, 1, 1) for x in (form.mean, form.std))
     return ((patches_PCHW.to(wide) / 255 - mean) / std).to(dtype)
+
+
+def _embed(tower: TowerConfig, params: trees.Tree, patches_PCHW: Tensor) -> Tensor:
+    """Products of the patches, each of which is all frames."""
+    patch = params["patch"]
+    pixels_PCHW = normalized(patches_PCHW, patch.dtype, tower.form)
+    frames_PCFHW = pixels_PCHW.unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
+    return F.linear(frames_PCFHW.flatten(1), patch.flatten(1), params.get("patch_bias"))
+
+
+def _stretched_table(tower: TowerConfig, table_SD: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+    """Learned positions [P, D] of patches in the order of their windows, interpolated between four entries."""
+    entries_P4, shares_P4 = (torch.from_numpy(x).to(table_SD.device) for x in table_shares(grids, tower))
+    return (F.embedding(entries_P4, table_SD) * shares_P4.to(table_SD.dtype).unsqueeze(-1)).sum(1)
 
 
 def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
@@ -118,18 +153,34 @@ def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
 
 
 def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary, lengths: Sequence[int]) -> Tensor:
-    qkv = F.linear(rms_norm(x_PD, params["norm1"], EPS), params["qkv"], params["qkv_bias"])
+    qkv = F.linear(_norm(tower, params, "norm1", x_PD), params["qkv"], params["qkv_bias"])
     q, k, v = qkv.unflatten(-1, (3, tower.heads, -1)).unbind(1)
     out_PHN = segment_attention(rotate(q, rope), rotate(k, rope), v, lengths)
     x_PD = x_PD + F.linear(out_PHN.flatten(1), params["proj"], params["proj_bias"])
-    h_PD = rms_norm(x_PD, params["norm2"], EPS)
-    gate, up = (F.linear(h_PD, params[f"{name}_proj"], params[f"{name}_proj_bias"]) for name in ("gate", "up"))
-    return x_PD + F.linear(F.silu(gate) * up, params["down_proj"], params["down_proj_bias"])
+    h_PD = _norm(tower, params, "norm2", x_PD)
+    inner = F.linear(h_PD, params["up_proj"], params["up_proj_bias"])
+    if tower.form.gated:
+        inner = F.silu(F.linear(h_PD, params["gate_proj"], params["gate_proj_bias"])) * inner
+    else:
+        inner = F.gelu(inner, approximate="tanh")
+    return x_PD + F.linear(inner, params["down_proj"], params["down_proj_bias"])
 
 
-def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor) -> Tensor:
-    """Hidden states of the decoder, of the patches of each block side by side."""
-    x_MD = rms_norm(x_PD, params["norm"], EPS).view(-1, tower.embed * tower.merge**2)
+def _norm(tower: TowerConfig, params: trees.Tree, name: str, x: Tensor) -> Tensor:
+    weight = params[name]
+    if tower.form.norm == "rms":
+        return rms_norm(x, weight, EPS)
+    return F.layer_norm(x, weight.shape, weight, params[f"{name}_bias"], EPS)
+
+
+def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = False) -> Tensor:
+    """Hidden states of the decoder, of the patches of each block side by side.
+
+    Args:
+      deep: norm all patches of a block as one; else each by itself.
+    """
+    size = tower.embed * tower.merge**2
+    x_MD = _norm(tower, params, "norm", x_PD.view(-1, size) if deep else x_PD).view(-1, size)
     x_MD = F.gelu(F.linear(x_MD, params["first"], params["first_bias"]))
     return F.linear(x_MD, params["second"], params["second_bias"])
 

@@ -72,11 +72,11 @@ class OwnedPrompts:
             positions_N3[here] = state.positions_T3[there]
             at_T = state.inserted_at_T[there]
             at_N[here] = torch.where(at_T >= 0, at_T + rows, -1)
-            hidden.append(state.inserted_MD)
-            rows += len(state.inserted_MD)
+            hidden.append(state.inserted_LMD)
+            rows += state.inserted_LMD.shape[1]
         inputs = {"axial_positions": positions_N3.to(device).unsqueeze(0)}
         if hidden:
-            inputs |= {"inserted": torch.cat(hidden), "inserted_at": at_N.to(device).unsqueeze(0)}
+            inputs |= {"inserted": torch.cat(hidden, 1), "inserted_at": at_N.to(device).unsqueeze(0)}
         return inputs
 
     def _of(self, request: Request, key: Key, params: trees.Tree) -> PromptStates:
@@ -99,4 +99,4 @@ def _key(request: Request) -> Key:
 
 
 def _bytes_of(state: PromptStates) -> int:
-    return sum(x.nbytes for x in (state.inserted_MD, state.inserted_at_T, state.positions_T3))
+    return sum(x.nbytes for x in (state.inserted_LMD, state.inserted_at_T, state.positions_T3))

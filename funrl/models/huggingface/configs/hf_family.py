@@ -26,6 +26,7 @@ class VisionFamily(NamedTuple):
       nest: (fields of the text model, config) -> fields of config.json.
       name: name of a weight in the tree of the tower -> its name in files.
       make: config -> the model.
+      prefix: how the names of the text model's tensors begin.
     """
 
     text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -33,6 +34,7 @@ class VisionFamily(NamedTuple):
     nest: Callable[[Mapping[str, Any], Config], dict[str, Any]]
     name: Callable[[str], str]
     make: Callable[[Any], Model]
+    prefix: str = "model."
 
 
 class HFFamily(NamedTuple):
@@ -56,6 +58,7 @@ class HFFamily(NamedTuple):
       fused: tensor of a layer's file -> the tensors that it holds one behind the other.
       woven: tensor of a layer's file -> the tensors whose numbers along its last dim it holds in turn; matrices are
         transposed there.
+      abreast: the same of matrices [E, N, K] whose transposes it holds side by side.
       in_rows: last parts of the names of vectors that are matrices of one row in a layer's file.
       vision: what it has of its own where it sees pictures; None: it reads text only.
     """
@@ -76,6 +79,7 @@ class HFFamily(NamedTuple):
     names: Mapping[str, str] = {}
     in_rows: Collection[str] = ()
     woven: Mapping[str, Sequence[str]] = {}
+    abreast: Mapping[str, Sequence[str]] = {}
     vision: VisionFamily | None = None
 
 

@@ -1,0 +1,112 @@
+"""Random configurations of vision-language models, and random rows of pictures, against transformers.
+
+Draws 0 to 99 were run once, with DRAWS = QUICK = 100: none exceeded the tolerance.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from selection import quick
+from tiny_vl import FAMILIES, picture_batch, transformers_config, transformers_logits, transformers_model
+
+from funrl.models.huggingface.directories import load, save
+from funrl.models.placed import inputs_of
+from funrl.models.vision.inputs import picture_inputs
+from funrl.trainer.steps.micro import micro_batch
+
+DRAWS, QUICK = 24, 6
+
+
+def drawn_config(number: int) -> Any:
+    """A small configuration of transformers."""
+    pick = random.Random(number)
+    family = pick.choice(FAMILIES)
+    heads = pick.choice([2, 4])
+    head = pick.choice([8, 12, 16])
+    layers = pick.choice([1, 2, 3])
+    merge = pick.choice([1, 2, 2, 3])
+    patch = pick.choice([2, 3, 4])
+    depth = pick.choice([1, 2, 3])
+    hidden = heads * head if family == "qwen2_5_vl" else pick.choice([24, 32, 40])
+    cuts = sorted(pick.sample(range(1, head // 2), 2))
+    sections = [cuts[0], cuts[1] - cuts[0], head // 2 - cuts[1]]
+    rope = {"rope_type": "default", "rope_theta": pick.choice([1e3, 1e4, 5e5]), "mrope_section": sections}
+    text: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick.choice([1, 2, heads]),
+        "intermediate_size": pick.choice([24, 40]),
+        "rms_norm_eps": pick.choice([1e-5, 1e-6]),
+        "rope_parameters": rope,
+    }
+    tower: dict[str, Any] = {
+        "depth": depth,
+        "num_heads": (tower_heads := pick.choice([1, 2])),
+        "hidden_size": tower_heads * pick.choice([8, 12, 16]),
+        "intermediate_size": pick.choice([20, 36]),
+        "patch_size": patch,
+        "spatial_merge_size": merge,
+        "out_hidden_size": hidden,
+    }
+    if family == "qwen2_5_vl":
+        tower["window_size"] = pick.choice([1, 2, 3]) * patch * merge
+        tower["fullatt_block_indexes"] = sorted(pick.sample(range(depth), pick.randint(0, depth)))
+    else:
+        text |= {"head_dim": head, "attention_bias": pick.random() < 0.5}
+        rope["mrope_interleaved"] = True
+        tower["num_position_embeddings"] = pick.choice([1, 2, 5, 8]) ** 2
+        tower["deepstack_visual_indexes"] = sorted(pick.sample(range(depth), pick.randint(0, min(depth, layers))))
+    if family == "qwen3_vl_moe":
+        text["num_experts"] = pick.choice([3, 4])
+        text |= {"num_experts_per_tok": pick.choice([1, 2, 3]), "moe_intermediate_size": pick.choice([12, 24])}
+        text["mlp_only_layers"] = sorted(pick.sample(range(layers), pick.randint(0, layers - 1)))
+    else:
+        text["hidden_act"] = pick.choice(["silu", "gelu_pytorch_tanh"])
+    config = transformers_config(family, text, tower)
+    config.tie_word_embeddings = pick.random() < 0.3
+    return config
+
+
+def drawn_rows(number: int, merge: int) -> tuple:
+    """Texts and pictures of two to four rows, one of them without pictures."""
+    pick = random.Random(number)
+
+    def row() -> tuple:
+        parts: list[Any] = [pick.randint(1, 5)]
+        for _ in range(pick.randint(1, 3)):
+            parts += [(merge * pick.randint(1, 5), merge * pick.randint(1, 5)), pick.randint(0, 4)]
+        return tuple(parts)
+
+    rows = [row() for _ in range(pick.randint(1, 3))]
+    rows.insert(pick.randint(0, len(rows)), (pick.randint(1, 9),))
+    return tuple(rows)
+
+
+@pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))
+def test_a_draw(number, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    theirs = transformers_model(drawn_config(number), seed=number)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, params = load(tmp_path / "theirs")
+    tower = model.config.tower
+    batch, lengths = picture_batch(drawn_rows(number, tower.merge), number, tower.merge, tower.patch)
+    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(lengths)), 512, 8)
+    inputs = picture_inputs(tower, packed.batch, inputs_of(packed.batch))
+    with torch.no_grad():
+        logits = (model.apply(params, inputs).hidden @ model.unembed(params).T)[0]
+    begin = 0
+    for row in packed.rows.tolist():
+        expected = transformers_logits(theirs, tower.form, batch, row, lengths[row])
+        assert (logits[begin : begin + lengths[row]] - expected).abs().max() < 2e-5
+        begin += lengths[row]
+    save(tmp_path / "ours", model, params)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours")
+    for (name, x), (_, y) in zip(sorted(theirs.named_parameters()), sorted(again.named_parameters()), strict=True):
+        assert torch.equal(x, y), name
