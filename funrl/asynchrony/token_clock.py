@@ -13,8 +13,8 @@ the iteration after its last token, or after the last answer of its environment;
 With a window above 1 the trainer takes groups in the order of (turn, iteration, number) in which they have ended, each
 as soon as the window allows. It may take a group when no replica can still end one before it.
 
-No deadlock: a replica waits only at a gate, and needs nothing from others to get there, since D <= S P lets it begin all
-groups that the gate asks for. At the gate of turn b + 1 all of its groups below (b + 1) P have ended. So once all
+No deadlock: a replica waits only at a gate, and needs nothing from others to get there, since D <= S P lets it begin
+all groups that the gate asks for. At the gate of turn b + 1 all of its groups below (b + 1) P have ended. So once all
 replicas wait for the weights of batch b + 1, the trainer may take every group that has ended, and while it has taken
 fewer than (b + 1) P of them, the oldest that it has not taken is among them: batch b becomes complete.
 
@@ -53,7 +53,9 @@ class ReplicaClock:
       next_group: its next group; None: there is none.
     """
 
-    def __init__(self, rule: AdmissionRule, number_of: Callable[[int], int | None], replica: int, replicas: int) -> None:
+    def __init__(
+        self, rule: AdmissionRule, number_of: Callable[[int], int | None], replica: int, replicas: int
+    ) -> None:
         """Begin before the first turn.
 
         Args:
@@ -118,11 +120,11 @@ class EndedGroups:
 
     def __init__(self) -> None:
         """Begin without groups."""
-        self._groups: list[tuple[tuple[int, int], int]] = []
+        self._groups: list[tuple[EngineTime, int]] = []
 
     def add(self, number: int, ended: tuple[int, int]) -> None:
         """Add a group that ended at a time."""
-        heapq.heappush(self._groups, (tuple(ended), number))
+        heapq.heappush(self._groups, (EngineTime(*ended), number))
 
     def take(self, horizon: tuple[int, int] | None = None) -> int | None:
         """The next group; None: there is none, or one that ends before it may follow.

@@ -192,7 +192,12 @@ class ResidentEngine:
         self.running_s += time.perf_counter() - begin
 
     async def rest(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
-        """Let the coroutines run while the engine does nothing, until one asks or wakes it, for some seconds at most."""
+        """Let the coroutines run while the engine does nothing, until one asks or wakes it.
+
+        Args:
+          mesh: of the engine.
+          idle_s: seconds that this may take.
+        """
         beat()
         from_first(_Orders(idle=True), mesh, "tensor")
         self._wake.clear()

@@ -198,6 +198,6 @@ class PacedWriter(GroupWriter):
 def refused_endpoint(policy: Any, agent: str) -> Any:
     """Raise RunEndingError: programs behind an endpoint ask when they like."""
     raise RunEndingError(
-        f"--clock=tokens: the environment opens an endpoint for {agent!r}, and when a program behind it asks depends on "
-        "time; call the policy in the environment, or leave --clock=tokens out"
+        f"--clock=tokens: the environment opens an endpoint for {agent!r}, and when a program behind it asks depends "
+        "on time; call the policy in the environment, or leave --clock=tokens out"
     )

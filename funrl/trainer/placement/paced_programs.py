@@ -48,14 +48,14 @@ class PacedPrograms:
         key = (group, number)
         if key in self._asking or key in self._held:
             raise RunEndingError(
-                "--clock=tokens: an episode asks for a reply while it waits for another one, and their order depends on "
-                "time; let the environment sample one after the other, or leave --clock=tokens out"
+                "--clock=tokens: an episode asks for a reply while it waits for another one, and their order depends "
+                "on time; let the environment sample one after the other, or leave --clock=tokens out"
             )
         await self._hold(key)
         self._asking.add(key)
 
     def answered(self, group: int, number: int, delay: int) -> None:
-        """Note that the engine has completed a program's request, and let the program compute for `delay` iterations."""
+        """Note that a request has been completed, and let its program compute for `delay` iterations."""
         self._asking.discard((group, number))
         self._due[group, number] = self.tick + delay
 
