@@ -91,6 +91,7 @@ class TrainKeywords(SharedKeywords, total=False):
     overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
+    clock: TextValue
     keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None

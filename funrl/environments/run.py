@@ -8,7 +8,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -178,10 +178,28 @@ class Tickets:
         return self.groups[begin : begin + count]
 
 
+class Pace(Protocol):
+    """The iterations of an engine at which calls of the policy enter it and episodes end."""
+
+    async def ask(self, number: int) -> None:
+        """Wait until the next call of an episode enters."""
+        ...
+
+    def answered(self, number: int) -> None:
+        """Note that the call has been completed."""
+        ...
+
+    async def end(self, number: int) -> None:
+        """Wait until an episode ends."""
+        ...
+
+
 class EpisodeRunner:
     """The episodes of a replica, on its event loop.
 
     Attributes:
+      setup: how the policy samples and renders.
+      pace: when calls enter the engine; None: when they are made.
       limits: of each episode.
       resident: the engine, from `run` on.
       costs: of each episode, by its number.
@@ -194,8 +212,9 @@ class EpisodeRunner:
         self.limits = limits
         self.costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
         self.attempts = 0
+        self.setup = setup
+        self.pace: Pace | None = None
         self._environment = environment
-        self._setup = setup
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
 
@@ -242,7 +261,10 @@ class EpisodeRunner:
     async def _episode(self, example: Example, number: int, seed: int) -> Episode:
         """Run one episode."""
         try:
-            return await self._attempts(example, number, seed)
+            episode = await self._attempts(example, number, seed)
+            if self.pace is not None:
+                await self.pace.end(number)
+            return episode
         finally:
             self._beginning.discard(number)
             self._unfinished.discard(number)
@@ -259,10 +281,10 @@ class EpisodeRunner:
 
     async def _attempt(self, example: Example, number: int, seed: int) -> Episode:
         clock = EpisodeClock(self.limits.environment_s)
-        models = self._setup.models or {}
+        models = self.setup.models or {}
         complete = functools.partial(self._complete, number, clock)
         frozen = {agent: functools.partial(complete, model=model) for agent, model in models.items() if model}
-        policy = Policy(complete, self._setup, seed, self.limits, frozen)
+        policy = Policy(complete, self.setup, seed, self.limits, frozen)
         try:
             return await self._attempted(example, seed, policy, clock)
         finally:
@@ -287,9 +309,15 @@ class EpisodeRunner:
         model: str = "",
     ) -> Completion:
         self._beginning.discard(number)
-        self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
         with clock.policy():
-            completion = await self.resident.complete(prompt, sampling, *request, model=model)
+            if self.pace is not None:
+                await self.pace.ask(number)
+            self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
+            try:
+                completion = await self.resident.complete(prompt, sampling, *request, model=model)
+            finally:
+                if self.pace is not None:
+                    self.pace.answered(number)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         self._add_cost(number, EpisodeSpending(recomputed=completion.recomputed))
         return completion

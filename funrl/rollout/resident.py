@@ -177,10 +177,7 @@ class ResidentEngine:
         """
         orders = self._take_orders()
         if not orders.submit and not orders.cancel and not self._engine.unfinished():
-            beat()
-            from_first(_Orders(idle=True), mesh, "tensor")
-            self._wake.clear()
-            await _first_of(self._wake.wait(), idle_s)
+            await self.rest(mesh, idle_s)
             return
         begin = time.perf_counter()
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
@@ -193,6 +190,27 @@ class ResidentEngine:
                     self._listeners[number] = listener, known + len(tokens)
             await asyncio.sleep(0)
         self.running_s += time.perf_counter() - begin
+
+    async def rest(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
+        """Let the coroutines run while the engine does nothing, until one asks or wakes it.
+
+        Args:
+          mesh: of the engine.
+          idle_s: seconds that this may take.
+        """
+        beat()
+        from_first(_Orders(idle=True), mesh, "tensor")
+        self._wake.clear()
+        await _first_of(self._wake.wait(), idle_s)
+
+    def wake(self) -> None:
+        """End the rest."""
+        self._wake.set()
+
+    @property
+    def busy(self) -> bool:
+        """True if the engine has something to do in its next iteration."""
+        return bool(self._new or self._cancelled or self._engine.unfinished())
 
     def end(self, completions: Sequence[Completion]) -> None:
         """Give completions to those that wait for them."""

@@ -84,6 +84,21 @@ class GroupBoard:
             store.delete_key(f"{GROUPS_KEY}/batch/{forgotten}")
             store.delete_key(f"{GROUPS_KEY}/held/{forgotten}")
 
+    def announce(self, batch: int, version: int) -> None:
+        """Let replicas know the version that a batch is trained with."""
+        store = run_store()
+        store.set(f"{GROUPS_KEY}/version/{batch}", str(version))
+        store.delete_key(f"{GROUPS_KEY}/version/{batch - KEPT_VERSIONS}")
+
+    def horizon(self) -> tuple[int, int]:
+        """The earliest time of the replicas, (turn, tick): all groups that ended before it have been delivered."""
+        store = run_store()
+        keys = [f"{GROUPS_KEY}/time/{replica}" for replica in range(self.replicas)]
+        if not store.check(keys):
+            return (-1, 0)
+        times = [store.get(key).decode().split() for key in keys]
+        return min((int(turn), int(tick)) for turn, tick in times)
+
     def next_finished(self) -> int | None:
         """Number of the next group that a replica has delivered, in the order of delivery; None: there is none yet."""
         store = run_store()
@@ -115,6 +130,16 @@ class GroupBoard:
     def hold(self, version: int) -> None:
         """Record that this replica generates with a version from now on. Called once for each version."""
         run_store().add(f"{GROUPS_KEY}/held/{version}", 1)
+
+    def version_of_batch(self, batch: int) -> int | None:
+        """The version that a batch is trained with, once `announce` has said it."""
+        key = f"{GROUPS_KEY}/version/{batch}"
+        store = run_store()
+        return int(store.get(key)) if store.check([key]) else None
+
+    def tell_time(self, replica: int, time: tuple[int, int]) -> None:
+        """Let the ranks that train know before which (turn, tick) this replica has delivered what ended."""
+        run_store().set(f"{GROUPS_KEY}/time/{replica}", f"{time[0]} {time[1]}")
 
     def deliver(self, number: int, value: Any) -> None:
         """Deliver a group."""

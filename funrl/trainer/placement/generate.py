@@ -45,6 +45,7 @@ from funrl.trainer.placement.messages import (
     split_origins,
     written_rows,
 )
+from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
@@ -253,7 +254,8 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
 
     receiver = WeightReceiver(answers.mesh, generator.to_engine, functools.partial(in_form, spec), rank.group)
     generation = rank.generation
-    writer = GroupWriter(generation, admission_rule(job), receiver, take_weights)
+    kind = PacedWriter if job.settings.asynchrony.clock == "tokens" else GroupWriter
+    writer = kind(generation, admission_rule(job), receiver, take_weights)
     with receiver.receiving(), contextlib.closing(writer):
         while True:
             if not writer.turn(answers).request:
@@ -271,7 +273,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
                 continue
             version = request.version if isinstance(request, VERSIONED) else 0
-            writer.take_version(version)
+            writer.take_version(version, generates=not isinstance(request, DigestsRequest))
             if isinstance(request, DigestsRequest):
                 answers.answer(engine_digests(generator.engine))
                 continue

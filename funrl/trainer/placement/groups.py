@@ -18,6 +18,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.advantages.units import units_of
 from funrl.asynchrony.admission import Admission, AdmissionRule
+from funrl.asynchrony.token_clock import EndedGroups
 from funrl.batch import declare
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
@@ -67,6 +68,7 @@ class GroupGenerators(Generators):
     Attributes:
       plan: of the groups; None: before the first step.
       keeps_cache: whether replicas keep keys and values of older weights.
+      paced: whether replicas follow the clock of their engines.
       overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
         a batch. A resumed run needs it.
     """
@@ -92,14 +94,21 @@ class GroupGenerators(Generators):
         self.plan: GroupPlan | None = None
         self._schedule = schedule
         self.keeps_cache = False
+        self.paced = False
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board_holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
+        self._ended = EndedGroups()  # of them those that admission does not know of
         self._taken: list[TakenGroup] = []
         self._metrics: dict[str, float] = {}
+
+    def follow_clock(self) -> None:
+        """Let every decision stand at iterations of the engines; see `token_clock`."""
+        self.paced = True
+        self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
         """Begin to take the batch of a step.
@@ -124,6 +133,8 @@ class GroupGenerators(Generators):
         self._batch = step - self.plan.step
         if self.mesh.rank == 0:
             self._board.train(self._batch, self.engine.version or 0)
+            if self.paced:
+                self._board.announce(self._batch, self.engine.version or 0)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The state with the groups that have overtaken others, where some may; see `Generators`."""
@@ -257,30 +268,41 @@ class GroupGenerators(Generators):
         assert self.plan is not None
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
+        batch = self._admission.batch
         taken: list[int] = []
+        ordered = self.paced and self._admission.rule.window > 1
         while True:
+            horizon = self._board.horizon() if ordered else None  # read before the groups that ended until then
             while (number := self._board.next_finished()) is not None:
-                self._written[number] = self._board.collect(number)
-                self._admit()  # a group that has ended may have begun since the last one
-                self._admission = self._admission.finish([number])
+                self._written[number] = group = self._board.collect(number)
+                self._ended.add(number, group.ended if ordered else (0, 0))
                 beat()
                 pauses = Pauses(1)
             problems = [number for number, group in self._written.items() if group.problem is not None]
             if problems:
                 return [TakenGroup(problems[0], self._written[problems[0]])]
-            batch = self._admission.batch
-            while self._admission.batch == batch and (places := self._admission.consumable()):
-                _, self._admission = self._admission.consume(places)
-                taken += places
+            taken += self._consume(batch)
+            while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
+                self._admit()  # a group that has ended may have begun since the last one
+                self._admission = self._admission.finish([number])
+                taken += self._consume(batch)
             if self._admission.batch > batch:
                 return [TakenGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
 
+    def _consume(self, batch: int) -> list[int]:
+        """Groups that a batch takes now."""
+        taken: list[int] = []
+        while self._admission.batch == batch and (places := self._admission.consumable()):
+            _, self._admission = self._admission.consume(places)
+            taken += places
+        return taken
+
     def _admit(self) -> None:
         """Follow the rule by which replicas begin groups."""
         assert self.plan is not None
-        batch = self._board.batch_of_weights(self.engine.version or 0)
+        batch = self._batch if self.paced else self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
         if batch is not None and (held is None or batch > held):
             self._admission = self._admission.version_held(REPLICAS, batch)

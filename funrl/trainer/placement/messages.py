@@ -77,6 +77,7 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
+      ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
     """
 
     generator: int
@@ -87,6 +88,7 @@ class WrittenGroup(NamedTuple):
     shown: Sequence[ShownSample] = ()
     notes: Sequence[str] = ()
     problem: str | None = None
+    ended: tuple[int, int] = (0, 0)
 
 
 class EpisodesRequest(NamedTuple):

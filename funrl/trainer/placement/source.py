@@ -57,6 +57,8 @@ def placed_source(
             schedule=schedule,
         )
         generators.keeps_cache = job.settings.asynchrony.keep_cache
+        if job.settings.asynchrony.clock == "tokens":
+            generators.follow_clock()
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)

@@ -129,8 +129,12 @@ class GroupWriter:
         self._waited_s = 0.0
         self._notes: list[str] = []
 
-    def turn(self, answers: Answers) -> Turn:
-        """The next thing to do. Collective over "tensor"."""
+    def turn(self, answers: Answers | None) -> Turn:
+        """The next thing to do. Collective over "tensor".
+
+        Args:
+          answers: the requests to look for; None: none is taken.
+        """
         decided = self._decide(answers) if self.resident is not None else None
         turn: Turn = from_first(decided, self.mesh, "tensor") or Turn()
         for number, (fields, further) in turn.rows.items():
@@ -161,11 +165,16 @@ class GroupWriter:
         self._take_weights(arrived)
         self._receiver.taken(arrived)
 
-    def take_version(self, version: int) -> None:
+    def take_version(self, version: int, generates: bool = False) -> None:
         """Take weights until the engine has a version. Collective over "tensor".
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
+
+        Args:
+          version: of the weights.
+          generates: whether the engine is to be used.
         """
+        del generates
         heartbeat.entered(f"weights {version} of the ranks that train")
         while (self.engine.version or 0) < version:
             own = self._complete_transfer() if self.resident is not None else None
@@ -212,21 +221,23 @@ class GroupWriter:
     def _note(self, text: str) -> None:
         self._notes.append(text)
 
-    def _decide(self, answers: Answers) -> Turn | None:
+    def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
         now = time.monotonic()
         if now < self._next_look:
             return Turn(rows=rows) if rows else None
-        replicas = self._board.replicas
-        self._next_look = now + STORE_LOOK_S * max(1, replicas // 8)
+        self._look_again_after(now)
         self._tell_version()
-        if answers.waiting():
+        if answers is not None and answers.waiting():
             return Turn(request=True, rows=rows)
         number = self._complete_transfer()
         if number is not None:
             return Turn(weights=number, rows=rows)
         self._begin_groups()
         return Turn(rows=rows) if rows else None
+
+    def _look_again_after(self, now: float) -> None:
+        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
 
     def _complete_transfer(self) -> int | None:
         """Number of the transfer whose weights all tensor ranks have, if there is one. Raises: MeshError."""
@@ -260,7 +271,7 @@ class GroupWriter:
             self._tasks[self._next] = self._loop.create_task(self._write(self._next))
             self._has_next = False
             room -= self._generation.sampling.samples
-        self._count_waiting()
+        self._count_waiting(not self._tasks and not (self._has_next and self._next is None))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -270,15 +281,15 @@ class GroupWriter:
                 self._admitted = self._rule.submitted_by(batch)
         return number < self._admitted
 
-    def _count_waiting(self) -> None:
+    def _count_waiting(self, waits: bool) -> None:
+        """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
         if self._tasks and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
             self._waited_s += now - self._idle_since
-        over = self._has_next and self._next is None
-        self._idle_since = None if self._tasks or over else now
+        self._idle_since = now if waits else None
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
@@ -289,14 +300,14 @@ class GroupWriter:
             try:
                 done, rows = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(number, self._group(problem=str(error)))
+                self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
             kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
             shown = self._shown(number, done, rows)
             written = written_rows(done, rows)
             tokens, switches = versions_of(rows)
             self._board.deliver(
-                number, self._group()._replace(written=written, tokens=tokens, switches=switches, shown=shown)
+                number, self._group(number)._replace(written=written, tokens=tokens, switches=switches, shown=shown)
             )
         return kept
 
@@ -312,8 +323,9 @@ class GroupWriter:
         examples = [self._example(number)]
         return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
 
-    def _group(self, problem: str | None = None) -> WrittenGroup:
+    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
+        del number
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
@@ -332,23 +344,27 @@ class GroupWriter:
         samples = self._generation.sampling.samples
         return [request_seed(seed, place * samples + i) for i in range(samples)]
 
-    async def _write(self, number: int) -> tuple[Rollout, Rows]:
+    async def _write(self, group: int) -> tuple[Rollout, Rows]:
         """Write and reward a group. Raises: RewardError, RunEndingError."""
-        example = self._example(number)
-        seeds = self._seeds(number)
+        example = self._example(group)
+        seeds = self._seeds(group)
         if self._generation.episodes is None:
-            return await self._completed(example, seeds)
-        return await self._episodes(number, example, seeds)
+            return await self._completed(group, example, seeds)
+        return await self._episodes(group, example, seeds)
 
-    async def _completed(self, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
-        resident = self.resident
-        assert resident is not None
+    async def _ask(self, group: int, number: int, request: Request) -> Completion:
+        """Complete a request of a group's sample."""
+        del group, number
+        assert self.resident is not None
+        return await self.resident.ask(request)
+
+    async def _completed(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
         generation = self._generation
         sampling = generation.sampling
         pending = pending_rewards(generation.engine, [example], sampling.samples)
 
         async def complete(number: int, seed: int) -> Completion:
-            done = await resident.ask(Request(0, example.tokens, sampling, seed))
+            done = await self._ask(group, number, Request(0, example.tokens, sampling, seed))
             done = done._replace(number=number)
             if pending is not None:
                 pending.add(done)
@@ -362,13 +378,21 @@ class GroupWriter:
         rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
         return done, rows
 
-    async def _episodes(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    def _runner(self, number: int) -> EpisodeRunner:
+        """What runs the episodes of a group."""
+        del number
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
-        sampling = self._generation.sampling
-        policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
+        policy = PolicySetup(self._generation.sampling, setup.chat, setup.models, serve_agent)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
         runner.resident = self.resident
+        return runner
+
+    async def _episodes(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+        setup = self._generation.episodes
+        assert setup is not None
+        sampling = self._generation.sampling
+        runner = self._runner(group)
         episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
         costs = [runner.costs[number] for number, _ in episodes]
         if self._logs_episodes:

@@ -68,6 +68,11 @@ def check_joined(settings: Settings, place: str) -> None:
             f"--staleness={flags.staleness} with --place={place}: environments run on the ranks that train, and not "
             "during the update; leave --staleness out, or give ranks that generate, as generate:2"
         )
+    if flags.clock != "wall":
+        raise SettingsError(
+            f"--clock={flags.clock} with --place={place}: generators join when they like, and their iterations order "
+            "nothing; leave it out, or give ranks that generate, as generate:2"
+        )
     for flag, given in {f"--window={flags.window}": flags.window > 1, "--keep_cache": flags.keep_cache}.items():
         if given:
             raise SettingsError(

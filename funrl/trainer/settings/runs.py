@@ -97,6 +97,14 @@ class AsynchronySettings:
         requires="staleness",
         effect="output",
     )
+    clock: str = flag(
+        "wall",
+        "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
+        one_of("wall", "tokens"),
+        kinds=RL,
+        requires="staleness",
+        effect="output",
+    )
     keep_cache: bool = flag(
         False,
         "keep keys and values of running sequences under new weights",

@@ -1,0 +1,203 @@
+"""Groups that a replica writes by the clock of its engine, so that two runs are the same; see `token_clock`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from funrl.asynchrony.token_clock import EngineTime, ReplicaClock
+from funrl.environments.run import EpisodeRunner
+from funrl.mesh.collectives import from_first
+from funrl.mesh.pools.channel import Answers
+from funrl.processes import heartbeat
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.requests import Completion, Request
+from funrl.trainer.placement.messages import WrittenGroup
+from funrl.trainer.placement.paced_programs import PacedPrograms
+from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
+
+
+class EpisodePace(NamedTuple):
+    """The pace of a group's episodes; a `Pace`.
+
+    Attributes:
+      programs: of the replica.
+      group: number of the group.
+      delay: iterations that an answer of the environment takes.
+    """
+
+    programs: PacedPrograms
+    group: int
+    delay: int
+
+    async def ask(self, number: int) -> None:
+        """Wait until a call of the policy enters the engine; see `PacedPrograms`."""
+        await self.programs.ask(self.group, number)
+
+    def answered(self, number: int) -> None:
+        """Note that a call has been completed."""
+        self.programs.answered(self.group, number, self.delay)
+
+    async def end(self, number: int) -> None:
+        """Wait until an episode ends."""
+        await self.programs.end(self.group, number)
+
+
+class PacedWriter(GroupWriter):
+    """A `GroupWriter` of a run with --clock=tokens."""
+
+    def __init__(self, *args: Any) -> None:
+        """Begin without groups; the arguments are those of `GroupWriter`."""
+        super().__init__(*args)
+        self._programs = PacedPrograms(self.resident.wake if self.resident is not None else lambda: None)
+        self._clock: ReplicaClock | None = None
+        self._ended: dict[int, EngineTime] = {}  # of groups that have ended and are not delivered
+        self._steps = False  # whether the engine is stepped next
+        self._waits = False  # at a gate that the ranks that train have not opened
+        self._wanted = 0  # version that a request waits for
+
+    def step(self) -> None:
+        """Step the engine once, or wait a little where it may not be stepped. Collective over "tensor"."""
+        if self.resident is None or not self._steps:
+            self._rest()
+            return
+        assert self._clock is not None
+        self._clock.tick += 1
+        self._programs.tick += 1
+        super().step()
+
+    def take_version(self, version: int, generates: bool = False) -> None:
+        """Write groups until the engine has a version. Collective over "tensor".
+
+        Args:
+          version: of the weights.
+          generates: whether the engine is to be used, which is done at a gate alone.
+        """
+        self._wanted = version
+        self._waits = False  # as of now
+        heartbeat.entered(f"weights {version} of the ranks that train")
+        while not from_first(self._reached(version, generates), self.mesh, "tensor"):
+            if self.turn(None).weights < 0:
+                self.step()
+        heartbeat.left()
+        self._wanted = 0
+        self._tell_version()
+
+    def _reached(self, version: int, generates: bool) -> bool:
+        begun = self._plan is not None and generates
+        return (self.engine.version or 0) >= version and (self._waits or not begun)
+
+    def _rest(self) -> None:
+        if self.resident is None:
+            super().step()
+        else:
+            self._loop.run_until_complete(self.resident.rest(self.mesh, WRITER_IDLE_S))
+
+    def _decide(self, answers: Answers | None) -> Turn | None:
+        rows = self._deliver_ended()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._look_again_after(now)
+            self._tell_version()
+            self._tell_time()
+            if answers is not None and answers.waiting():
+                return Turn(request=True, rows=rows)
+        transfer = self._advance()
+        self._count_waiting(self._waits)
+        return Turn(weights=-1 if transfer is None else transfer, rows=rows)
+
+    def _tell_time(self) -> None:
+        if self._rule.window > 1 and self._clock is not None:
+            self._board.tell_time(self._replica, min([self._clock.time, *self._ended.values()]))
+
+    def _advance(self) -> int | None:
+        """Do all that is due before the next iteration; returns the transfer whose weights are taken now."""
+        self._steps = self._waits = False
+        clock = self._opened()
+        if clock is None or self.resident is None or not self._programs.settled:
+            return None
+        self._loop.run_until_complete(self._programs.release())
+        while self._programs.ended:
+            number = self._programs.ended.pop(0)
+            self._ended[number] = clock.end(number)
+        if clock.at_gate:
+            return self._pass_gate(clock)
+        self._begin_groups()
+        if self._programs.settled:
+            self._steps = self._busy(clock)
+        return None
+
+    def _busy(self, clock: ReplicaClock) -> bool:
+        """True if the engine has something to do; else let time pass until a program is due."""
+        assert self.resident is not None
+        if self.resident.busy:
+            return True
+        due = self._programs.next_due
+        if due is not None:
+            clock.tick += due - self._programs.tick
+            self._programs.tick = due
+        return False
+
+    def _opened(self) -> ReplicaClock | None:
+        if self._plan is None:
+            self._plan = self._board.plan()
+        if self._clock is None and self._plan is not None:
+            self._clock = ReplicaClock(self._rule, self._plan.number_of, self._replica, self._board.replicas)
+        return self._clock
+
+    def _pass_gate(self, clock: ReplicaClock) -> int | None:
+        """Begin the next turn once the engine has its weights; returns the transfer that brings some."""
+        announced = self._board.version_of_batch(clock.turn + 1)
+        version = self._wanted if announced is None else announced
+        if (self.engine.version or 0) < version:
+            return self._complete_transfer()
+        if announced is None:
+            self._waits = True
+        else:
+            clock.pass_gate()
+        return None
+
+    def _begin_groups(self) -> None:
+        """Begin the groups that may begin and for which the engine has room."""
+        clock = self._clock
+        assert clock is not None and self.resident is not None
+        samples = self._generation.sampling.samples
+        while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
+            number = clock.begin()
+            self._programs.begin(number, samples, self._delay)
+            self._tasks[number] = self._loop.create_task(self._write(number))
+
+    @property
+    def _delay(self) -> int:
+        """Iterations that an environment's answer takes; 0 without one."""
+        setup = self._generation.episodes
+        return 0 if setup is None else max(0, int(getattr(setup.environment, "delay_steps", 1)))
+
+    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
+        ended = self._ended.pop(number, EngineTime(0, 0))
+        return super()._group(number, problem)._replace(ended=ended)
+
+    async def _ask(self, group: int, number: int, request: Request) -> Completion:
+        """Complete a request of a group's sample."""
+        await self._programs.ask(group, number)
+        try:
+            done = await super()._ask(group, number, request)
+        finally:
+            self._programs.answered(group, number, delay=0)
+        await self._programs.end(group, number)
+        return done
+
+    def _runner(self, number: int) -> EpisodeRunner:
+        """What runs the episodes of a group."""
+        runner = super()._runner(number)
+        runner.setup = runner.setup._replace(serve=refused_endpoint)
+        runner.pace = EpisodePace(self._programs, number, self._delay)
+        return runner
+
+
+def refused_endpoint(policy: Any, agent: str) -> Any:
+    """Raise RunEndingError: programs behind an endpoint ask when they like."""
+    raise RunEndingError(
+        f"--clock=tokens: the environment opens an endpoint for {agent!r}, and when a program behind it asks depends "
+        "on time; call the policy in the environment, or leave --clock=tokens out"
+    )

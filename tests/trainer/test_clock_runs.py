@@ -1,0 +1,137 @@
+"""Runs by the clock of their engines are the same twice, whatever waits: no log is needed."""
+
+import contextlib
+import functools
+import json
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+from selection import quick
+from small_runs import MEASURED, Quiet, small_job
+from test_placement_runs import Ended, check_ages
+
+from funrl import trees
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.mesh.launch import launch
+from funrl.mesh.pools.transfer import WeightReceiver, WeightSender
+from funrl.rollout.native.engine import NativeEngine
+from funrl.trainer import loop
+from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.settings.declaration import SettingsError
+
+pytestmark = pytest.mark.gloo
+OWN = ("memory/", "sync/bytes", "sync/hidden_share", "wait/")
+SETTINGS = {
+    "minibatches": 1,
+    "steps": 5,
+    "staleness": 2,
+    "clock": "tokens",
+    "max_new_tokens": 12,
+    "eval_every": 2,
+    "place": "train:dp1 generate:dp2",
+}
+
+
+def sleepy(function, pauses, longest_s):
+    """The function, before whose calls the process sleeps now and then."""
+
+    @functools.wraps(function)
+    def after_a_pause(*args, **kwargs):
+        if pauses.random() < 0.3:
+            time.sleep(pauses.uniform(0, longest_s))
+        return function(*args, **kwargs)
+
+    return after_a_pause
+
+
+SLEEPS = (
+    (NativeEngine, "step", 0.01),
+    (WeightSender, "_attempt", 0.2),
+    (WeightReceiver, "_receive_next", 0.2),
+    (loop, "learn_batch", 0.3),
+)
+
+
+def slowed(job, seed, folder, mesh):
+    """A run of this rank whose parts sleep at random."""
+    observer = Quiet(folder)
+    with contextlib.ExitStack() as stack:
+        for place, (owner, name, longest_s) in enumerate(SLEEPS if seed else ()):
+            pauses = random.Random(1000 * seed + 100 * place + mesh.rank)
+            stack.enter_context(mock.patch.object(owner, name, sleepy(getattr(owner, name), pauses, longest_s)))
+        outcome = run_rank(job, mesh, observer)
+    weights = getattr(observer, "params", None)
+    observer.params = None
+    return Ended(outcome, observer, weights)
+
+
+def run(seed, folder, **settings):
+    settings = {"save_rollouts": 1} | SETTINGS | settings
+    job = small_job(rollout_is, **settings)
+    return launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu")
+
+
+def differences(one, other):
+    """What two runs differ in: samples, tables, metrics that are no seconds and weights, to the bit."""
+    assert one.outcome.error is None and other.outcome.error is None
+    found = [name for name in ("shown", "table") if getattr(one.observer, name) != getattr(other.observer, name)]
+    for (step, a), (_, b) in zip(one.observer.steps, other.observer.steps, strict=True):
+        names = [name for name in a | b if not name.startswith(OWN) and not name.endswith((*MEASURED, "_s"))]
+        found += [f"{name} of step {step}" for name in names if a.get(name) != b.get(name)]
+    weights = zip(trees.named(one.weights), trees.leaves(other.weights), strict=True)
+    return found + [name for (name, a), b in weights if not torch.equal(a, b)]
+
+
+def differing_files(folders, steps):
+    """Saved rows and groups that differ: tokens, versions, log-probabilities, and who wrote which group when."""
+    found = []
+    for step in range(1, steps + 1):
+        paths = [folder / "rollouts" / f"step-{step}" for folder in folders]
+        names = [path.name for path in paths[0].glob("*.safetensors")]
+        assert "rows-0.safetensors" in names
+        found += [f"{name} of step {step}" for name in names if len({(p / name).read_bytes() for p in paths}) > 1]
+        records = [json.loads((path / "record.json").read_text()) for path in paths]
+        assert len(records[0]["groups"]) == 4
+        found += [f"{name} of step {step}" for name in ("groups", "weights") if records[0][name] != records[1][name]]
+    return found
+
+
+RUNS = {
+    "one replica": {"place": "train:dp1 generate:dp1", "staleness": 1},
+    "two replicas": {},
+    "window": {"window": 3},
+    "window, tp2": {"window": 3, "place": "train:dp1 generate:tp2", "staleness": 1},
+    "few rows, probes": {"window": 3, "decode_rows": 3, "probe_sync_every": 2, "staleness": 3},
+}
+
+
+@pytest.mark.parametrize("name", quick(RUNS, ["window"]))
+def test_two_runs_have_the_same_bits_whatever_sleeps(name, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    one, other = (run(seed, folder, **RUNS[name]) for seed, folder in enumerate(folders, 1))
+    assert differences(one, other) + differing_files(folders, 5) == []
+    steps = [metrics for _, metrics in one.observer.steps]
+    check_ages(steps, RUNS[name].get("staleness", 2) + ("window" in RUNS[name]))
+    assert max(metrics["age/max"] for metrics in steps) > 0, "nothing was written during an update"
+
+
+EPISODES = {"task": "calculator", "reward": None, "episode_turns": 3, "save_rollouts": 0, "steps": 4}
+DELAYS = {"one iteration": {}, "window": {"window": 3}, "workers": {"env_workers": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DELAYS)
+def test_so_have_two_runs_with_an_environment(name, tmp_path):
+    one, other = (run(seed, tmp_path / str(seed), **EPISODES, **DELAYS[name]) for seed in (1, 2))
+    assert differences(one, other) == []
+    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+
+
+def test_joined_generators_have_no_clock():
+    with pytest.raises(SettingsError, match="--clock=tokens with --place=generate:join: generators join when they"):
+        small_job(rollout_is, **SETTINGS | {"place": "generate:join"})
+    with pytest.raises(SettingsError, match="--clock=tokens does nothing without --staleness"):
+        small_job(rollout_is, clock="tokens")
