@@ -5,6 +5,7 @@ The workers of pytest-xdist share the cache of the process that starts them, and
 
 import gc
 import os
+import signal
 import tempfile
 
 import pytest
@@ -20,6 +21,9 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="funrl-test-cache-")
     os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or no run that a test starts could be interrupted
 
 gc.disable()  # until all is imported and collected, which stays
 

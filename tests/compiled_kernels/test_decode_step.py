@@ -452,7 +452,7 @@ def test_on_lesser_processors(lesser):
     if lesser == "-mno-avx512f":
         assert decode_step.panel_width() == 32
     config = config_of("llama")
-    for name in CONFIGS:
+    for name in ("qwen2", "qwen3", "groups of 7", "odd sizes"):  # what differs by the width of registers
         test_float32_is_as_near_to_float64_as_the_trainer(name)
         test_bfloat16_is_as_near_to_float64_as_torch_s_bfloat16(name)
         for dtype in (torch.float32, torch.bfloat16):

@@ -194,13 +194,13 @@ OF_ALL = [*(family for family in FAMILIES if family != "odd sizes"), "gpt-oss", 
 
 
 def cases_of(mesh):
-    """Families with a dtype each, which the meshes of a kind take by turns; of more than two tensor ranks, half."""
+    """Families with a dtype each, which the meshes of a kind take by turns: half of 4 tensor ranks, a quarter of 8."""
     if mesh in EXPERT_MESHES:
         turn = EXPERT_MESHES.index(mesh)
         families = [family for family in OF_ALL if "experts" in ALL_FAMILIES[family]]
     else:
         turn = TENSOR_MESHES.index(mesh)
-        families = OF_ALL[turn - 1 :: 2] if turn else OF_ALL
+        families = (OF_ALL, OF_ALL[::2], OF_ALL[1::4])[turn]
     return [(family, DTYPES[(OF_ALL.index(family) + turn) % len(DTYPES)]) for family in families]
 
 

@@ -194,7 +194,6 @@ def is_warm(facts):
 
 @pytest.mark.slow
 def test_a_resumed_run_compiles_nothing_anew(tmp_path):
-    """And a run whose file is damaged has the numbers of the run that wrote it."""
     kept = {"save_every": "1", "run_dir": str(tmp_path / "run")}
     folder = str(tmp_path / "run" / "checkpoints")
     cold = ran(tmp_path, folder=folder, settings=kept)
@@ -206,12 +205,6 @@ def test_a_resumed_run_compiles_nothing_anew(tmp_path):
     assert is_warm(resumed) and resumed["variants"] == [resumed["graphs"][0]]
     assert resumed["seconds"][0] < cold["seconds"][0]
     assert file.stat().st_mtime_ns == written
-    data = file.read_bytes()
-    file.write_bytes(data[:-100] + bytes(100))
-    damaged = ran(tmp_path)
-    assert is_cold(damaged) and "checksum differs" in damaged["notes"][0]
-    assert file.stat().st_mtime_ns != written, "it is written again"
-    assert cold["digest"] == damaged["digest"]
 
 
 @pytest.mark.slow
