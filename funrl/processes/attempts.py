@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Any
 
 OFFER = "funrl/attempt"
-LOOK_S = 0.02  # between two looks at the store
-NAMED = 8  # ranks in a message
+ATTEMPT_LOOK_S = 0.02  # between two looks at the store
+NAMED_RANKS = 8  # ranks in a message
 
 
 def has_agents(environment: Mapping[str, str] = os.environ) -> bool:
@@ -51,13 +51,13 @@ def lead_attempt(client: Any, attempt: str, world: int, timeout: timedelta) -> N
             client.set(f"{_key(attempt, rank)}/joined", client.get(_key(attempt, rank)))
         missing = [rank for rank in missing if rank not in arrived]
         if missing and time.monotonic() > end:
-            names = ", ".join(map(str, missing[:NAMED])) + ", ..." * (len(missing) > NAMED)
+            names = ", ".join(map(str, missing[:NAMED_RANKS])) + ", ..." * (len(missing) > NAMED_RANKS)
             raise TimeoutError(
                 f"waited {timeout.total_seconds():.0f} s for ranks {names} of {world} to start: an agent of torchrun "
                 "has not started them, or they have failed; a longer --timeout, in minutes, waits longer"
             )
         if not arrived:
-            time.sleep(LOOK_S)
+            time.sleep(ATTEMPT_LOOK_S)
 
 
 def join_attempt(client: Any, rank: int, timeout: timedelta) -> str:
@@ -82,7 +82,7 @@ def join_attempt(client: Any, rank: int, timeout: timedelta) -> str:
         answer = f"{_key(asked, rank)}/joined"
         if asked and client.check([answer]) and client.get(answer).decode() == own:
             return asked
-        time.sleep(LOOK_S)
+        time.sleep(ATTEMPT_LOOK_S)
     raise TimeoutError(
         f"waited {timeout.total_seconds():.0f} s for rank 0 to start: an agent of torchrun has not started it, or it "
         "has failed; a longer --timeout, in minutes, waits longer"
