@@ -155,8 +155,13 @@ def launch(
         rank = int(os.environ["RANK"])
         local = int(os.environ.get("LOCAL_RANK", 0))
         run = _Program(program, before, sizes, device=device, plain=plain, waiting=waiting)
-        with keeper(world, waiting) if rank == 0 else contextlib.nullcontext():
-            return _in_group(run, _Rank(rank, local, local_ranks(world)), store.join_store(waiting.timeout))
+        attempt = store.own_attempt()
+        own = _Rank(rank, local, local_ranks(world))
+        if rank or attempt is None:
+            return _in_group(run, own, store.join_store(attempt, waiting.timeout))
+        with keeper(attempt, world, waiting):
+            store.gather_ranks(attempt, world, waiting.timeout)
+            return _in_group(run, own, store.join_store(attempt, waiting.timeout))
     if world == 1:
         return _on_rank(program, before, 0, mesh_of=functools.partial(_single, device), link=Alone(waiting.heartbeat_s))
     run = functools.partial(_run, _Program(program, before, sizes, device=device, plain=plain, waiting=waiting))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from funrl.processes import stall_monitor
+from funrl.processes import attempts, stall_monitor
 
 LOOPBACK = "127.0.0.1"
 CONNECT = timedelta(minutes=5)
@@ -61,10 +61,42 @@ def connect(port: int, host: str = LOOPBACK, timeout: timedelta = CONNECT) -> An
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def join_store(timeout: timedelta = CONNECT) -> Any:
-    """Connect to the store of ranks that torchrun or srun has started; each of torchrun's restarts has its own keys."""
+def own_attempt() -> str | None:
+    """Name of the attempt of this rank's run, where its environment or this rank decides it; None: the first one does.
+
+    The first rank calls it once, as it decides anew each time where there are several agents.
+    """
+    if not attempts.has_agents():
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return attempts.new_attempt() if int(os.environ["RANK"]) == 0 else None
+
+
+def join_store(attempt: str | None, timeout: timedelta = CONNECT) -> Any:
+    """Connect to the store of ranks that torchrun or srun has started; each of torchrun's restarts has its own keys.
+
+    Args:
+      attempt: of `own_attempt`.
+      timeout: bound on the wait for the store, and for the first rank.
+
+    Raises:
+      RuntimeError: nothing has answered there in time.
+      TimeoutError: the first rank has not.
+    """
     client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"], timeout)
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+    if attempt is None:
+        attempt = attempts.join_attempt(client, int(os.environ["RANK"]), timeout)
+    return dist.PrefixStore(f"attempt-{attempt}", client)
+
+
+def gather_ranks(attempt: str, world: int, timeout: timedelta = CONNECT) -> None:
+    """Wait on the first rank until all others have joined its attempt, where they have to find out which it is.
+
+    Raises:
+      TimeoutError: ranks have not come.
+    """
+    if attempts.has_agents():
+        client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"], timeout)
+        attempts.lead_attempt(client, attempt, world, timeout)
 
 
 def kept_by_agent() -> bool:

@@ -155,10 +155,15 @@ class Watch:
 
 
 @contextlib.contextmanager
-def keeper(world: int, waiting: Waiting) -> Iterator[None]:
+def keeper(attempt: str, world: int, waiting: Waiting) -> Iterator[None]:
     """Watch a run that torchrun or srun has started from a process beside this one, which is its first rank.
 
     Where no agent of torchrun keeps the store, that process does. It outlives this one for as long as others save.
+
+    Args:
+      attempt: of `store.own_attempt`.
+      world: number of ranks.
+      waiting: as of the run.
 
     Raises:
       OSError: the port of the store is taken.
@@ -173,7 +178,7 @@ def keeper(world: int, waiting: Waiting) -> Iterator[None]:
                 signal.signal(number, signal.SIG_IGN)
             discard(1)
             server = None if listener is None else store.keep_store(listener)
-            _keep(Watch(store.join_store(), world, waiting), first_rank)
+            _keep(Watch(store.join_store(attempt), world, waiting), first_rank)
             del server
         os._exit(0)
     if listener is not None:

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import random
 import shutil
+from typing import Any
 
 import pytest
+import torch
 from selection import quick
 from small_runs import Quiet, small_job
 from test_episode_runs import Branching
@@ -86,7 +88,7 @@ class Delayed:
 def episode_run(environment=None, **settings):
     """A job of episodes whose environment is delayed; None: a calculator."""
     settings = {"task": "calculator", "reward": None, "episode_turns": 3, "samples_per_prompt": 3} | settings
-    job = small_job(rollout_is, save_rollouts=1, **SETTINGS | settings)
+    job: Any = small_job(rollout_is, save_rollouts=1, **SETTINGS | settings)
     environment = environment or job.task.environment
     return dataclasses.replace(job, task=job.task._replace(environment=environment))
 
@@ -109,7 +111,7 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(name, tmp_path):
     error, steps = launch(functools.partial(trained, tmp_path, delayed), job.launched, "cpu")
     assert error is None and len(steps) == 5
     versions = [
-        set(node.versions.tolist())
+        set(torch.as_tensor(node.versions).tolist())
         for step in range(1, 6)
         for logged in read_episodes(tmp_path / "rollouts", step)
         for end in logged.episode.ends
