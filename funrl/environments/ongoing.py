@@ -323,7 +323,7 @@ class _OngoingRunner(EpisodeRunner):
         clock = EpisodeClock(self.limits.environment_s)
         ask = functools.partial(self._ask, episode.number)
         hooks = CallHooks(ask, clock.policy, functools.partial(self._parked, episode.number))
-        policy = ResumablePolicy(hooks, self._setup, episode.seed, self.limits, log=episode.log)
+        policy = ResumablePolicy(hooks, self.setup, episode.seed, self.limits, log=episode.log)
         policy.allowance = live.allowance
         episode.policy = policy
         return await self._attempted(example, episode.seed, policy, clock)

@@ -6,7 +6,7 @@ import random_clocks
 from funrl.asynchrony.admission import AdmissionError, AdmissionRule
 from funrl.asynchrony.token_clock import EndedGroups, EngineTime, ReplicaClock
 
-QUICK = 300  # schedules; `python tests/asynchrony/random_clocks.py 10000` runs more
+QUICK = 200  # schedules; `python tests/asynchrony/random_clocks.py 10000` runs more
 FAULTS = 200
 
 

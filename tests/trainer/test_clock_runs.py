@@ -1,5 +1,6 @@
 """Runs by the clock of their engines are the same twice, whatever waits: no log is needed."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -11,14 +12,17 @@ import pytest
 import torch
 from selection import quick
 from small_runs import MEASURED, Quiet, small_job
+from test_episode_runs import episode_job
 from test_placement_runs import Ended, check_ages
 
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.launch import launch
 from funrl.mesh.pools.transfer import WeightReceiver, WeightSender
+from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeEngine
 from funrl.trainer import loop
+from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -30,6 +34,7 @@ SETTINGS = {
     "staleness": 2,
     "clock": "tokens",
     "max_new_tokens": 12,
+    "decode_rows": 3,
     "eval_every": 2,
     "place": "train:dp1 generate:dp2",
 }
@@ -104,7 +109,7 @@ RUNS = {
     "two replicas": {},
     "window": {"window": 3},
     "window, tp2": {"window": 3, "place": "train:dp1 generate:tp2", "staleness": 1},
-    "few rows, probes": {"window": 3, "decode_rows": 3, "probe_sync_every": 2, "staleness": 3},
+    "probes": {"window": 3, "probe_sync_every": 2, "staleness": 3},
 }
 
 
@@ -113,6 +118,10 @@ def test_two_runs_have_the_same_bits_whatever_sleeps(name, tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
     one, other = (run(seed, folder, **RUNS[name]) for seed, folder in enumerate(folders, 1))
     assert differences(one, other) + differing_files(folders, 5) == []
+    log = read_groups(folders[0])
+    assert log is not None
+    switches = [sample for groups in log.by_step.values() for group in groups for sample in group.switches]
+    assert any(len(sample) > 1 for sample in switches), "no completion is of several versions"
     steps = [metrics for _, metrics in one.observer.steps]
     check_ages(steps, RUNS[name].get("staleness", 2) + ("window" in RUNS[name]))
     assert max(metrics["age/max"] for metrics in steps) > 0, "nothing was written during an update"
@@ -128,6 +137,32 @@ def test_so_have_two_runs_with_an_environment(name, tmp_path):
     one, other = (run(seed, tmp_path / str(seed), **EPISODES, **DELAYS[name]) for seed in (1, 2))
     assert differences(one, other) == []
     assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+
+
+class Late:
+    """An environment of one to four turns whose answers take time, each as long as it likes."""
+
+    delay_steps = 2
+
+    async def run(self, policy, example, seed):
+        trajectory = policy.start(example.tokens)
+        for _ in range(1 + sum(example.tokens) % 4):
+            await asyncio.sleep(random.SystemRandom().uniform(0, 0.02))
+            _, trajectory = await policy.sample(trajectory, max_tokens=3)
+        return Episode([trajectory], {"policy": float(trajectory.leaf.tokens[0] % 2)})
+
+
+@pytest.mark.slow
+def test_the_engine_waits_for_late_answers():
+    runs = {}
+    for delay in (1, 20):
+        environment = Late()
+        environment.delay_steps = delay
+        job = episode_job(rollout_is, environment, **SETTINGS | {"staleness": 1, "place": "generate:1"})
+        runs[delay] = [launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2)]
+        assert differences(*runs[delay]) == []
+    ages = [[metrics["age/mean"] for _, metrics in one.observer.steps] for one, _ in runs.values()]
+    assert ages[0] != ages[1], "a switch of weights does not stand at another token where answers take longer"
 
 
 def test_joined_generators_have_no_clock():

@@ -188,7 +188,7 @@ class PacedWriter(GroupWriter):
         return done
 
     def _runner(self, number: int) -> EpisodeRunner:
-        """The runner of a group's episodes."""
+        """Runner of the episodes of a group."""
         runner = super()._runner(number)
         runner.setup = runner.setup._replace(serve=refused_endpoint)
         runner.pace = EpisodePace(self._programs, number, self._delay)

@@ -379,7 +379,7 @@ class GroupWriter:
         return done, rows
 
     def _runner(self, number: int) -> EpisodeRunner:
-        """The runner of a group's episodes."""
+        """Runner of the episodes of a group."""
         del number
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
