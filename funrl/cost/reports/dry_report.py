@@ -43,6 +43,7 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -61,9 +62,11 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
+    placed = settings.devices.placement
+    apart = () if placed is None else tuple(placed.scoring)
 
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool)
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool, apart=apart)
 
     if settings.devices.place is not None and settings.devices.train.wanted is not None:
         check_settings(settings)
@@ -97,10 +100,14 @@ def placed_run(
     Raises:
       ValueError: a flag cannot work.
     """
-    if placement.scoring:
+    if JUDGE in placement.scoring:
         raise SettingsError(
-            f"--dry_run with --place={placement}: ranks of {next(iter(placement.scoring))} are not estimated; leave "
-            "that pool out, and its role is counted to the ranks that train"
+            f"--dry_run with --place={placement}: ranks of a judge are not estimated; leave it and --judge out"
+        )
+    if placement.scoring and wants_schedules(settings):
+        raise SettingsError(
+            f"--dry_run with --place={placement}: steps with ranks of {next(iter(placement.scoring))} are not "
+            "simulated; leave out --staleness and --lengths, or that pool"
         )
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)
