@@ -62,3 +62,12 @@ def test_schedules_with_a_role_s_ranks_are_not_simulated():
     settings = settings_of(place="generate:1 reference:1", device="cpu", dry_run=True, lengths="mean:2,max:4")
     with pytest.raises(SettingsError, match="steps with ranks of reference are not simulated"):
         dry_run(settings, functools.partial(grpo, kl_coef=0.1))
+
+
+def test_a_generator_that_joins_is_a_pool_of_one_rank():
+    flags = {"device": "cpu", "dry_run": True}
+    joined = dry_run(settings_of(place="generate:join", **flags), grpo)
+    assert joined.startswith("--place=generate:join: with one generator on dp1")
+    assert joined.endswith(dry_run(settings_of(place="generate:1", **flags), grpo))
+    with pytest.raises(SettingsError, match="leave --reward_model out"):
+        dry_run(settings_of(place="generate:join", reward_model="m", **flags), grpo)

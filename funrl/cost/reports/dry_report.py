@@ -43,10 +43,11 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.scorers import JUDGE
+from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
+ONE_GENERATOR = "generate:1"  # in place of generators that join
 CALLS = ("launches", "to_device_bytes", "to_host_bytes")  # names of `DeviceCalls` in JSON
 
 
@@ -60,6 +61,8 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
       ValueError: a flag cannot work, with the same message as in a run.
     """
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
+    if settings.devices.joined:
+        return joined_report(settings, compose)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
     placed = settings.devices.placement
@@ -90,6 +93,26 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
             return json.dumps(json.loads(text) | {"schedules": schedules_object(schedules)}, indent=1)
         text += f"\n\n{schedules_text(schedules)}"
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
+
+
+def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
+    """Dry run of ranks that train, and of one generator that joins them and writes all rows.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    check_settings(settings)
+    if scorers := scorers_of(settings):
+        raise SettingsError(
+            f"--dry_run with --place={settings.devices.place}: models that reward on the ranks that train are not "
+            f"estimated beside generators that join; leave --{scorers[0]} out"
+        )
+    place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
+    text = dry_run(with_flags(settings, place=place, mesh="dp1"), compose)
+    if settings.estimate.json:
+        return json.dumps(json.loads(text) | {"place": settings.devices.place}, indent=1)
+    note = f"--place={settings.devices.place}: with one generator on dp1, which pulls weights and writes all rows"
+    return f"{note}; n of them take an n-th of its time\n\n{text}"
 
 
 def placed_run(
