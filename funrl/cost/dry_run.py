@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from funrl.cost.descriptions import left_out, step_text
 from funrl.cost.episode_turns import with_waiting
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
+from funrl.cost.pool_phases import pool_phases
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
@@ -189,12 +191,13 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     return max(len(encode(prompt, tokenizer).tokens) for prompt in prompts)
 
 
-def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estimate:
+def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: Collection[str] = ()) -> Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
       tokens: of a prompt, or of a text where texts are given.
-      pool: "train" or "generate", if that is all that the rank does.
+      pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
+      apart: roles on ranks of their own.
 
     Raises:
       SettingsError: rows are longer than the model's positions.
@@ -207,7 +210,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
-        parts = _parts(job, mesh, generates=pool != "train")
+        parts = _parts(job, mesh, generates=pool in ("", "generate"))
         agents = agent_bytes(job, parts)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -235,10 +238,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "") -> Estim
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
-        if pool == "train":
-            phases.pop(MOVES[0], None)  # rows come from the other ranks
-        if pool == "generate":
-            phases = {pool: plus(phases[pool], {kind: -nbytes for kind, nbytes in rests.items()})}
+        phases = phases if not pool else pool_phases(phases, parts, job.dtype, rests=rests, pool=pool, apart=apart)
     return Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),

@@ -41,11 +41,11 @@ from funrl.trainer.jobs.build import (
     frozen_weights,
     proof_metrics,
     renewed,
-    resumed_proof,
     settle_proof,
     sync,
     verify_base,
 )
+from funrl.trainer.jobs.generator import resumed_proof
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.jobs.sharding import learns_sharded

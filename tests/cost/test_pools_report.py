@@ -1,11 +1,14 @@
 """The dry run of ranks that train or generate."""
 
+import functools
 import json
 
 import pytest
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.cost.reports.dry_report import dry_run
+from funrl.cost.reports.pools_report import placed_seconds
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
 
@@ -29,3 +32,42 @@ def test_the_text_names_the_pools():
     text = dry_run(settings_of(place="generate:1", device="cpu", dry_run=True), grpo)
     assert text.startswith("place train:dp1@0 generate:dp1@1\n\ntrain: ")
     assert "\n\ngenerate: " in text and text.count("fits: ") == 2
+
+
+def test_a_role_s_ranks_hold_its_weights_and_the_trainer_does_not():
+    compose = functools.partial(grpo, kl_coef=0.1)
+    flags = {"device": "cpu", "dry_run": True, "json": True}
+    found, without = (
+        json.loads(dry_run(settings_of(place=place, **flags), compose))
+        for place in ("generate:1 reference:1", "generate:1")
+    )
+    assert list(found["reference"]["phases"]) == ["score_reference"]
+    held = found["reference"]["phases"]["score_reference"]["peak_bytes"]
+    assert "score_reference" not in found["train"]["phases"] and "score_reference" in without["train"]["phases"]
+    assert held.get("optimizer", 0) == 0 < held["weights"]
+    for phase, costs in found["train"]["phases"].items():
+        before = without["train"]["phases"][phase]["peak_bytes"]["weights"]
+        assert before - costs["peak_bytes"]["weights"] == held["weights"]
+    assert found["step"]["reference"] > 0
+    assert found["step"]["seconds"] == pytest.approx(without["step"]["seconds"], rel=1e-6)
+
+
+def test_a_step_is_as_long_as_the_longer_side_where_both_work_at_once():
+    pools = {"train": 3.0, "generate": 4.0, "reference": 2.0}
+    assert placed_seconds(pools, {"rows": 0.5}, overlaps=True) == 5.5
+    assert placed_seconds(pools, {"rows": 0.5}, overlaps=False) == 9.5
+
+
+def test_schedules_with_a_role_s_ranks_are_not_simulated():
+    settings = settings_of(place="generate:1 reference:1", device="cpu", dry_run=True, lengths="mean:2,max:4")
+    with pytest.raises(SettingsError, match="steps with ranks of reference are not simulated"):
+        dry_run(settings, functools.partial(grpo, kl_coef=0.1))
+
+
+def test_a_generator_that_joins_is_a_pool_of_one_rank():
+    flags = {"device": "cpu", "dry_run": True}
+    joined = dry_run(settings_of(place="generate:join", **flags), grpo)
+    assert joined.startswith("--place=generate:join: with one generator on dp1")
+    assert joined.endswith(dry_run(settings_of(place="generate:1", **flags), grpo))
+    with pytest.raises(SettingsError, match="leave --reward_model out"):
+        dry_run(settings_of(place="generate:join", reward_model="m", **flags), grpo)

@@ -14,7 +14,8 @@ from funrl.data.supervised import DataError, Text, TextExample
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.jobs.row_source import remarks_on_groups, verdicts
+from funrl.trainer.jobs.row_source import remarks_on_groups
+from funrl.trainer.sources.evaluation import verdicts
 
 
 class Counted(collections.abc.Sequence):

@@ -43,9 +43,11 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
+ONE_GENERATOR = "generate:1"  # in place of generators that join
 CALLS = ("launches", "to_device_bytes", "to_host_bytes")  # names of `DeviceCalls` in JSON
 
 
@@ -59,11 +61,15 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
       ValueError: a flag cannot work, with the same message as in a run.
     """
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
+    if settings.devices.joined:
+        return joined_report(settings, compose)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
+    placed = settings.devices.placement
+    apart = () if placed is None else tuple(placed.scoring)
 
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool)
+        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool, apart=apart)
 
     if settings.devices.place is not None and settings.devices.train.wanted is not None:
         check_settings(settings)
@@ -89,6 +95,26 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
 
 
+def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
+    """Dry run of ranks that train, and of one generator that joins them and writes all rows.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    check_settings(settings)
+    if scorers := scorers_of(settings):
+        raise SettingsError(
+            f"--dry_run with --place={settings.devices.place}: models that reward on the ranks that train are not "
+            f"estimated beside generators that join; leave --{scorers[0]} out"
+        )
+    place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
+    text = dry_run(with_flags(settings, place=place, mesh="dp1"), compose)
+    if settings.estimate.json:
+        return json.dumps(json.loads(text) | {"place": settings.devices.place}, indent=1)
+    note = f"--place={settings.devices.place}: with one generator on dp1, which pulls weights and writes all rows"
+    return f"{note}; n of them take an n-th of its time\n\n{text}"
+
+
 def placed_run(
     settings: Settings, placement: Placement, algorithm: Algorithm, hardware: Hardware, tokens: int
 ) -> PlacedRun:
@@ -97,10 +123,14 @@ def placed_run(
     Raises:
       ValueError: a flag cannot work.
     """
-    if placement.scoring:
+    if JUDGE in placement.scoring:
         raise SettingsError(
-            f"--dry_run with --place={placement}: ranks of {next(iter(placement.scoring))} are not estimated; leave "
-            "that pool out, and its role is counted to the ranks that train"
+            f"--dry_run with --place={placement}: ranks of a judge are not estimated; leave it and --judge out"
+        )
+    if placement.scoring and wants_schedules(settings):
+        raise SettingsError(
+            f"--dry_run with --place={placement}: steps with ranks of {next(iter(placement.scoring))} are not "
+            "simulated; leave out --staleness and --lengths, or that pool"
         )
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)

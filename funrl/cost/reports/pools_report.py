@@ -16,6 +16,7 @@ from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh.explain import size, table
 from funrl.mesh.pools.placement import Placement
+from funrl.mesh.text import TOKEN_AXES, devices
 from funrl.trainer.settings.settings import Settings
 
 PoolCosts = Callable[[Settings, Hardware, str], Estimate]
@@ -47,12 +48,13 @@ def pools_report(settings: Settings, run: PlacedRun, costs: PoolCosts, describe:
       hardware: of each rank.
     """
     placement = run.placement
-    pools = {"train": placement.train, "generate": placement.generate}
+    pools = {"train": placement.train, "generate": placement.generate, **placement.scoring}
     parts = [f"place {placement}"]
     objects: dict[str, object] = {"place": str(placement)}
     seconds = {}
     for name, pool in pools.items():
-        own = pool_settings(settings, pool, learns=name == "train")
+        shards = name in placement.scoring and devices(pool.sizes, TOKEN_AXES) > 1  # as its role is stored there
+        own = pool_settings(settings, pool, learns=name == "train" or shards)
         estimate = costs(own, hardware, name)
         fits = verdict_of(estimate, own, hardware, lambda changed, name=name: costs(changed, hardware, name))
         objects[name] = as_object(estimate, fits, hardware)
@@ -61,6 +63,8 @@ def pools_report(settings: Settings, run: PlacedRun, costs: PoolCosts, describe:
     moved = {transfer.content: transfer.seconds(hardware) for transfer in run.transfers}
     overlaps = settings.asynchrony.staleness > 0
     parts.append(transfers_text(run.transfers, hardware))
+    if placement.scoring:
+        parts.append(f"not counted: rows to the ranks of {', '.join(placement.scoring)}, and what comes back")
     parts.append(_step_text(seconds, moved, overlaps))
     if settings.estimate.json:
         objects["transfers"] = [transfer._asdict() for transfer in run.transfers]
@@ -91,7 +95,9 @@ def placed_seconds(pools: dict[str, float], moved: dict[str, float], overlaps: b
       moved: seconds of what goes between them.
       overlaps: whether the pools work at the same time.
     """
-    return (max if overlaps else sum)(pools.values()) + sum(moved.values())
+    generating = pools["generate"]
+    others = sum(pools.values()) - generating
+    return (max(generating, others) if overlaps else generating + others) + sum(moved.values())
 
 
 def _step_text(pools: dict[str, float], moved: dict[str, float], overlaps: bool) -> str:

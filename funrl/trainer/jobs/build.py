@@ -39,18 +39,19 @@ from funrl.trainer.jobs.agents import (
     open_policies,
 )
 from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
-from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import with_backend, with_devices
 from funrl.trainer.lowered.on_mesh import OnMesh
-from funrl.trainer.settings.settings import Settings, scoring_budget
+from funrl.trainer.settings.scorers import JUDGE
+from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.optimizer import frozen_beginnings
-from funrl.trainer.steps.remote_scores import RemoteScorer
+from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
 from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
-from funrl.trainer.steps.router_losses import RouterLosses
+from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.state import State
 
 
@@ -68,6 +69,7 @@ class Parts(NamedTuple):
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
       elsewhere: roles on ranks of their own, by name; they are not among `roles`.
+      rewarding: models on ranks of their own that reward completions, by name; the ranks that generate have them.
     """
 
     mesh: Mesh
@@ -80,6 +82,7 @@ class Parts(NamedTuple):
     compilations: Compilations | None = None
     agents: Mapping[str, Collection[int]] = {}
     elsewhere: Mapping[str, RemoteScorer] = {}
+    rewarding: Mapping[str, RemoteRewards] = {}
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = None) -> Parts:
@@ -133,15 +136,10 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
         policies = open_policies(job, generator.mesh, native_options(job), layer_of)
         generator = generator._replace(frozen=frozen, policies=policies)
-        if job.judge is not None:
-            meshes = (mesh, generator.mesh)
-            layer = layer_of(job.judge.model)
-            judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer, note)
-    elsewhere = {}
-    for number, (name, pool) in enumerate(apart.items() if mesh.here and only is None else ()):
-        own = submesh(mesh, pool.sizes, pool.ranks)
-        role = _role(job, name, {name: placed(name, job.models[name], own)})
-        elsewhere[name] = RemoteScorer(name, role, mesh, number, scoring_budget(settings))
+    if isinstance(job, RLJob) and job.judge is not None and (only == JUDGE or (only is None and JUDGE not in apart)):
+        meshes = (mesh,) if generator is None else (mesh, generator.mesh)
+        judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
+    elsewhere, rewarding = ({}, {}) if generator is None else _on_own_ranks(job, mesh, generator.mesh, placed)
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
@@ -157,7 +155,31 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         compilations=compilations if some else None,
         agents=agents,
         elsewhere=elsewhere,
+        rewarding=rewarding,
     )
+
+
+def _on_own_ranks(
+    job: Job, training: Mesh, generating: Mesh, placed: Callable[[str, Model, Mesh], Placed]
+) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
+    """The roles on ranks of their own that this rank asks: for fields of tokens if it trains, for rewards if it writes.
+
+    Args:
+      training, generating: meshes of the ranks that ask.
+      placed: (name, model, mesh) -> the model of a role on that mesh.
+    """
+    elsewhere = {}
+    rewarding = {}
+    pools = {} if job.placement is None else job.placement.scoring
+    for number, (name, pool) in enumerate(pools.items()):
+        own = submesh(training, pool.sizes, pool.ranks)
+        rewards = rewards_completions(job, name)
+        if rewards and generating.here:
+            rewarding[name] = RemoteRewards(name, own, generating, number)
+        if not rewards and training.here:
+            role = _role(job, name, {name: placed(name, job.models[name], own)})
+            elsewhere[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
+    return elsewhere, rewarding
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
@@ -234,15 +256,6 @@ def _base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
     return Role(dataclasses.replace(begin, stored=part(begin.stored), compute=part(begin.compute)))
 
 
-def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
-    """Losses of the routers of a model, if it has some and gives probabilities."""
-    routers = placed.model.abilities.routers
-    if routers is None or not placed.model.generates:
-        return RouterLosses()
-    rate = settings.routers.router_bias_rate if routers.biased else 0.0
-    return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
-
-
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
     """This rank's own weights of every role. Those that begin as the policy are copies, for it is updated in place.
 
@@ -260,7 +273,9 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         placed = role.placed
         dtype = job.dtype if role.loss is None else job.master
         if name in job.directories:
-            weights[name] = _read_weights(job, name, placed, dtype)
+            weights[name] = hf.load(
+                job.directories[name], dtype, placed.mesh, layouts=placed.stored, model=placed.model
+            )[1]
         elif name in shared:
             decoder = decoder_of(begin)
             weights[name] = cast_weights({part: decoder[part] for part in role.stored}, dtype)
@@ -285,11 +300,6 @@ def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[
     generator.manual_seed(derived_seed(job.settings.run.seed, list(job.algorithm.role_kinds).index(name)))
     placed = role.placed
     return {name: first_trained(placed.model, role.stored, placed.mesh, generator, job.master, head)}
-
-
-def _read_weights(job: Job, role: str, placed: Placed, dtype: torch.dtype) -> trees.Tree:
-    """This rank's shards of the weights of a role that has a directory of its own."""
-    return hf.load(job.directories[role], dtype, placed.mesh, layouts=placed.stored, model=placed.model)[1]
 
 
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
@@ -437,13 +447,3 @@ def proof_metrics(parts: Parts) -> dict[str, float]:
     """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
     generator = parts.generator
     return {} if generator is None else {"sync/bytes": float(generator.sync_bytes), **generator.proof.take()}
-
-
-def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
-    """Metrics of the first sync of a run that goes on, as the run that never stopped has them in its next step.
-
-    That one has reported them already where it evaluated or probed after `step`.
-    """
-    every = settings.engines.probe_sync_every
-    reported = step % settings.evaluation.eval_every == 0 or (every > 0 and step % every == 0)
-    return {} if reported else {name: value for name, value in proof.items() if name == "sync/verified"}

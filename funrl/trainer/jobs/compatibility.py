@@ -16,11 +16,12 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
-from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind
+from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.rollout.native.cells import options_without_states
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
     check_experts,
     check_forms,
@@ -31,7 +32,13 @@ from funrl.trainer.jobs.sharding import (
 )
 from funrl.trainer.lowered.backend import decodes_in_jax
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
-from funrl.trainer.settings.scorers import NO_OBJECTS, GivenObjects, environment_flag, has_environment
+from funrl.trainer.settings.scorers import (
+    JUDGE,
+    NO_OBJECTS,
+    GivenObjects,
+    environment_flag,
+    has_environment,
+)
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -70,35 +77,7 @@ def check_algorithm(
     _check_roles(algorithm)
     _check_reduction(algorithm, settings)
     _check_staleness(algorithm, settings)
-    _check_scoring_pools(algorithm, settings)
-
-
-def _check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
-    """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
-    placement = settings.devices.placement
-    kinds = algorithm.role_kinds
-    only_score = [
-        name for name in role_names(algorithm) if name not in algorithm.losses and not kinds[name].scores_completions
-    ]
-    for name in () if placement is None else placement.scoring:
-        problem = None
-        if name not in only_score:
-            problem = f"the roles of this run that only score are {', '.join(only_score) or 'none'}"
-        elif algorithm.divergence is not None and algorithm.divergence.role == name:
-            problem = "the loss compares whole distributions with it, in the update"
-        elif not _has_own_model(kinds[name], settings) and settings.adapters.lora_rank:
-            problem = f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
-        elif not _has_own_model(kinds[name], settings) and kinds[name].value_head:
-            problem = "its model begins as the policy, with a head of its own"
-        if problem is not None:
-            raise SettingsError(
-                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
-            )
-
-
-def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
-    """True if a role starts from a directory of its own."""
-    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
+    check_scoring_pools(algorithm, settings)
 
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
@@ -268,7 +247,8 @@ def check_meshes(
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
         for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
-            check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
+            if name != JUDGE:  # which `judge_of` checks
+                check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
     check_forms(models, settings, sizes)
     return generating
 

@@ -35,6 +35,7 @@ from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
 from funrl.trainer.jobs.agents import FrozenAgent, native_options
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.settings import Settings
 
 BASE_VERSION = 0  # of the weights that adapters stand on
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
@@ -200,3 +201,13 @@ def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> P
     if job.placement is None:
         return plan(stored, wanted, dtypes, ranks_per_node())
     return plan(stored, wanted, dtypes, ranks_per_node(), src_ranks=mesh.ranks, dst_ranks=weights.mesh.ranks)
+
+
+def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
+    """Metrics of the first sync of a run that goes on, as the run that never stopped has them in its next step.
+
+    That one has reported them already where it evaluated or probed after `step`.
+    """
+    every = settings.engines.probe_sync_every
+    reported = step % settings.evaluation.eval_every == 0 or (every > 0 and step % every == 0)
+    return {} if reported else {name: value for name, value in proof.items() if name == "sync/verified"}

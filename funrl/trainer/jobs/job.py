@@ -21,7 +21,7 @@ from funrl.rewards.call import reward_functions
 from funrl.role_kinds import BASE, RoleKind
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.provenance import Provenance
-from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.steps.roles import main_role_of, writes_of
@@ -212,6 +212,11 @@ class TextJob(BaseJob):
 
 
 Job = RLJob | TextJob
+
+
+def rewards_completions(job: Job, name: str) -> bool:
+    """True of a judge, and of a role that reads completions before there are scores."""
+    return name == JUDGE or job.kind_of_role(name).scores_completions
 
 
 def needs_old_scores(job: Job) -> bool:

@@ -20,7 +20,7 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.roles import main_role_of, role_names
@@ -265,3 +265,35 @@ def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory:
     if not kind.scores_completions or directory is None or not isinstance(task, Task):
         return True
     return kind.reads == "completion" and reads_tokens(load_tokenizer(directory), tokenizer, task.prompts)
+
+
+def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
+    """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
+    placement = settings.devices.placement
+    kinds = algorithm.role_kinds
+    only_score = [
+        name for name in role_names(algorithm) if name not in algorithm.losses and not kinds[name].scores_completions
+    ]
+    rewarding = scorers_of(settings)
+    only_score += rewarding
+    for name in () if placement is None else placement.scoring:
+        problem = None
+        if name in rewarding:
+            continue
+        if name not in only_score:
+            problem = f"the roles of this run that only score are {', '.join(only_score) or 'none'}"
+        elif algorithm.divergence is not None and algorithm.divergence.role == name:
+            problem = "the loss compares whole distributions with it, in the update"
+        elif not _has_own_model(kinds[name], settings) and settings.adapters.lora_rank:
+            problem = f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
+        elif not _has_own_model(kinds[name], settings) and kinds[name].value_head:
+            problem = "its model begins as the policy, with a head of its own"
+        if problem is not None:
+            raise SettingsError(
+                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
+            )
+
+
+def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
+    """True if a role starts from a directory of its own."""
+    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))

@@ -36,11 +36,11 @@ from funrl.trainer.jobs.models import Models, agent_models, first_model, located
 from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
-from funrl.trainer.jobs.sharding import check_driven, generate_sizes, rank_memory
+from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import model_path, own_environment
+from funrl.trainer.settings.scorers import JUDGE, model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import JudgeJob, judge_job
 from funrl.trainer.steps.optimizer import check_freeze
@@ -244,9 +244,19 @@ def judge_of(settings: Settings, task: Task, devices: Devices) -> JudgeJob | Non
             directory,
             settings.models.model_code,
             settings.judging,
-            lambda model: generate_sizes(settings, devices.sizes, model, devices.memory),
+            lambda model: _judging_sizes(settings, model, devices),
             (*task.prompts, *task.heldout),
         )
+
+
+def _judging_sizes(settings: Settings, model: Model, devices: Devices) -> dict[str, int]:
+    """Sizes of the mesh that the judge writes on: of its own ranks, or of those that generate. Raises: MeshError."""
+    placement = settings.devices.placement
+    pool = None if placement is None else placement.scoring.get(JUDGE)
+    if pool is None:
+        return generate_sizes(settings, devices.sizes, model, devices.memory)
+    check_layouts({JUDGE: model}, settings, pool.sizes, pool.sizes)
+    return pool.sizes
 
 
 def texts_of_algorithm(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given) -> Texts:

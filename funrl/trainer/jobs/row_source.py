@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl import trees
 from funrl.algos.checking import learns_alone
@@ -45,12 +44,12 @@ from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
-from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import RewardModel, as_read, with_completion_scores, with_step_scores
 from funrl.trainer.sources.curriculum import weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
-from funrl.trainer.sources.evaluation import source_of
+from funrl.trainer.sources.evaluation import source_of, verdicts
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
@@ -338,14 +337,14 @@ def rescoring(
 ) -> Callable[[Rows, Sequence[Example], str], Rows] | None:
     """A function that adds to rows what models say of them; None where the run has no such model."""
     names = scorers_of(job.settings)
-    if not names:
+    assert parts.generator is not None
+    if not names or not parts.generator.mesh.here:
         return None
-    weights = job.task.weights[len(job.task.rewards) :]
     scorers = [
-        verdict_scorer(job, parts, weight, show)
-        if name == "judge"
-        else model_scorer(job, parts.roles[name], name, frozen[name], weight)
-        for name, weight in zip(names, weights, strict=True)
+        functools.partial(parts.rewarding[name].rewarded, note=show.note)
+        if name in parts.rewarding
+        else completion_scorer(job, parts, name, frozen.get(name), show)
+        for name in names
     ]
 
     def rescore(rows: Rows, examples: Sequence[Example], phase: str) -> Rows:
@@ -355,6 +354,19 @@ def rescoring(
         return rows
 
     return rescore
+
+
+def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, show: Show) -> Scorer:
+    """Scores by a model of this rank, of `scorers_of`.
+
+    Args:
+      params: this rank's weights; of a judge None, whose engine has them.
+    """
+    weights = job.task.weights[len(job.task.rewards) :]
+    weight = weights[scorers_of(job.settings).index(name)]
+    if name == JUDGE:
+        return verdict_scorer(job, parts, weight, show)
+    return model_scorer(job, parts.roles[name], name, params, weight)
 
 
 def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Scorer:
@@ -390,28 +402,6 @@ def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: 
     if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
         return functools.partial(with_completion_scores, model=model, read=lambda rows, _: as_read(rows, pad))
     return functools.partial(with_completion_scores, model=model, read=functools.partial(read_texts, reader))
-
-
-def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
-    """A function of scores [R, K]: mask of the completions that have all that the reward functions can give.
-
-    It gives None from the first score on that is no verdict: neither 0 nor 1, nor NaN, where a function does not apply.
-
-    Args:
-      weights: of the functions, whose scores come first.
-    """
-    counting = list(weights) if any(weights) else [1.0] * len(weights)  # 0 each: they only watch a reward model
-    full = sum(max(weight, 0.0) for weight in counting) - 1e-9
-    graded = False
-
-    def solved(scores_RK: Tensor) -> Tensor | None:
-        nonlocal graded
-        own_RK = scores_RK[:, : len(weights)]
-        graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
-        factors = torch.tensor(counting, dtype=own_RK.dtype, device=own_RK.device)
-        return None if graded else (own_RK * factors).nansum(1) >= full
-
-    return solved
 
 
 def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:

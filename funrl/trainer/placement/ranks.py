@@ -10,12 +10,12 @@ from funrl.mesh.pools.channel import end_requests
 from funrl.mesh.pools.transfer import transfer_group
 from funrl.processes.torchrun import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
-from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
 from funrl.trainer.placement.joined import train_joined
-from funrl.trainer.placement.scoring_ranks import serve_scores
+from funrl.trainer.placement.scoring_ranks import serve_rewarding, serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -44,7 +44,8 @@ def run_rank(
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
-            error, stopped = serve_scores(job, name, training, own)
+            serve = serve_rewarding if rewards_completions(job, name) else serve_scores
+            error, stopped = serve(job, name, generating if serve is serve_rewarding else training, own)
             return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)

@@ -15,7 +15,8 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
-SCORERS = (*SCORING_ROLES, "judge")  # in the order of their weights and columns
+JUDGE = "judge"
+SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
 EPISODE_FLAGS = (
     "agents",

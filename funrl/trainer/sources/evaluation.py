@@ -275,3 +275,25 @@ def parts_of_scores(names: Sequence[str], rows: Rows, numbers: Sequence[int]) ->
         return [{} for _ in numbers]
     parts = scores_BK[torch.tensor(list(numbers), dtype=torch.int64, device=scores_BK.device)].tolist()
     return [{name: x for name, x in zip(names, row, strict=True) if not math.isnan(x)} for row in parts]
+
+
+def verdicts(weights: Sequence[float]) -> Callable[[Tensor], Tensor | None]:
+    """A function of scores [R, K]: mask of the completions that have all that the reward functions can give.
+
+    It gives None from the first score on that is no verdict: neither 0 nor 1, nor NaN, where a function does not apply.
+
+    Args:
+      weights: of the functions, whose scores come first.
+    """
+    counting = list(weights) if any(weights) else [1.0] * len(weights)  # 0 each: they only watch a reward model
+    full = sum(max(weight, 0.0) for weight in counting) - 1e-9
+    graded = False
+
+    def solved(scores_RK: Tensor) -> Tensor | None:
+        nonlocal graded
+        own_RK = scores_RK[:, : len(weights)]
+        graded = graded or not bool(((own_RK == 0) | (own_RK == 1) | own_RK.isnan()).all())
+        factors = torch.tensor(counting, dtype=own_RK.dtype, device=own_RK.device)
+        return None if graded else (own_RK * factors).nansum(1) >= full
+
+    return solved

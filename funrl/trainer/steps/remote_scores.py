@@ -1,4 +1,6 @@
-"""A frozen role on ranks of its own, as the ranks that train see it: rows go there and its fields come back.
+"""A frozen role on ranks of its own, as the ranks that ask it see it: rows go there and its fields come back.
+
+The ranks that train ask a role that scores tokens, those that generate one that rewards completions.
 
 What a request says is metadata; a row's tokens go point to point, from the rank that trains it to the one that scores
 it, and its fields come back the same way.
@@ -6,15 +8,16 @@ it, and its fields come back the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from funrl import trees
-from funrl.batch import as_dict, schema_of
+from funrl.batch import as_dict, kind_of, schema_of
 from funrl.data.packing import pack
+from funrl.data.prompts import Example
 from funrl.fields import Field
 from funrl.kinds import FieldKind
 from funrl.mesh.launch import ranks_per_node
@@ -24,11 +27,13 @@ from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
 from funrl.mesh.reshard import reshard
 from funrl.models.weight_dtypes import weight_dtypes
+from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows
 
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
+REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
 NUMBERS_OF_A_POOL = 1 << 32  # requests to each pool have numbers of their own in the store
 
 
@@ -55,6 +60,122 @@ class ScoredFields(NamedTuple):
     """
 
     tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class RewardRequest(NamedTuple):
+    """Reward rows that follow. Its answer is `RewardedRows`, after which their fields follow.
+
+    Attributes:
+      examples: the prompts, each with the same number of rows.
+      fields: of the rows whose kind is `everywhere`, without scores.
+      lengths, owner: [B] of the rows, on the mesh to generate on.
+      to: [B] the rank that gets each row, by its index over the row axes of the role's mesh.
+      tokens: dtype and trailing shape of each field that is sent.
+    """
+
+    examples: Sequence[Example]
+    fields: Mapping[str, torch.Tensor]
+    lengths: np.ndarray
+    owner: np.ndarray
+    to: np.ndarray
+    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class RewardedRows(NamedTuple):
+    """Rewards that a role has given.
+
+    Attributes:
+      column: [B, 1] its own score of each row.
+      part: [B] of it in the reward.
+      owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
+      tokens: dtype and trailing shape of each field per token that it has written.
+      notes: remarks.
+      problem: message of the `RewardError` that ends the run; None without one, and only then the rest holds.
+    """
+
+    column: torch.Tensor | None = None
+    part: torch.Tensor | None = None
+    owner: np.ndarray | None = None
+    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    notes: Sequence[str] = ()
+    problem: str | None = None
+
+
+class RemoteRewards:
+    """A model that rewards completions, on other ranks, as the ranks that generate see it.
+
+    Attributes:
+      name: of the role.
+      mesh: of its ranks.
+    """
+
+    def __init__(self, name: str, mesh: Mesh, generating: Mesh, pool: int) -> None:
+        """Begin without a request.
+
+        Args:
+          name, mesh: its attributes.
+          generating: mesh of the ranks that ask.
+          pool: number of its ranks among those pools.
+        """
+        self.name = name
+        self.mesh = mesh
+        self.generating = generating
+        self.requests = Requests(generating, first=(pool + 1) * NUMBERS_OF_A_POOL)
+
+    def rewarded(self, rows: Rows, examples: Sequence[Example], note: Callable[[str], None]) -> Rows:
+        """The rows with the role's column of scores, its part of every score, and what else it writes. Collective.
+
+        Args:
+          rows: completions, with their scores so far.
+          examples: prompts, each with the same number of rows.
+          note: receives remarks.
+
+        Raises:
+          RewardError: on every rank; as the role raises it.
+        """
+        batch = rows.batch
+        fields = {name: as_dict(batch)[name] for name in REWARD_FIELDS}
+        known = {name: x.cpu() for name, x in as_dict(batch).items() if kind_of(batch, name).everywhere}
+        known = {name: x for name, x in known.items() if name not in ("score", "scores")}
+        shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in fields.items()}
+        to = even_ranks(len(examples), len(rows.owner) // len(examples), self.mesh)
+        number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, shapes))
+        kinds = row_field_kinds(schema_of(batch), fields)
+        send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.generating, target=self.mesh))
+        answer: RewardedRows = self.requests.answer(number, f"the {self.name}'s scores")
+        for line in answer.notes:
+            note(line)
+        if answer.problem is not None:
+            raise RewardError(answer.problem)
+        assert answer.column is not None
+        assert answer.part is not None
+        column_B1 = answer.column.to(self.generating.device)
+        part_B = answer.part.to(self.generating.device)
+        before = batch.get("score")
+        columns = batch.get("scores")
+        rows = rows.with_fields(
+            score=part_B if before is None else before + part_B,
+            scores=column_B1 if columns is None else torch.cat([columns, column_B1], 1),
+        )
+        return self._with_written(rows, answer) if answer.tokens else rows
+
+    def _with_written(self, rows: Rows, answer: RewardedRows) -> Rows:
+        """The rows with fields per token, which arrive."""
+        assert answer.owner is not None
+        way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.generating)
+        device = self.generating.device
+        like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}
+        kinds = row_field_kinds(schema_of(rows.batch), like)
+        fields, _ = receive_rows(like, kinds, way)
+        width = rows.batch.tokens.shape[1]
+        return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()})
+
+
+def even_ranks(prompts: int, samples: int, mesh: Mesh) -> np.ndarray:
+    """[prompts * samples] the rank of each row, by its index over the row axes, where prompts are shared out evenly."""
+    ranks = mesh.size(mesh.row_axes)
+    shares = np.diff(np.arange(ranks + 1) * prompts // ranks)
+    return np.repeat(np.arange(ranks), shares * samples)
 
 
 class RemoteScorer:

@@ -26,6 +26,8 @@ from funrl.batch import Batch
 from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import RouterLoad
+from funrl.models.placed import Placed
+from funrl.trainer.settings.settings import Settings
 
 ROUTER_COUNTS = "router/counts"  # of a micro-batch, among its metrics; `load_metrics` makes numbers of their sum
 
@@ -114,3 +116,12 @@ def load_metrics(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "router/entropy": entropy_L.mean(),
         "router/unused": (counts_LE == 0).double().mean(),
     }
+
+
+def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
+    """Losses of the routers of a model, if it has some and gives probabilities."""
+    routers = placed.model.abilities.routers
+    if routers is None or not placed.model.generates:
+        return RouterLosses()
+    rate = settings.routers.router_bias_rate if routers.biased else 0.0
+    return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
