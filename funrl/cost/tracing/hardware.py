@@ -135,9 +135,9 @@ def hardware_of(device: str) -> Hardware:
     """The row of the table for this machine's devices; an unknown GPU has an H100's speed and its own memory.
 
     Args:
-      device: "cpu" or "cuda".
+      device: "cpu", "cuda", or "xla", whose chips torch_xla does not describe: it has the host's row.
     """
-    if device == "cpu":
+    if device != "cuda":
         return HARDWARE["cpu"]
     properties = torch.cuda.get_device_properties(0)
     known = [name for name in HARDWARE if name in properties.name.lower().replace(" ", "")]

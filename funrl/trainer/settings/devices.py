@@ -48,8 +48,8 @@ class DeviceSettings:
     )
     device: str | None = flag(
         None,
-        "where tensors live",
-        one_of("cpu", "cuda"),
+        "where tensors live; xla: gradients, updates and scores on devices of torch_xla, the rest on the CPU",
+        one_of("cpu", "cuda", "xla"),
         chosen="cuda where there is one",
         effect="ranks",
     )
