@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own
 from small_runs import GRPO, MEASURED, PPO, begin, gradients, one_step, relative, scored_batch, small_job
 
 from funrl.mesh.mesh import single
-from funrl.trainer.lowered.torch_xla import TorchXlaPrograms
+from funrl.trainer.lowered.xla_device import TorchXlaPrograms
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
@@ -56,7 +56,7 @@ def test_scores_and_updates_of_two_roles_are_those_of_torch():
 
 def metrics_of(folder, *flags):
     """Metrics of the last step of a run of the command, without times."""
-    words = ["--steps=2", "--batch_prompts=4", "--warmstart_steps=0", "--eval_prompts=0", "--dtype=float64"]
+    words = ["--steps=2", "--batch_prompts=4", "--warmstart_steps=0", "--eval_prompts=4", "--dtype=float64"]
     command = [sys.executable, "-m", "funrl.cli.main", "grpo", *words, "--mesh=dp2", f"--run_dir={folder}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

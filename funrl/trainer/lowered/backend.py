@@ -112,7 +112,7 @@ def with_backend(
     if computes_in_torch(settings):
         return dict(roles)
     if settings.models.backend == "torch":
-        from funrl.trainer.lowered.torch_xla import TorchXlaPrograms
+        from funrl.trainer.lowered.xla_device import TorchXlaPrograms
 
         programs = TorchXlaPrograms()
         return {name: role._replace(programs=programs) for name, role in roles.items()}
