@@ -48,7 +48,7 @@ class DeviceSettings:
     )
     device: str | None = flag(
         None,
-        "where tensors live; xla: gradients, updates and scores on devices of torch_xla, the rest on the CPU",
+        "where tensors live; xla: training on torch_xla",
         one_of("cpu", "cuda", "xla"),
         chosen="cuda where there is one",
         effect="ranks",
