@@ -1,5 +1,6 @@
 """Runs whose steps JAX computes: --backend=xla."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,29 @@ def test_jax_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"--backend=xla needs jax, .* pip install 'funrl\[xla\]'"):
         small_job(GRPO, backend="xla")
+
+
+def test_torch_xla_is_named_where_it_is_missing():
+    if importlib.util.find_spec("torch_xla") is not None:
+        pytest.skip("torch_xla is installed")
+    with pytest.raises(SettingsError, match="--device=xla: torch_xla is not installed; --backend=xla computes in JAX"):
+        small_job(GRPO, device="xla")
+
+
+@pytest.mark.parametrize(
+    "flags,says",
+    [
+        ({"mesh": "dp2,tp2"}, "--mesh=dp2,tp2: with --device=xla each rank has whole models"),
+        ({"mesh": "dp2", "fsdp": True}, "--fsdp: with --device=xla each rank has whole models"),
+        ({"remat": "full"}, "--remat=full: with --device=xla"),
+        ({"backend": "xla"}, "--device=xla is of torch_xla, and --backend=xla is JAX: leave one of them out"),
+    ],
+    ids=["tensor", "fsdp", "remat", "jax"],
+)
+def test_flags_that_devices_of_torch_xla_lack_are_refused(flags, says, monkeypatch):
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: True)
+    with pytest.raises(SettingsError, match=says):
+        small_job(GRPO, device="xla", **flags)
 
 
 def test_nothing_of_jax_is_imported_without_the_flag():

@@ -85,14 +85,17 @@ HARDWARE = {
         link=448e9,
         network=50e9,
     ),
-    "v5e": Hardware(  # TPUs multiply 32 bits in six passes of 16; bytes of all links between chips of a slice
+    # TPUs: docs.cloud.google.com/tpu/docs/v5e, v5p and v6e. They multiply 32 bits in six passes of 16; the link is one
+    # direction of all ICI links of a chip, and the network a chip's share of the data center's (6.4 and 25.6 Tbit/s of
+    # a pod of 256 chips of v5e and v6e, 50 Gbit/s of a chip of v5p).
+    "v5e": Hardware(
         memory=16e9,
         half=197e12,
         single=33e12,
         double=1e12,
         bandwidth=819e9,
         link=200e9,
-        network=3e9,
+        network=3.1e9,
         tpu=True,
     ),
     "v5p": Hardware(
@@ -102,7 +105,7 @@ HARDWARE = {
         double=2e12,
         bandwidth=2.77e12,
         link=600e9,
-        network=6e9,
+        network=6.2e9,
         tpu=True,
     ),
     "v6e": Hardware(
@@ -112,7 +115,7 @@ HARDWARE = {
         double=4e12,
         bandwidth=1.64e12,
         link=400e9,
-        network=6e9,
+        network=12.5e9,
         tpu=True,
     ),
     "cpu": Hardware(
@@ -135,9 +138,9 @@ def hardware_of(device: str) -> Hardware:
     """The row of the table for this machine's devices; an unknown GPU has an H100's speed and its own memory.
 
     Args:
-      device: "cpu" or "cuda".
+      device: "cpu", "cuda", or "xla", whose chips torch_xla does not describe: it has the host's row.
     """
-    if device == "cpu":
+    if device != "cuda":
         return HARDWARE["cpu"]
     properties = torch.cuda.get_device_properties(0)
     known = [name for name in HARDWARE if name in properties.name.lower().replace(" ", "")]

@@ -42,7 +42,7 @@ from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, p
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
 from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
-from funrl.trainer.lowered.backend import with_backend, with_devices
+from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
 from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import scoring_budget
@@ -97,7 +97,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         note(f"computing in {settings.models.dtype}; attention by {attention_by(job.dtype)}")
     compiled: dict[Layer, Layer] = {}
     compilations = Compilations(note)
-    mode = settings.models.compile if settings.models.backend == "torch" else "off"
+    mode = settings.models.compile if computes_in_torch(settings) else "off"
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:

@@ -25,7 +25,11 @@ def check_backend(settings: Settings, device: str) -> None:
       SettingsError: jax is not installed, or a flag is one that the backend does not have.
     """
     if settings.models.backend == "torch":
+        if settings.devices.device == "xla":
+            _check_torch_xla(settings)
         return
+    if settings.devices.device == "xla":
+        raise SettingsError("--device=xla is of torch_xla, and --backend=xla is JAX: leave one of them out")
     if importlib.util.find_spec("jax") is None:
         raise SettingsError("--backend=xla needs jax, which is not installed: pip install 'funrl[xla]'")
     if device != "cpu":
@@ -41,6 +45,32 @@ def check_backend(settings: Settings, device: str) -> None:
             raise SettingsError(
                 f"--backend=xla drives all devices from one process, which generates too: leave --{name}={value} out"
             )
+
+
+def _check_torch_xla(settings: Settings) -> None:
+    """Check that steps can run on devices of torch_xla. Raises: SettingsError."""
+    if importlib.util.find_spec("torch_xla") is None:
+        raise SettingsError("--device=xla: torch_xla is not installed; --backend=xla computes in JAX without it")
+    devices = settings.devices
+    axes = [axis for axis, size in devices.train.chosen.items() if size > 1 and axis != "data"]
+    refused = {
+        f"--mesh={devices.mesh}": bool(axes),
+        "--fsdp": devices.fsdp,
+        f"--place={devices.place}": devices.place is not None,
+        f"--generate_mesh={devices.generate_mesh}": devices.generate_mesh is not None,
+        f"--remat={devices.remat}": devices.remat != "none",
+        "--model_code=hf": settings.models.model_code == "hf",
+    }
+    for flag, given in refused.items():
+        if given:
+            raise SettingsError(
+                f"{flag}: with --device=xla each rank has whole models; --backend=xla splits them in JAX"
+            )
+
+
+def computes_in_torch(settings: Settings) -> bool:
+    """True if the steps of a run are torch's on the devices of its mesh."""
+    return settings.models.backend == "torch" and settings.devices.device != "xla"
 
 
 def device_sizes(settings: Settings) -> dict[str, int]:
@@ -79,8 +109,13 @@ def with_backend(
       note: receives how long each program took to make.
       on_mesh: what the job says of the roles on a mesh of several devices.
     """
-    if settings.models.backend == "torch":
+    if computes_in_torch(settings):
         return dict(roles)
+    if settings.models.backend == "torch":
+        from funrl.trainer.lowered.xla_device import TorchXlaPrograms
+
+        programs = TorchXlaPrograms()
+        return {name: role._replace(programs=programs) for name, role in roles.items()}
     sizes = device_sizes(settings)
     if Mesh(sizes).world == 1:
         from funrl.trainer.lowered.programs import XlaPrograms  # it imports jax

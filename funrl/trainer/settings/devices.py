@@ -48,8 +48,8 @@ class DeviceSettings:
     )
     device: str | None = flag(
         None,
-        "where tensors live",
-        one_of("cpu", "cuda"),
+        "where tensors live; xla: training on torch_xla",
+        one_of("cpu", "cuda", "xla"),
         chosen="cuda where there is one",
         effect="ranks",
     )
