@@ -33,7 +33,7 @@ WRONG = [
     ({}, torch.float64, "vLLM has no float64"),
     ({"mlp_bias": True}, torch.float32, "the model has mlp_bias=True, with which vLLM has not been tried"),
     ({"rope_scaling": RopeScaling("dynamic", 2.0)}, torch.float32, "has rope_scaling=.*'dynamic'.* not been tried"),
-    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3 so far"),
+    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3, qwen2_5_vl, qwen3_vl so far"),
 ]
 
 

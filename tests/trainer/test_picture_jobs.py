@@ -123,7 +123,7 @@ def test_demonstrations_of_a_file_become_rows_with_pictures(folder):
 @pytest.mark.parametrize(
     "flags,words",
     [
-        ({"engine": "hf"}, "--engine=hf: the policy sees pictures; give --engine=native"),
+        ({"engine": "hf"}, "--engine=hf: the policy sees pictures; give --engine=native or vllm"),
         ({"long_prompts": "truncate"}, "--long_prompts=truncate: .* give --long_prompts=drop"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2: the policy sees pictures; leave it out"),
         ({"freeze": "visoin"}, "--freeze=visoin: no weight's name begins with 'visoin'"),

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from funrl.kinds import OwnedLines
 from funrl.rollout.sampling_parameters import Sampling
 
 
@@ -18,7 +19,7 @@ class CoreRequest(NamedTuple):
       tokens: of the prompt and of the completion so far.
       written: number of tokens of the completion so far.
       count: bound on the tokens to sample.
-      sampling, seed: as in `Request`.
+      sampling, seed, owned: as in `Request`.
     """
 
     number: int
@@ -27,6 +28,7 @@ class CoreRequest(NamedTuple):
     count: int
     sampling: Sampling
     seed: int
+    owned: OwnedLines | None = None
 
 
 class SampledTokens(NamedTuple):

@@ -17,6 +17,7 @@ import os
 import random
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,18 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
 from funrl.models.huggingface.config import config_to_hf
-from funrl.models.huggingface.names import names_of
+from funrl.models.huggingface.names import UNEMBED, names_of
 from funrl.models.model import Model
+from funrl.models.vision.config import VisionLanguageConfig
+from funrl.models.vision.model import VISION
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.pictures import PROCESSORS, torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
-PROVEN_FAMILIES = ("llama", "qwen2", "qwen3")  # whose reloaded weights are proven
+PROVEN_FAMILIES = ("llama", "qwen2", "qwen3", *PROCESSORS)  # whose reloaded weights are proven
 PROVEN_SWITCHES = {"activation": "silu", "mlp_bias": False}  # of these families
 FUSED = {
     "q_proj": "qkv_proj",
@@ -101,6 +105,8 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
     """
     if problem := vllm_problem(model, device, dtype):
         raise ModelError(problem)
+    if model.owned is not None and tensor > 1:
+        raise ModelError(f"{tensor} tensor ranks share a model that sees pictures, with which vLLM has not been tried")
     tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:
@@ -110,6 +116,8 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
         )
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"vLLM is not installed beside funrl: {INSTALL}")
+    if model.owned is not None and (problem := torchvision_problem()):
+        raise ModelError(problem)
 
 
 @dataclasses.dataclass
@@ -131,7 +139,7 @@ class LocalCore:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        self.sampler = self.runner.sampler = RequestSampler(self.runner)
+        self.sampler = self.runner.sampler = RequestSampler(self.runner, self.model.abilities.unsampled)
         self._ids: dict[int, str] = {}
         self._asleep = False
         self._preempted = 0
@@ -161,7 +169,16 @@ class LocalCore:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            name = self.engine.add_request(str(request.number), {"prompt_token_ids": list(request.tokens)}, parameters)
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
+            if request.owned is not None and isinstance(self.model.config, VisionLanguageConfig):
+                prompt = vllm_prompt(self.model.config.tower, request.tokens, request.owned)
+            name = self.engine.add_request(str(request.number), prompt, parameters)
+            held = list(self._scheduler.requests[name].prompt_token_ids)
+            if held != list(request.tokens):
+                raise RuntimeError(
+                    f"vLLM holds a prompt of {len(held)} tokens for request {request.number}, which is not the one of "
+                    f"{len(request.tokens)} that it was given: its processor expands pictures otherwise"
+                )
             self.sampler.requests[name] = RequestSampling(request.sampling.per_token, request.seed, request.written)
             self._ids[request.number] = name
 
@@ -201,7 +218,7 @@ class LocalCore:
             self.engine.wake_up(["weights"])
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
         if self.model.config.tied:  # on a CPU the unembedding is a packed copy, which vLLM would leave as it was
-            head = self.runner.get_model().lm_head
+            head = text_part(self.runner.get_model()).lm_head
             head.quant_method.process_weights_after_loading(head)
         self.engine.reset_prefix_cache()
         if not self._asleep:
@@ -283,17 +300,24 @@ def start_vllm(
         raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
     if mesh.device.type == "cuda":
         expand_segments(False)  # the memory pool of the sleep mode refuses them
-    with _contained(mesh), tempfile.TemporaryDirectory() as folder:
+    with _contained(mesh), contextlib.ExitStack() as files:
+        folder = files.enter_context(tempfile.TemporaryDirectory())
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
         (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config) | {"dtype": _name(dtype)}))
+        pictures: dict[str, Any] = {}
+        if isinstance(config, VisionLanguageConfig):
+            write_processor(Path(folder), config.source.family, config.tower, config.vocab, config.max_positions)
+            pictures = {"limit_mm_per_prompt": {"image": config.max_positions, "video": 0}, "skip_mm_profiling": True}
+            # the factors of the device would begin random as weights do, and the cache outlives weights
+            pictures |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
         page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)
         if not cache_bytes:
             most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
         args = EngineArgs(
             model=folder,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not pictures,
             load_format="dummy",
             dtype=_name(dtype),
             seed=0,
@@ -309,8 +333,12 @@ def start_vllm(
             disable_log_stats=True,
             enable_sleep_mode=mesh.device.type == "cuda",
             disable_custom_all_reduce=mesh.device.type == "cpu",
+            **pictures,
         )
-        return LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes=page_bytes)
+        core = LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes=page_bytes)
+        if pictures:  # the processor's files are read with the first picture
+            weakref.finalize(core, files.pop_all().close)
+        return core
 
 
 def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
@@ -322,18 +350,35 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
       tensor: ranks over which vLLM splits all weights except norms; with several, only the norms can be read.
     """
     names = names_of(model)
-    rows = {name.split(".")[-2]: shape[0] for name, shape in names.values()}
+    decoder = {ours: place for ours, place in names.items() if not ours.startswith(f"{VISION}/")}
+    rows = {name.split(".")[-2]: shape[0] for name, shape in decoder.values()}
     begins = {"q_proj": 0, "k_proj": rows["q_proj"], "v_proj": rows["q_proj"] + rows["k_proj"]}
     begins |= {"gate_proj": 0, "up_proj": rows["gate_proj"]}
-    for name, shape in names.values():
+    for ours, (name, shape) in names.items():
         layer = name.split(".")[-2]
-        x = held.get(name.replace(layer, FUSED[layer]) if layer in FUSED else name)
+        if ours not in decoder:
+            x = held.get(name.removeprefix("model."))
+            yield name, None if x is None or tuple(x.shape) != shape or tensor > 1 else x.detach()
+            continue
+        there = name if model.owned is None else _name_beside_tower(name)
+        x = held.get(there.replace(layer, FUSED[layer]) if layer in FUSED else there)
         if x is None or not x.numel() or (tensor > 1 and not layer.endswith("norm")):
             yield name, None
         elif layer in FUSED:
             yield name, x.detach()[begins[layer] : begins[layer] + rows[layer]]
         else:
             yield name, x.detach()[: shape[0]]  # rows of the vocabulary are padded
+
+
+def _name_beside_tower(name: str) -> str:
+    """vLLM's name of a weight of a decoder beside a tower."""
+    inner = name.removeprefix("model.").removeprefix("language_model.")
+    return f"language_model.{inner}" if name == UNEMBED else f"language_model.model.{inner}"
+
+
+def text_part(module: Any) -> Any:
+    """The part of vLLM's model that reads text."""
+    return getattr(module, "language_model", module)
 
 
 @contextlib.contextmanager

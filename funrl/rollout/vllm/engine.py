@@ -341,5 +341,11 @@ def _core_request(sequence: PartialCompletion) -> CoreRequest:
     written = len(sequence.tokens)
     tokens = [*request.prompt, *sequence.tokens]
     return CoreRequest(
-        request.number, tokens, written, count=sequence.limit - written, sampling=request.sampling, seed=request.seed
+        request.number,
+        tokens,
+        written,
+        count=sequence.limit - written,
+        sampling=request.sampling,
+        seed=request.seed,
+        owned=request.owned,
     )

@@ -7,6 +7,7 @@ log-probabilities, raw and of the sampling distribution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +38,12 @@ class RequestSampler:
 
     Attributes:
       requests: sampling of each unfinished request, by vLLM's own id.
+      unsampled: ids of tokens that are never sampled.
     """
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, unsampled: Sequence[int] = ()):
         self.requests: dict[str, RequestSampling] = {}
+        self.unsampled = list(unsampled)
         self._runner = runner
 
     def __call__(self, logits: Tensor, sampling_metadata: Any, **_: Any) -> Any:
@@ -49,6 +52,8 @@ class RequestSampler:
 
         ids = self._runner.input_batch.req_ids[: len(logits)]
         states = [self._runner.requests[name] for name in ids]
+        if self.unsampled:
+            logits[:, self.unsampled] = -torch.inf
         token_R, logp_R2 = sample_rows(logits, states, [self.requests[name] for name in ids])
         pairs_R2 = torch.stack([token_R, torch.full_like(token_R, NO_TOKEN)], 1).int()
         rank_R = torch.zeros(len(token_R), dtype=torch.int64, device=logits.device)

@@ -314,7 +314,7 @@ def check_owned_values(
     if blind:
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
-        "engine": (settings.engines.engine != "native", "give --engine=native"),
+        "engine": (settings.engines.engine not in ("native", "vllm"), "give --engine=native or vllm"),
         "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
         "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
