@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
@@ -61,6 +62,7 @@ def linear_logprob(
     want: tuple[str, ...] = ("logp",),
     topk_TK: Tensor | None = None,
     cap: float | None = None,
+    vocab: int | None = None,
 ) -> TokenScores:
     """Log-probabilities, entropy and sum of squares of p = softmax(hidden unembed^T / temperature).
 
@@ -76,6 +78,7 @@ def linear_logprob(
       want: some of "logp", "entropy", "sum_pi_squared".
       topk_TK: token ids in the whole vocabulary whose log-probabilities are wanted too.
       cap: logits x become cap tanh(x / cap), before the temperature; None: they stay.
+      vocab: number of rows of all ranks that are tokens; None: all of them.
 
     Returns: [T] each, [T, K] for `topk_TK`, in float32 or wider. The gradient of hidden is complete on every tensor
       rank.
@@ -90,7 +93,10 @@ def linear_logprob(
         raise ValueError(f"temperature is {temperature}, it must be above 0")
     ids_TN = targets_T[:, None] if topk_TK is None else torch.cat([targets_T[:, None], topk_TK], 1)
     extras = tuple(name for name in EXTRAS if name in want)
-    logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, unembed_VD, ids_TN, mesh, temperature, chunk, extras, cap)
+    own_VD = token_rows(unembed_VD, mesh, vocab)
+    if len(own_VD) < len(unembed_VD):  # its first row has the number that it would have if all ranks had as many
+        ids_TN = ids_TN - int(mesh.index("tensor")) * (len(unembed_VD) - len(own_VD))
+    logp_TN, *rest, _ = _LinearLogprob.apply(hidden_TD, own_VD, ids_TN, mesh, temperature, chunk, extras, cap)
     scores = dict(zip(extras, rest, strict=True))
     if "logp" in want:
         scores["logp"] = logp_TN[:, 0]
@@ -107,6 +113,7 @@ def topk(
     temperature: float = 1.0,
     chunk: int = 1024,
     cap: float | None = None,
+    vocab: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k most probable tokens and their log-probabilities, [T, k] each, in descending order; without a gradient.
 
@@ -114,8 +121,9 @@ def topk(
     """
     ids = []
     tops = []
+    own_VD = token_rows(unembed_VD.detach(), mesh, vocab)
     for hidden_CD in hidden_TD.detach().split(chunk):
-        x_CV = _tempered(hidden_CD, unembed_VD.detach(), temperature, cap)
+        x_CV = filled_columns(_tempered(hidden_CD, own_VD, temperature, cap), len(unembed_VD))
         top_CK, row_CK = x_CV.topk(min(k, x_CV.shape[1]), -1)
         tops.append(top_CK)
         ids.append(row_CK + mesh.index("tensor") * unembed_VD.shape[0])
@@ -125,9 +133,23 @@ def topk(
     topk_TK = id_TK.gather(1, top_TK.topk(k, -1).indices)
     targets_T = topk_TK[:, 0]
     with torch.no_grad():
-        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK, cap)
+        scores = linear_logprob(hidden_TD, unembed_VD, targets_T, mesh, temperature, chunk, (), topk_TK, cap, vocab)
     assert scores.topk_logp is not None
     return topk_TK, scores.topk_logp
+
+
+def token_rows(unembed_VD: Tensor, mesh: Mesh, vocab: int | None) -> Tensor:
+    """This rank's rows that are tokens, of as many as every rank has; `vocab` is as in `linear_logprob`."""
+    V = unembed_VD.shape[0]
+    if vocab is None or V * mesh.size("tensor") == vocab:
+        return unembed_VD
+    return unembed_VD[: vocab - int(mesh.index("tensor")) * V]
+
+
+def filled_columns(logits_CV: Tensor, columns: int) -> Tensor:
+    """Logits with further columns that are never chosen."""
+    lacks = columns - logits_CV.shape[1]
+    return F.pad(logits_CV, (0, lacks), value=-torch.inf) if lacks else logits_CV
 
 
 def linear_logprob_reference(

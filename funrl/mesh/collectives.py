@@ -227,7 +227,9 @@ def _scatter_pairwise(x: Tensor, size: int, group: str, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     parts = _exchange(front.flatten(), size, group, split=0, concat=0).view(size, -1)
     while len(parts) > 1:
-        parts = parts[::2] + parts[1::2]
+        paired = len(parts) // 2 * 2
+        sums = parts[:paired:2] + parts[1:paired:2]
+        parts = sums if paired == len(parts) else torch.cat([sums, parts[paired:]])
     return parts.view(front.shape[0] // size, *front.shape[1:]).movedim(0, dim)
 
 

@@ -34,14 +34,28 @@ class Uneven(str):
     """A mesh axis to split over whatever the size is: the last parts are shorter, or empty."""
 
 
+class Fillable(str):
+    """A mesh axis to split over any size that is not below its own: the last parts are shorter, or empty.
+
+    They are stored, summed and saved as they are, and filled with 0s to the length of the others while a layer
+    computes; see `models.filled`.
+    """
+
+
+class FillableRows(Fillable):
+    """The same where no part is empty."""
+
+
 # Parameters: vocab [V], embed [D], heads [H], kv_heads [K], head [N], mlp [F], experts and router [E], rank of adapters
-# [R]; norms are ("norm",). What latent attention makes of hidden states is "latent", "embed" as an in dim.
+# [R]; norms are ("norm",). "state_heads" are of two kinds that belong together, as in a gated delta net. What latent
+# attention makes of hidden states is "latent", "embed" as an in dim.
 COMPUTE: Rules = {
-    "vocab": "tensor",
-    "heads": "tensor",
+    "vocab": FillableRows("tensor"),
+    "heads": Fillable("tensor"),
     "kv_heads": IfDivides("tensor"),
-    "mlp": "tensor",
-    "experts": "expert",
+    "state_heads": "tensor",
+    "mlp": Fillable("tensor"),
+    "experts": Fillable("expert"),
     "router": None,
     "embed": None,
     "expert_embed": None,
@@ -135,7 +149,7 @@ def layout(
       sizes: size of each mesh axis.
 
     Raises:
-      MeshError: a logical axis without a rule, a mesh axis used twice, or a size that does not divide.
+      MeshError: a logical axis without a rule, a mesh axis used twice, or a size that does not divide and has to.
     """
     if len(logical) != len(shape):
         raise MeshError(f"{name}: shape {tuple(shape)} has {len(shape)} dims but its logical axes are {logical}")
@@ -152,7 +166,7 @@ def layout(
         if length % parts and isinstance(rule, IfDivides):
             over = ()
             parts = 1
-        if length % parts and not (over and all(isinstance(a, Uneven) for a in over)):
+        if length % parts and not (_fills(rule, length, parts) or (over and all(isinstance(a, Uneven) for a in over))):
             shorts = {v: k for k, v in meshes.SHORT.items()}
             over = tuple(a for a in over if sizes[a] > 1)
             mesh = ",".join(f"{shorts[a]}{sizes[a]}" for a in over)
@@ -194,8 +208,8 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
     """For each dim the mesh axes to gather over before a layer runs: those of `stored` that `compute` does not have.
 
     Raises:
-      MeshError: `compute` splits a dim otherwise than `stored` begins to, or both split one whose parts are not equal;
-        `name` is what the error calls the tensor.
+      MeshError: `compute` splits a dim otherwise than `stored` begins to, or `stored` splits further one whose parts
+        are not equal; `name` is what the error calls the tensor.
     """
     axes = []
     sizes = dict(zip(AXES, stored.sizes, strict=True))
@@ -205,7 +219,7 @@ def gather_axes(name: str, stored: Layout, compute: Layout) -> tuple[tuple[str, 
                 f"{name}: dim {dim} of {stored.shape} is stored over {have} and computed over {want}, which must be "
                 "the first of those axes: what follows them is gathered"
             )
-        if want and stored.shape[dim] % math.prod(sizes[axis] for axis in have):
+        if want and have != want and stored.shape[dim] % math.prod(sizes[axis] for axis in have):
             raise MeshError(
                 f"{name}: dim {dim} of {stored.shape} does not divide over {have}, of which {want} split it while it "
                 "computes; choose sizes that divide it"
@@ -244,6 +258,13 @@ def rest_axes(
         return tuple(axis for axis in AXES if axis in over and mesh.sizes[axis] > 1 and axis not in done)
 
     return [rest(*pair, axes) for pair, axes in zip(pairs, more, strict=True)]
+
+
+def _fills(rule: Rule, length: int, parts: int) -> bool:
+    """True if a rule lets a size be split that does not divide."""
+    if isinstance(rule, FillableRows):
+        return (parts - 1) * -(-length // parts) < length
+    return isinstance(rule, Fillable) and length >= parts
 
 
 def _tuple(rule: Rule) -> tuple[str, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Axes, Mesh
 from funrl.mesh.message_sizes import message_bytes
-from funrl.mesh.rules import rest_axes
+from funrl.mesh.rules import Layout, rest_axes
 
 SUM_BYTES = 128 << 20  # summed in one collective of few ranks; a larger leaf goes alone
 
@@ -51,17 +53,28 @@ def sum_rest(
     Returns: the gradients, equal on all ranks that store the same part; and `extra`, equal on all ranks of row_axes.
     """
     leaves = trees.leaves(grads)
+    layouts = trees.leaves(stored)
     rest = rest_axes(stored, compute, mesh, partial=partial)
     of_rows = tuple(axis for axis in mesh.row_axes if mesh.sizes[axis] > 1)
     for axes in sorted({*rest, of_rows}):
         which = [i for i, over in enumerate(rest) if over == axes]
         with_extra = extra if axes == of_rows else ()
-        summed, with_extra = psum_tree(([leaves[i] for i in which], with_extra), mesh, axes)
+        level = [_level(leaves[i], layouts[i]) for i in which]
+        summed, with_extra = psum_tree((level, with_extra), mesh, axes)
         for i, x in zip(which, summed, strict=True):
-            leaves[i] = x
+            leaves[i] = x if x.shape == leaves[i].shape else x[: leaves[i].numel()].view(leaves[i].shape)
         if axes == of_rows:
             extra = with_extra
     return trees.fill(grads, leaves), extra
+
+
+def _level(x: Tensor, layout: Layout) -> Tensor:
+    """A gradient; flat and with 0s behind it where other ranks have more of it.
+
+    A sum's order depends on its place in a bucket. So what some ranks have alike stays so, bit for bit.
+    """
+    longest = layout.local_shape()
+    return x if tuple(x.shape) == longest else F.pad(x.reshape(-1), (0, math.prod(longest) - x.numel()))
 
 
 def _buckets(values: Sequence[Tensor], dtype: torch.dtype, most: int) -> Iterator[list[int]]:

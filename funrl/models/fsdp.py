@@ -30,6 +30,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.message_sizes import message_bytes
+from funrl.models.filled import filled
 from funrl.models.gather_buffers import (
     GatherDtypes,
     Group,
@@ -93,7 +94,7 @@ def gathered(
     Args:
       params: this rank's shards; gradients reach them summed over the axes that are gathered, and over no others. Those
         that require none are gathered and nothing else: nothing is computed, kept or sent for a gradient of theirs.
-      stored, compute: layouts of the same structure, of the shards and of the result.
+      stored, compute: layouts of the same structure, of the shards and of the result, whose shorter parts are filled.
       mesh: the mesh of both.
       dtypes: of the results, and of the sums of gradients, which arrive in the dtype of `params`.
       last: name of the part that is looked at once more behind all others, such as an embedding that is the unembedding
@@ -103,7 +104,7 @@ def gathered(
       MeshError: a leaf cannot be gathered from one layout to the other.
     """
     if all(have == want for have, want in zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
-        return cast_weights(params, dtypes.compute)
+        return filled(cast_weights(params, dtypes.compute), compute)
     groups: list[Group] = []
     number = functools.partial(_group, groups, mesh, dtypes)
     tree = _numbered(params, stored, compute, number=number, itemsize=dtypes.compute.itemsize)
@@ -156,7 +157,7 @@ def _group(groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: Any, s
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
     buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)
-    groups.append(Group(shards, buffers, mesh, dtypes=dtypes))
+    groups.append(Group(filled(shards, compute, buffers.places), buffers, mesh, dtypes=dtypes))
     return len(groups) - 1
 
 

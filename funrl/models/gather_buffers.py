@@ -5,7 +5,8 @@ the order of the ranks are the whole leaf: in a buffer of its own it is gathered
 scattered from where it is. Any other leaf is copied once between the ranks' shards and the whole.
 
 A dim that the ranks do not divide is split in ceiling chunks: the last ranks have less of it, or nothing. In a message
-every rank has as much room as the first, which has most; what is in the rest of it is never read.
+every rank has as much room as the first, which has most. What is in the rest of it is never read, unless the dim stays
+split while the layer computes: it is 0 then.
 """
 
 from __future__ import annotations
@@ -238,8 +239,10 @@ def pack_shards(shards: list[Tensor], buffers: Buffers, dtype: torch.dtype) -> l
         if _fills(first, bucket.elements, dtype):
             flats.append(first.view(-1))
             continue
-        flats.append(torch.empty(bucket.elements, dtype=dtype, device=first.device))
-        for leaf, place in buffers.places_of(bucket):
+        places = buffers.places_of(bucket)
+        full = all(tuple(shards[leaf].shape) == place.shard for leaf, place in places)
+        flats.append((torch.empty if full else torch.zeros)(bucket.elements, dtype=dtype, device=first.device))
+        for leaf, place in places:
             slots.append(slot(flats[-1], place, tuple(shards[leaf].shape)))
             copied.append(shards[leaf].detach())
     if slots:

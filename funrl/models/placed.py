@@ -116,6 +116,7 @@ class Placed:
             want=want,
             topk_TK=topk_NK,
             cap=self.model.abilities.logit_cap,
+            vocab=self._vocab(over),
         )
         if unsampled:
             scores = _without_unsampled(scores, len(unsampled))
@@ -127,9 +128,9 @@ class Placed:
             caps = self.model.abilities.logit_cap, teacher.placed.model.abilities.logit_cap
             divergence_N = linear_divergence(
                 hidden_ND,
-                w_VD,
+                kernel.token_rows(w_VD, over, self._vocab(over)),
                 teacher_NE,
-                teacher_unembed_VE=teacher_VE,
+                teacher_unembed_VE=kernel.token_rows(teacher_VE, over, self._vocab(over)),
                 beta=teacher.beta,
                 mesh=over,
                 temperature=teacher.temperature,
@@ -147,8 +148,9 @@ class Placed:
         """
         with torch.no_grad():
             (hidden_ND, w_VD, over, at_N), _ = self._before_tokens(params, batch)
+            cap = self.model.abilities.logit_cap
             ids_NK, logp_NK = kernel.topk(
-                hidden_ND, w_VD, k, mesh=over, temperature=temperature, cap=self.model.abilities.logit_cap
+                hidden_ND, w_VD, k, mesh=over, temperature=temperature, cap=cap, vocab=self._vocab(over)
             )
             return self._spread(ids_NK, at_N, batch), self._spread(logp_NK, at_N, batch)
 
@@ -160,7 +162,7 @@ class Placed:
         with torch.no_grad():
             (hidden_ND, w_VD, over, _), _ = self._before_tokens(params, batch)
             logits_NV = kernel.project(hidden_ND, w_VD, self.model.abilities.logit_cap)
-            return all_gather(logits_NV, over, "tensor", dim=1)
+            return all_gather(logits_NV, over, "tensor", dim=1)[:, : self.model.config.vocab]
 
     def values(self, params: trees.Tree, batch: Batch) -> Tensor:
         """The value head's number before each token: position t is read from the hidden state of token t - 1.
@@ -234,6 +236,10 @@ class Placed:
         if at_N is None:
             at_N = self._own_next(mask_BT).nonzero().squeeze(-1)
         return (before_MD[at_N], w_VD, over, at_N), load
+
+    def _vocab(self, over: Mesh) -> int | None:
+        """Number of tokens of an unembedding that is split over a mesh; None: one that is whole."""
+        return None if over.size("tensor") == 1 else self.model.config.vocab
 
     def choices(self, params: trees.Tree, batch: Batch) -> Tensor:
         """Count the choices of each expert by this rank's tokens, in each layer that has some: [L, E] int64."""

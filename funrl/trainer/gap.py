@@ -66,9 +66,13 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return sums
     if job.lora is not None and job.agents.policies:
         return "the engines of second policies merge adapters, which the trainer adds"
-    if is_ring(settings.devices.sequence_parallel, policy.model.abilities.heads // sizes["tensor"], sizes):
+    if is_ring(settings.devices.sequence_parallel, -(-policy.model.abilities.heads // sizes["tensor"]), sizes):
         return "ring attention adds up keys by ranks"
-    return split_problem(sums, {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")})
+    splits = {policy.mesh.size("tensor"), parts.generator.mesh.size("tensor")}
+    heads = policy.model.abilities.heads
+    if len(splits) > 1 and any(heads % ranks for ranks in splits):
+        return f"{' and '.join(map(str, sorted(splits)))} tensor ranks do not all divide {heads} heads"
+    return split_problem(sums, splits)
 
 
 def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:

@@ -22,6 +22,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed
 from funrl.models.decoder.watch import show_results
+from funrl.models.filled import filled
 from funrl.rollout.native.backends import PackedBackend, TorchBackend, packed_problem
 from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.native.passes import PassWork
@@ -135,7 +136,7 @@ def _generated(parts: Parts, weights: trees.Tree, row: GapRow) -> Callable[[int]
     if packed_problem(model, mesh, dtype) is None:
         return lambda layer: _packed_run(model, weights, dtype, row, layer)
     backend = TorchBackend(model, mesh, dtype, parts.begin.layer, page_tokens(mesh.device.type))
-    backend.load(weights)
+    backend.load(filled(weights, engine.weights.layouts))
     return lambda layer: _torch_run(backend, row, layer)
 
 

@@ -97,7 +97,7 @@ DATA = ["--model={own}/model", "--prompts={own}/p.jsonl", "--reward={own}/r.py:f
 
 BAD = [  # flags, and what the one line says
     (["--mesh=dp3,xx2"], "--mesh=dp3,xx2: 'xx2' is not an axis; write dp, tp, ep or sp and a size"),
-    (["--mesh=dp4,tp3"], "--mesh=dp4,tp3: embed: vocab has size 16, which does not divide over tp3"),
+    (["--mesh=dp4,tp5"], "--mesh=dp4,tp5: embed: vocab has size 16, which does not divide over tp5"),
     (["--mesh=dp2,dp2"], "axis 'dp' is given twice"),
     (["--mesh=dp0"], "must be at least 1"),
     (["--mesh=sp2", "--generate_mesh=sp2"], "generation does not split the tokens of a row; write dp for sp"),

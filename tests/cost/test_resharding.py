@@ -144,8 +144,8 @@ def test_errors_name_what_is_wrong(config, tmp_path):
         explained(str(tmp_path / "nowhere"), "dp8", "dp8")
     with pytest.raises(MeshError, match=r"embed: the meshes dp8 \(8 devices\) and tp4 \(4 devices\)"):
         explained(config(SMALL), "dp8", "tp4")
-    with pytest.raises(MeshError, match="layers/0/attn/o: heads has size 8, which does not divide over tp3"):
-        explained(config(SMALL | {"vocab_size": 255}), "tp3", "tp3")
+    with pytest.raises(MeshError, match="layers/0/attn/o: heads has size 8, which does not divide over tp9"):
+        explained(config(SMALL | {"vocab_size": 255}), "tp9", "tp9")
     with pytest.raises(MeshError, match="at most 16 devices, there are 32"):
         explained(config(SMALL), "dp32", "dp16,tp2", picture=str(tmp_path / "x.svg"))
     broken = tmp_path / "config.json"

@@ -89,13 +89,13 @@ def test_fully_sharded_over_one_of_two_axes_is_hybrid():
     assert STORED["embed"] is None, "the table that it is made from stays as it is"
 
 
-def test_only_what_is_fully_sharded_need_not_divide():
+def test_what_is_fully_sharded_need_not_divide():
     odd = layout("up", (12, 10), ("mlp", "embed"), fully_sharded(STORED, ("data", "expert")), parse("dp2,ep2"))
     assert [odd.box(rank)[1] for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
     none = layout("up", (12, 10), ("mlp", "embed"), fully_sharded(STORED), parse("dp8"))
     assert [none.box(rank)[1] for rank in (0, 4, 5, 7)] == [(0, 2), (8, 10), (10, 10), (10, 10)]
-    with pytest.raises(MeshError, match="mlp has size 12, which does not divide over tp8"):
-        layout("up", (12, 10), ("mlp", "embed"), fully_sharded(STORED), parse("tp8"))
+    with pytest.raises(MeshError, match="state_heads has size 12, which does not divide over tp8"):
+        layout("out", (12, 10), ("state_heads", "embed"), fully_sharded(STORED), parse("tp8"))
     split = Layout((10,), (("data",),), (2, 2, 1, 1))
     with pytest.raises(MeshError, match=r"w: dim 0 of \(10,\) does not divide over \('data', 'expert'\)"):
         gather_axes("w", Layout((10,), (("data", "expert"),), (2, 2, 1, 1)), split)
@@ -146,9 +146,9 @@ def test_what_is_gathered_and_what_is_left_to_sum(logical, stored, compute, gath
         ),
         (
             (7, 6),
-            ("mlp", "embed"),
+            ("state_heads", "embed"),
             STORED,
-            r"mlp has size 7, which does not divide over tp2 \(2 parts\); choose a size",
+            r"state_heads has size 7, which does not divide over tp2 \(2 parts\); choose a size",
         ),
         ((8, 6), ("mlp", "embed"), {**STORED, "embed": "tensor"}, "mesh axis 'tensor' would split two dims"),
     ],

@@ -267,9 +267,9 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
             "critic cannot have ranks of its own: the roles of this run that only score are reference",
         ),
         ({"place": "generate:1 reference:1", "lora_rank": 2}, "with --lora_rank=2 it is the base of the policy"),
-        ({"place": "generate:1 reference:tp3"}, "which does not divide over tp3"),
+        ({"place": "generate:1 reference:tp5"}, "which does not divide over tp5"),
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
-        ({"place": "generate:tp3"}, "--place=generate:tp3: embed: vocab has size 16, which does not divide over tp3"),
+        ({"place": "generate:tp5"}, "--place=generate:tp5: embed: vocab has size 16, which does not divide over tp5"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
         (
             {"staleness": 1, "reward": "exact", "on_reward_error": "skip"},

@@ -117,7 +117,10 @@ class Attention:
 
     def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes:
         """Keys and values of the heads that a rank needs."""
-        local = _kv_count(self.heads // tensor, self.heads // self.kv_heads)
+        if self.kv_heads % tensor == 0:
+            local = self.kv_heads // tensor
+        else:
+            local = _kv_count(-(-self.heads // tensor), self.heads // self.kv_heads)
         page = (page_tokens, local, self.head)
         return CacheShapes((page, page))
 
@@ -200,7 +203,7 @@ class Attention:
         if computes_exactly(x_BTHN, weight_HN):
             over = SINGLE if whole else mesh
             if (parts := fixed_parts(weight_HN.numel(), over)) is not None:
-                return self._norm_in_parts(x_BTHN, weight_HN, parts, over)
+                return self._norm_in_parts(x_BTHN, weight_HN, heads, parts, over)
         if whole:
             return self.norm(x_BTHN.flatten(2), weight_HN.flatten()).view(x_BTHN.shape)
         wide_BTHN = x_BTHN.to(torch.promote_types(x_BTHN.dtype, torch.float32))
@@ -209,12 +212,12 @@ class Attention:
         weight_HN = weight_HN + self.norm.offset if self.norm.offset else weight_HN
         return (wide_BTHN * torch.rsqrt(mean_BT11 + self.norm.eps)).to(x_BTHN.dtype) * weight_HN
 
-    def _norm_in_parts(self, x_BTHN: Tensor, weight_HN: Tensor, parts: int, mesh: Mesh) -> Tensor:
-        """A norm over the heads of all tensor ranks of a mesh, whose sum has so many parts on each."""
+    def _norm_in_parts(self, x_BTHN: Tensor, weight_HN: Tensor, heads: int, parts: int, mesh: Mesh) -> Tensor:
+        """A norm over the `heads` heads of all tensor ranks of a mesh, whose sum has so many parts on each."""
         x_MD = x_BTHN.flatten(2).flatten(0, 1)
         totals_M = square_sums(x_MD, parts)
         totals_M = pbroadcast(psum_pairwise(totals_M, mesh, "tensor"), mesh, "tensor")
-        numbers = NormNumbers(x_MD.shape[1] * mesh.size("tensor"), self.norm.eps, self.norm.offset)
+        numbers = NormNumbers(heads * self.head, self.norm.eps, self.norm.offset)
         return scale_rows(x_MD, totals_M, weight_HN.flatten(), numbers).view(x_BTHN.shape)
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
@@ -227,7 +230,9 @@ class Attention:
         group = self.heads // self.kv_heads
         count = _kv_count(heads, group)
         first = mesh.index("tensor") * heads + torch.arange(count, device=weight.device) * (heads // count)
-        return torch.div(first, group, rounding_mode="floor")
+        used = torch.div(first, group, rounding_mode="floor")
+        # Queries that fill the last ranks' parts see any head.
+        return used if self.heads % mesh.size("tensor") == 0 else used.clamp(max=self.kv_heads - 1)
 
 
 def _kv_count(heads: int, group: int) -> int:

@@ -111,14 +111,14 @@ class GatedDeltaNet:
     def axes(self) -> WeightAxes:
         """Logical axes: every tensor rank has some of the heads, of both kinds the same part."""
         return {
-            **dict.fromkeys(("qkvz", "ba", *(f"in_{part}" for part in "qkvzba")), ("heads", "head", "embed")),
-            "conv_q": ("heads", "head", "head", "head"),
-            "conv_k": ("heads", "head", "head", "head"),
-            "conv_v": ("heads", "head", "head", "head"),
-            "a_log": ("heads",),
-            "dt_bias": ("heads",),
+            **dict.fromkeys(("qkvz", "ba", *(f"in_{part}" for part in "qkvzba")), ("state_heads", "head", "embed")),
+            "conv_q": ("state_heads", "head", "head", "head"),
+            "conv_k": ("state_heads", "head", "head", "head"),
+            "conv_v": ("state_heads", "head", "head", "head"),
+            "a_log": ("state_heads",),
+            "dt_bias": ("state_heads",),
             "z_norm": ("head",),
-            "out": ("embed", "heads", "head"),
+            "out": ("embed", "state_heads", "head"),
         }
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:

@@ -193,7 +193,7 @@ class TorchBackend:
         """Logits [R, V] of the whole vocabulary."""
         assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
-        logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1).contiguous()
+        logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1)[:, : self.vocab].contiguous()
         unsampled = self.model.abilities.unsampled
         if unsampled:
             logits_RV[:, list(unsampled)] = -torch.inf

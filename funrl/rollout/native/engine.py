@@ -25,7 +25,7 @@ from funrl.rollout.native.backends import MakeBackend, TorchBackend, backend_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE, NO_CACHE, CacheRoom, CacheSizes, pass_tokens
 from funrl.rollout.native.cells import options_without_states
 from funrl.rollout.native.device.decode_state import Spare
-from funrl.rollout.native.loading import LoadedAdapter, native_weights, shards, spec_of_adapter
+from funrl.rollout.native.loading import LoadedAdapter, native_weights, own_parts, shards, spec_of_adapter
 from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
@@ -213,7 +213,7 @@ class NativeEngine:
         """
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
-        return self._backend.held()
+        return own_parts(self.weights, self._backend.held())
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise ValueError if this engine could never complete one of the requests."""

@@ -12,6 +12,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.errors import ModelError
+from funrl.models.filled import filled, own_part
 from funrl.models.lora import trained_part, with_lora
 from funrl.models.model import Lora, Model
 from funrl.models.weight_dtypes import weight_dtype
@@ -35,13 +36,19 @@ class LoadedAdapter(NamedTuple):
 
     def shaped(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Factors whose dims are merged, as they were loaded."""
-        placed = dict(trees.named(self.weights.layouts))
-        rank = self.weights.mesh.rank
-        yield from ((name, x.reshape(placed[name].local_shape(rank))) for name, x in named)
+        return own_parts(self.weights, named)
+
+
+def own_parts(spec: WeightSpec, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards as they were loaded, of which some are filled or have dims that are merged."""
+    placed = dict(trees.named(spec.layouts))
+    yield from ((name, own_part(x, placed[name].local_shape(spec.mesh.rank))) for name, x in named)
 
 
 def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> trees.Tree:
-    """This rank's shards in the engine's dtype and on its device; what has these already is not copied.
+    """This rank's shards in the engine's dtype and on its device, as long as those of other ranks.
+
+    What is so already is not copied.
 
     Raises:
       KeyError: a name is missing, unknown, or given twice.
@@ -53,7 +60,8 @@ def shards(spec: WeightSpec, named_weights: Iterable[tuple[str, Tensor]]) -> tre
         if tuple(x.shape) != layout.local_shape(mesh.rank):
             expected = list(layout.local_shape(mesh.rank))
             raise ModelError(f"{name} has shape {list(x.shape)}, rank {mesh.rank} holds {expected}")
-    return trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, spec.dtype)), params)
+    own = trees.map_named(lambda name, x: x.detach().to(mesh.device, weight_dtype(name, spec.dtype)), params)
+    return filled(own, spec.layouts)
 
 
 def in_form(spec: WeightSpec, tree: trees.Tree) -> trees.Tree:

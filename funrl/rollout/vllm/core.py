@@ -107,6 +107,8 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
         raise ModelError(problem)
     if model.owned is not None and tensor > 1:
         raise ModelError(f"{tensor} tensor ranks share a model that sees pictures, with which vLLM has not been tried")
+    if (heads := model.abilities.heads) % tensor:
+        raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
     tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:

@@ -140,10 +140,11 @@ def check_driven(settings: Settings, models: Mapping[str, Model]) -> None:
     with blaming(mesh):
         check_layouts(models, settings, sizes, dict.fromkeys(AXES, 1))
     for role, model in models.items():
-        if is_ring(settings.devices.sequence_parallel, model.abilities.heads // sizes["tensor"], sizes):
+        heads = -(-model.abilities.heads // sizes["tensor"])
+        if is_ring(settings.devices.sequence_parallel, heads, sizes):
             raise SettingsError(
                 f"--backend=xla with --{mesh}: the steps of ring attention depend on numbers; give an sp that divides "
-                f"the {model.abilities.heads // sizes['tensor']} query heads of the {role} on a device, and no ring"
+                f"the {heads} query heads of the {role} on a device, and no ring"
             )
         for name, layout in trees.named(layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)):
             for length, axes in zip(layout.shape, layout.spec, strict=True):
@@ -195,7 +196,7 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
     form = settings.devices.sequence_parallel
     ranks = sizes["sequence"]
     for role, model in models.items():
-        heads = model.abilities.heads // sizes["tensor"]
+        heads = -(-model.abilities.heads // sizes["tensor"])
         if form == "ulysses" and heads % ranks:
             raise SettingsError(
                 f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
