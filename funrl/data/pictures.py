@@ -29,8 +29,7 @@ PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's re
 PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
-MIN_PIXELS = 56 * 56
-MAX_PIXELS = 28 * 28 * 1280
+FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
 MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
 
@@ -44,8 +43,8 @@ class PictureForm(NamedTuple):
     """
 
     tower: TowerConfig
-    min_pixels: int = MIN_PIXELS
-    max_pixels: int = MAX_PIXELS
+    min_pixels: int
+    max_pixels: int
 
     @property
     def factor(self) -> int:
@@ -67,7 +66,8 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
 
     if not isinstance(config, VisionLanguageConfig):
         return None
-    form = PictureForm(config.tower)
+    pixels = (config.tower.patch * config.tower.merge) ** 2
+    form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels)
     file = None if directory is None else Path(directory) / PROCESSOR
     if file is not None and file.exists():
         got = json.loads(file.read_text())
@@ -207,10 +207,7 @@ def read_picture(given: Any) -> Any:
     Raises:
       DataError: it is absent, broken or huge, or Pillow is not installed.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    Image = _pillow()
     if isinstance(given, Image.Image):
         return given.convert("RGB")
     if isinstance(given, np.ndarray):
@@ -227,11 +224,20 @@ def read_picture(given: Any) -> Any:
             return picture.convert("RGB")
     except FileNotFoundError:
         raise DataError(f"the picture {name} is not there") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"the picture {name} cannot be read: {reason}") from None
+
+
+def _pillow() -> Any:
+    """The module of Pillow that has pictures. Raises: DataError, it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    return Image
 
 
 def _source(given: Any) -> tuple[Any, str]:
@@ -249,6 +255,13 @@ def _source(given: Any) -> tuple[Any, str]:
     if isinstance(given, str | Path) and str(given):
         return str(given), str(given)
     raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {type(given).__name__}")
+
+
+def picture_url(pixels_HWC: np.ndarray) -> str:
+    """A PNG in base64, as records have pictures, of uint8 [H, W, 3]. Raises: DataError, Pillow is not installed."""
+    file = io.BytesIO()
+    _pillow().fromarray(pixels_HWC).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, int]]:
