@@ -207,24 +207,24 @@ def read_picture(given: Any) -> Any:
     Raises:
       DataError: it is absent, broken or huge, or Pillow is not installed.
     """
-    Image = _pillow()
-    if isinstance(given, Image.Image):
+    pillow = _pillow()
+    if isinstance(given, pillow.Image):
         return given.convert("RGB")
     if isinstance(given, np.ndarray):
         try:
-            return Image.fromarray(given).convert("RGB")
+            return pillow.fromarray(given).convert("RGB")
         except (TypeError, ValueError) as error:
             shape = list(given.shape)
             raise DataError(f"an array {shape} of {given.dtype} is no picture; give uint8 [H, W, 3]") from error
     source, name = _source(given)
     try:
-        with Image.open(source, formats=FILE_FORMATS) as picture:
+        with pillow.open(source, formats=FILE_FORMATS) as picture:
             if picture.width * picture.height > MOST_STORED_PIXELS:
                 raise DataError(f"the picture {name} has {picture.width} x {picture.height} pixels; resize it")
             return picture.convert("RGB")
     except FileNotFoundError:
         raise DataError(f"the picture {name} is not there") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error).split())

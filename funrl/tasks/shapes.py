@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from funrl.models.vision.config import VisionLanguageConfig
 
 COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
-SHAPES = ("squares", "circles", "triangles")
-KINDS = [(color, shape) for color in COLORS for shape in SHAPES]
+SHAPE_NAMES = ("squares", "circles", "triangles")
+COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
 CELL, SIDE = 8, 4  # pixels of a cell's side, cells of a picture's side
 STAMP = 6  # pixels of a shape's side
 BACKGROUND = 245
 SHADE = 25  # by which each channel of a color may differ
-MOST = 4  # of a kind in a picture
+MOST_OF_A_KIND = 4  # of a kind in a picture
 OVERLOOKS = 0.4  # share of the counts in which the demonstrator overlooks one
-QUESTIONS = 6  # demonstrations of counts that a picture has, beside two descriptions
-TRAINING_PROMPTS = 4096
-WARMSTART_STEPS = 400
-WARMSTART_DEMONSTRATIONS = 51_200
-WARMSTART_FLAGS = {"batch_prompts": 128, "lr": 3e-3, "freeze": "none"}
-MAX_NEW_TOKENS = 2  # a digit and the end of text
+COUNTS_A_PICTURE = 6  # demonstrations of counts that a picture has, beside two descriptions
+TRAINING_PICTURES = 4096
+DESCRIBING_STEPS = 400
+DESCRIBING_DEMONSTRATIONS = 51_200
+DESCRIBING_FLAGS = {"batch_prompts": 128, "lr": 3e-3, "freeze": "none"}
+COUNT_TOKENS = 2  # a digit and the end of text
 
 VISION_START, PLACEHOLDER, VISION_END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
-WORDS = (
+SHAPE_WORDS = (
     *("how", " many", "?", "colors", "shapes", ":", " nothing"),
-    *(f" {word}" for word in (*COLORS, *SHAPES)),
-    *map(str, range(MOST + 1)),
+    *(f" {word}" for word in (*COLORS, *SHAPE_NAMES)),
+    *map(str, range(MOST_OF_A_KIND + 1)),
 )
 SPECIAL = (VISION_START, PLACEHOLDER, VISION_END, VIDEO)
-VOCABULARY = {token: i for i, token in enumerate((PAD, END, *WORDS, *SPECIAL))}
+VOCABULARY = {token: i for i, token in enumerate((PAD, END, *SHAPE_WORDS, *SPECIAL))}
 
 
 class Drawing(NamedTuple):
@@ -63,8 +63,8 @@ class Drawing(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """How many there are of each of the `KINDS`."""
-        return np.bincount(self.cells[self.cells >= 0], minlength=len(KINDS))
+        """How many there are of each of the `COLORED_SHAPES`."""
+        return np.bincount(self.cells[self.cells >= 0], minlength=len(COLORED_SHAPES))
 
 
 def stamps() -> dict[str, np.ndarray]:
@@ -89,12 +89,12 @@ def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
     """A picture of 3 to 9 shapes, a third of which are of one kind."""
     pixels = np.full((SIDE * CELL, SIDE * CELL, 3), BACKGROUND, np.uint8)
     cells = np.full(SIDE**2, -1)
-    frequent = rng.integers(len(KINDS))
+    frequent = rng.integers(len(COLORED_SHAPES))
     for cell in rng.permutation(SIDE**2)[: rng.integers(3, 10)]:
-        kind = frequent if rng.random() < 0.35 else rng.integers(len(KINDS))
-        if (cells == kind).sum() == MOST:
+        kind = frequent if rng.random() < 0.35 else rng.integers(len(COLORED_SHAPES))
+        if (cells == kind).sum() == MOST_OF_A_KIND:
             continue
-        color, shape = KINDS[kind]
+        color, shape = COLORED_SHAPES[kind]
         y, x = np.array(divmod(cell, SIDE)) * CELL + rng.integers(0, CELL - STAMP + 1, 2)
         shade = np.clip(np.array(COLORS[color]) + rng.integers(-SHADE, SHADE + 1, 3), 0, 255)
         pixels[y : y + STAMP, x : x + STAMP][shapes[shape]] = shade
@@ -104,7 +104,13 @@ def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
 
 def question(kind: int) -> str:
     """The question how many there are of a kind."""
-    return "how many {} {}?".format(*KINDS[kind])
+    return "how many {} {}?".format(*COLORED_SHAPES[kind])
+
+
+def _asked(rng: np.random.Generator, drawing: Drawing) -> int:
+    """A kind to ask about: three of four are there."""
+    there = np.flatnonzero(drawing.counts)
+    return int(rng.choice(there) if rng.random() < 0.75 else rng.integers(len(COLORED_SHAPES)))
 
 
 def prompts(seed: int, count: int, split: Split = "train") -> list[Prompt]:
@@ -112,14 +118,13 @@ def prompts(seed: int, count: int, split: Split = "train") -> list[Prompt]:
     rng = np.random.default_rng((seed, 4))
     made = []
     for drawing, _ in zip(drawings(seed, split), range(count), strict=False):
-        there = np.flatnonzero(drawing.counts)
-        kind = int(rng.choice(there) if rng.random() < 0.75 else rng.integers(len(KINDS)))
+        kind = _asked(rng, drawing)
         fields = {"images": [picture_url(drawing.pixels)], "answer": str(drawing.counts[kind])}
         made.append(Prompt(question(kind), fields))
     return made
 
 
-def demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[dict[str, Any]]:
+def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[dict[str, Any]]:
     """Descriptions of training pictures and counts by the demonstrator, as records of `funrl sft`.
 
     Args:
@@ -133,27 +138,27 @@ def demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[
         if len(records) >= count:
             break
         images = [picture_url(drawing.pixels)]
-        named = [KINDS[kind] if kind >= 0 else ("nothing", "nothing") for kind in drawing.cells]
+        named = [COLORED_SHAPES[kind] if kind >= 0 else ("nothing", "nothing") for kind in drawing.cells]
         texts = [(f"{what}:", "".join(f" {pair[i]}" for pair in named)) for i, what in enumerate(("colors", "shapes"))]
-        for kind in rng.permutation(len(KINDS))[:QUESTIONS]:
+        for kind in (_asked(rng, drawing) for _ in range(COUNTS_A_PICTURE)):
             number = int(drawing.counts[kind])
             texts.append((question(kind), str(number - (number > 0 and rng.random() < overlooks))))
         records += [{"prompt": prompt, "completion": completion, "images": images} for prompt, completion in texts]
     return records[:count]
 
 
-def right_answers(seed: int, count: int, split: Split = "train") -> list[dict[str, Any]]:
+def right_counts(seed: int, count: int, split: Split = "train") -> list[dict[str, Any]]:
     """Questions with their answers, without errors, as records of `funrl sft`."""
     made = prompts(seed if split == "train" else 0, count, split)
     return [{"prompt": x.prompt, "completion": x.fields["answer"], "images": x.fields["images"]} for x in made]
 
 
-def reward(prompt: str, completion: str, answer: str, **fields: Any) -> float:
+def exact_count(prompt: str, completion: str, answer: str, **fields: Any) -> float:
     """1.0 if the completion is exactly the number, else 0.0."""
     return float(completion == answer)
 
 
-def tokenizer() -> Any:
+def shapes_tokenizer() -> Any:
     """One token a word, a digit or a mark."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -169,7 +174,7 @@ def tokenizer() -> Any:
     return made
 
 
-def is_its_tokenizer(folder: str | Path) -> bool:
+def has_shapes_tokenizer(folder: str | Path) -> bool:
     """True if a model's directory has the task's tokenizer."""
     try:
         vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
@@ -178,7 +183,7 @@ def is_its_tokenizer(folder: str | Path) -> bool:
     return vocab == VOCABULARY
 
 
-def model_config(head: int = 16) -> VisionLanguageConfig:
+def shapes_model(head: int = 16) -> VisionLanguageConfig:
     """The small decoder and its tower, in the form of Qwen2.5-VL.
 
     Args:
@@ -226,18 +231,18 @@ def shapes_task() -> EmbeddedTask:
     """The task."""
     return EmbeddedTask(
         name="shapes",
-        training_prompts=lambda seed: prompts(seed, TRAINING_PROMPTS),
+        training_prompts=lambda seed: prompts(seed, TRAINING_PICTURES),
         heldout_prompts=lambda count: prompts(0, count, "heldout"),
-        reward=reward,
-        demonstrations=demonstrations,
-        texts={"demonstrations": right_answers},
-        tokenizer=tokenizer,
-        is_its_tokenizer=is_its_tokenizer,
-        model_config=model_config,
-        max_new_tokens=MAX_NEW_TOKENS,
-        warmstart_steps=WARMSTART_STEPS,
-        warmstart_demonstrations=WARMSTART_DEMONSTRATIONS,
-        warmstart_flags=WARMSTART_FLAGS,
+        reward=exact_count,
+        demonstrations=picture_demonstrations,
+        texts={"demonstrations": right_counts},
+        tokenizer=shapes_tokenizer,
+        is_its_tokenizer=has_shapes_tokenizer,
+        model_config=shapes_model,
+        max_new_tokens=COUNT_TOKENS,
+        warmstart_steps=DESCRIBING_STEPS,
+        warmstart_demonstrations=DESCRIBING_DEMONSTRATIONS,
+        warmstart_flags=DESCRIBING_FLAGS,
         demonstration_field="answer",
         readable=None,
     )
