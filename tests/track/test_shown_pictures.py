@@ -12,7 +12,7 @@ from funrl.data.prompts import Example
 from funrl.models.vision.config import TowerConfig
 from funrl.track.progress import open_progress
 from funrl.track.records.samples import Sample, open_samples, read_samples
-from funrl.track.records.shown_pictures import MOST_BYTES, MOST_SHOWN, shown_pictures
+from funrl.track.records.shown_pictures import THUMBNAIL_BYTES, MOST_SHOWN, shown_pictures
 
 FORM = PictureForm(
     TowerConfig(layers=1, embed=16, heads=2, inner=16, patch=4, window=16, placeholder=9), 64, max_pixels=1 << 18
@@ -32,7 +32,7 @@ def seen(picture):
     head, _, data = picture.thumbnail.partition(",")
     assert head == "data:image/png;base64"
     file = base64.b64decode(data)
-    assert len(file) <= MOST_BYTES
+    assert len(file) <= THUMBNAIL_BYTES
     return np.asarray(Image.open(io.BytesIO(file)))
 
 

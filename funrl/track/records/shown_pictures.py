@@ -15,7 +15,7 @@ from funrl.data.prompts import Example
 
 MOST_SHOWN = 4  # pictures of a sample
 LONGEST_SIDE = 128  # pixels of a thumbnail
-MOST_BYTES = 8192  # of a thumbnail's file; a larger one is made smaller
+THUMBNAIL_BYTES = 8192  # of a thumbnail's file; a larger one is made smaller
 
 
 class ShownPicture(NamedTuple):
@@ -25,7 +25,7 @@ class ShownPicture(NamedTuple):
       name: its path; "" where it has none.
       size: its width and height in pixels, as the model gets it.
       digest: of its pixels, 12 hexadecimal digits.
-      thumbnail: a data URL of at most `MOST_BYTES` before base64.
+      thumbnail: a data URL of at most `THUMBNAIL_BYTES` before base64.
     """
 
     name: str
@@ -77,6 +77,6 @@ def _thumbnail(pixels: Any) -> str:
         picture.thumbnail((side, side))
         file = io.BytesIO()
         picture.save(file, "PNG", optimize=True)
-        if file.tell() <= MOST_BYTES:
+        if file.tell() <= THUMBNAIL_BYTES:
             return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
         side //= 2
