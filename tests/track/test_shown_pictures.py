@@ -12,7 +12,7 @@ from funrl.data.prompts import Example
 from funrl.models.vision.config import TowerConfig
 from funrl.track.progress import open_progress
 from funrl.track.records.samples import Sample, open_samples, read_samples
-from funrl.track.records.shown_pictures import THUMBNAIL_BYTES, MOST_SHOWN, shown_pictures
+from funrl.track.records.shown_pictures import MOST_SHOWN, THUMBNAIL_BYTES, shown_pictures
 
 FORM = PictureForm(
     TowerConfig(layers=1, embed=16, heads=2, inner=16, patch=4, window=16, placeholder=9), 64, max_pixels=1 << 18
