@@ -63,7 +63,7 @@ class Drawing(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """How many there are of each of the `COLORED_SHAPES`."""
+        """Number of shapes of each of the `COLORED_SHAPES`."""
         return np.bincount(self.cells[self.cells >= 0], minlength=len(COLORED_SHAPES))
 
 
