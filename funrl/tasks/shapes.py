@@ -116,12 +116,12 @@ def _asked(rng: np.random.Generator, drawing: Drawing) -> int:
 def prompts(seed: int, count: int, split: Split = "train") -> list[Prompt]:
     """Pictures with a question each, three of four about a kind that is there, and the field "answer"."""
     rng = np.random.default_rng((seed, 4))
-    made = []
+    examples = []
     for drawing, _ in zip(drawings(seed, split), range(count), strict=False):
         kind = _asked(rng, drawing)
         fields = {"images": [picture_url(drawing.pixels)], "answer": str(drawing.counts[kind])}
-        made.append(Prompt(question(kind), fields))
-    return made
+        examples.append(Prompt(question(kind), fields))
+    return examples
 
 
 def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[dict[str, Any]]:
@@ -149,8 +149,8 @@ def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) 
 
 def right_counts(seed: int, count: int, split: Split = "train") -> list[dict[str, Any]]:
     """Questions with their answers, without errors, as records of `funrl sft`."""
-    made = prompts(seed if split == "train" else 0, count, split)
-    return [{"prompt": x.prompt, "completion": x.fields["answer"], "images": x.fields["images"]} for x in made]
+    examples = prompts(seed if split == "train" else 0, count, split)
+    return [{"prompt": x.prompt, "completion": x.fields["answer"], "images": x.fields["images"]} for x in examples]
 
 
 def exact_count(prompt: str, completion: str, answer: str, **fields: Any) -> float:
@@ -167,11 +167,11 @@ def shapes_tokenizer() -> Any:
     words = Tokenizer(WordLevel(VOCABULARY))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[a-z]+|[\s\S]"), "isolated")
     words.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
     )
-    made.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    return made
+    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return fast
 
 
 def has_shapes_tokenizer(folder: str | Path) -> bool:

@@ -15,7 +15,7 @@ from funrl.data.prompts import Example
 
 MOST_SHOWN = 4  # pictures of a sample
 LONGEST_SIDE = 128  # pixels of a thumbnail
-THUMBNAIL_BYTES = 8192  # of a thumbnail's file; a larger one is made smaller
+THUMBNAIL_BYTES = 8192  # of a thumbnail's file; a larger one is shown smaller
 
 
 class ShownPicture(NamedTuple):
@@ -46,7 +46,7 @@ def shown_pictures(example: Example | None, form: PictureForm | None) -> tuple[S
     tower = form.tower
     names = _names(example.fields)
     patches = example.owned.values[PATCHES]
-    made = []
+    shown = []
     begin = 0
     for number, (height, width) in enumerate(grids_of(example.owned.values[GRIDS])[:MOST_SHOWN]):
         own = patches[begin : begin + height * width].numpy()
@@ -55,8 +55,8 @@ def shown_pictures(example: Example | None, form: PictureForm | None) -> tuple[S
         pixels = rearrange(own, order, rows=height // tower.merge, y=tower.merge, x=tower.merge)
         digest = hashlib.sha256(pixels.tobytes()).hexdigest()[:12]
         size = f"{width * tower.patch}x{height * tower.patch}"
-        made.append(ShownPicture(names.get(number, ""), size, digest, _thumbnail(pixels)))
-    return tuple(made)
+        shown.append(ShownPicture(names.get(number, ""), size, digest, _thumbnail(pixels)))
+    return tuple(shown)
 
 
 def _names(fields: Mapping[str, Any]) -> dict[int, str]:
