@@ -52,9 +52,10 @@ from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import token_bytes
-from funrl.models import Model, decoder_model
+from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
+from funrl.models.vision.model import model_of_config
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.cache_sizes import FREE_SHARE
@@ -141,7 +142,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
 def plain_model(settings: Settings) -> Model:
     """The model of --model, or of the embedded task. Raises: ModelError, as `read_model`."""
     if settings.models.model is None:
-        return decoder_model(embedded_task(settings.examples.task).model_config(1))
+        return model_of_config(embedded_task(settings.examples.task).model_config(1))
     return read_model(settings.models.model, settings.models.model_code)
 
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # a record is read before torch is imported
 PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
+PROCESSOR_FILES = (PROCESSOR, "processor_config.json", "video_preprocessor_config.json")
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
-MIN_PIXELS = 56 * 56
-MAX_PIXELS = 28 * 28 * 1280
+FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
 MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
 
@@ -41,11 +41,13 @@ class PictureForm(NamedTuple):
     Attributes:
       tower: its sizes and tokens.
       min_pixels, max_pixels: bounds on the pixels of a resized picture.
+      files: names and texts of the files that tell transformers of this form.
     """
 
     tower: TowerConfig
-    min_pixels: int = MIN_PIXELS
-    max_pixels: int = MAX_PIXELS
+    min_pixels: int
+    max_pixels: int
+    files: tuple[tuple[str, str], ...] = ()
 
     @property
     def factor(self) -> int:
@@ -67,22 +69,50 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
 
     if not isinstance(config, VisionLanguageConfig):
         return None
-    form = PictureForm(config.tower)
-    file = None if directory is None else Path(directory) / PROCESSOR
-    if file is not None and file.exists():
-        got = json.loads(file.read_text())
+    pixels = (config.tower.patch * config.tower.merge) ** 2
+    form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels)
+    present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
+    files = tuple((path.name, path.read_text()) for path in present if path.is_file())
+    if PROCESSOR in dict(files):
+        got = json.loads(dict(files)[PROCESSOR])
         size = got.get("size") or {}
         low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
         high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
         form = form._replace(min_pixels=low, max_pixels=high)
+    elif config.source.family == "qwen2_5_vl":
+        files = (*files, (PROCESSOR, _processor_text(form)))
     if form.max_pixels < form.factor**2:
         raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
-    return form
+    return form._replace(files=files)
+
+
+def _processor_text(form: PictureForm) -> str:
+    """The preprocessor_config.json by which transformers takes pictures in this form."""
+    from funrl.models.vision.config import FRAMES
+    from funrl.models.vision.tower import MEAN, STD
+
+    values = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": form.tower.patch,
+        "merge_size": form.tower.merge,
+        "temporal_patch_size": FRAMES,
+        "image_mean": list(MEAN),
+        "image_std": list(STD),
+        "size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
+        "min_pixels": form.min_pixels,
+        "max_pixels": form.max_pixels,
+    }
+    return json.dumps(values, indent=2) + "\n"
 
 
 def with_picture_form(tokenizer: Any, form: PictureForm | None) -> Any:
-    """The tokenizer as one that reads pictures in this form, or none; see `picture_form_of`."""
+    """The tokenizer as one that reads pictures in this form, or none; see `picture_form_of`.
+
+    Where it is saved beside a model, so are the files of the form.
+    """
     tokenizer.picture_form = form
+    tokenizer.processor_files = () if form is None else form.files
     return tokenizer
 
 
@@ -207,31 +237,37 @@ def read_picture(given: Any) -> Any:
     Raises:
       DataError: it is absent, broken or huge, or Pillow is not installed.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
-    if isinstance(given, Image.Image):
+    pillow = _pillow()
+    if isinstance(given, pillow.Image):
         return given.convert("RGB")
     if isinstance(given, np.ndarray):
         try:
-            return Image.fromarray(given).convert("RGB")
+            return pillow.fromarray(given).convert("RGB")
         except (TypeError, ValueError) as error:
             shape = list(given.shape)
             raise DataError(f"an array {shape} of {given.dtype} is no picture; give uint8 [H, W, 3]") from error
     source, name = _source(given)
     try:
-        with Image.open(source, formats=FILE_FORMATS) as picture:
+        with pillow.open(source, formats=FILE_FORMATS) as picture:
             if picture.width * picture.height > MOST_STORED_PIXELS:
                 raise DataError(f"the picture {name} has {picture.width} x {picture.height} pixels; resize it")
             return picture.convert("RGB")
     except FileNotFoundError:
         raise DataError(f"the picture {name} is not there") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"the picture {name} cannot be read: {reason}") from None
+
+
+def _pillow() -> Any:
+    """The module of Pillow that has pictures. Raises: DataError, it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    return Image
 
 
 def _source(given: Any) -> tuple[Any, str]:
@@ -249,6 +285,13 @@ def _source(given: Any) -> tuple[Any, str]:
     if isinstance(given, str | Path) and str(given):
         return str(given), str(given)
     raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {type(given).__name__}")
+
+
+def picture_url(pixels_HWC: np.ndarray) -> str:
+    """A PNG in base64, as records have pictures, of uint8 [H, W, 3]. Raises: DataError, Pillow is not installed."""
+    file = io.BytesIO()
+    _pillow().fromarray(pixels_HWC).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, int]]:

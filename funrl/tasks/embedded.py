@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from funrl.tasks.task import EmbeddedTask
 
-# The second is the first, for a decoder with experts; from the third on they have environments.
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "calculator", "retry", "programs", "search", "guessing")
+# The second is the first, for a decoder with experts, and the third has pictures; the others have environments.
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "shapes", "calculator", "retry", "programs", "search", "guessing")
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class EmbeddedTask(NamedTuple):
       reward: (prompt, completion, **fields) -> score; None: the environment rewards its episodes.
       demonstrations: (seed, count) -> records of an imperfect demonstrator as `funrl sft` reads them, for the warm
         start.
-      texts: kind of texts -> (seed, count, split) -> their values in the order of the kind's fields.
+      texts: kind of texts -> (seed, count, split) -> records, or their values in the order of the kind's fields.
       tokenizer: makes the tokenizer.
       is_its_tokenizer: (directory) -> whether a model's directory has that tokenizer.
       model_config: (smallest size of a head that the engine takes) -> the decoder.

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from funrl import trees
+from funrl.data.pictures import picture_form_of
 from funrl.mesh.reshard import unshard
 from funrl.models import Placed
 from funrl.models.deployed import deployed
@@ -30,6 +31,7 @@ from funrl.track.records.run_directory import (
 )
 from funrl.track.records.samples import Sample, open_samples
 from funrl.track.records.services import open_service
+from funrl.track.records.shown_pictures import shown_pictures
 from funrl.track.records.trackers import join_trackers, jsonl, tensorboard
 from funrl.track.report.page import ORDER
 from funrl.trainer.jobs.job import Job
@@ -109,6 +111,7 @@ class RunObserver:
                 reward=sample.score,
                 rewards=tuple(sample.parts.items()),
                 conversation=sample.conversation,
+                pictures=shown_pictures(sample.example, picture_form_of(self.job.tokenizer)),
             )
             for sample in samples
         ]

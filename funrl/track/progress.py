@@ -159,6 +159,8 @@ class Progress:
             text.append(f"reward {sample.reward:.3g}", style="green" if sample.reward > 0 else "red")
         text.append(sample.missing, style="red")
         encoding = self._console.encoding
+        for picture in sample.pictures:
+            text.append(f"  [{picture}]", style="dim")
         pieces = [(False, sample.prompt), (True, sample.completion)]
         if sample.conversation:
             pieces = short_text(sample.conversation)

@@ -11,6 +11,7 @@ import pytest
 from funrl.track.records.run_directory import open_run
 from funrl.track.records.run_lock import owned_run
 from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.shown_pictures import ShownPicture
 from funrl.track.records.trackers import jsonl
 from funrl.track.report import charts
 from funrl.track.report.compare import render_comparison
@@ -450,3 +451,11 @@ def test_the_headline_is_of_held_out_rewards_and_counts_them(tmp_path):
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in lines))
     text = checked(write_report(run.path).read_text()).text
     assert "Held-out reward rose from 2 to 3" in text and "from 2, best 3, n = 12" in text
+
+
+def test_pictures_of_samples_are_inside_the_page(tmp_path):
+    picture = ShownPicture("<cat>.png", "16x8", "0123456789ab", "data:image/png;base64,AAAA")
+    shown = [Sample(step, "how many?", "2", 1.0, pictures=(picture,)) for step in (0, 60)]
+    read = checked(render(read_run(a_run(tmp_path))._replace(samples=shown)))
+    images = [tag for name, tag in read.tags if name == "img"]
+    assert [(tag["src"], tag["alt"]) for tag in images] == [(picture.thumbnail, str(picture))] * 2

@@ -48,7 +48,7 @@ class Quiet:
         self.notes.append(text)
 
     def samples(self, step, samples):
-        prompts, texts, scores, parts, conversations = map(list, zip(*samples, strict=True))
+        prompts, texts, scores, parts, conversations, _ = map(list, zip(*samples, strict=True))
         self.shown.append((step, prompts, texts, scores))
         self.parts.append(parts)
         self.conversations.append(conversations)

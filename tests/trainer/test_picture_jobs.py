@@ -13,7 +13,14 @@ from small_runs import GRPO, SMALL
 import funrl
 from funrl.algos.recipes.sft import sft
 from funrl.cli.evaluate import settings_of_stored
-from funrl.data.pictures import picture_form_of
+from funrl.data.pictures import (
+    PROCESSOR,
+    patches_of,
+    picture_form,
+    picture_form_of,
+    read_picture,
+    with_picture_form,
+)
 from funrl.data.supervised import Text
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
@@ -21,6 +28,7 @@ from funrl.models import decoder_config, decoder_model, with_value_head, with_vi
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
 from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.tower import normalized
 from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
@@ -201,3 +209,20 @@ def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
         funrl.generate(folder / "model", [prompt], max_new_tokens=2)
+
+
+def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
+    from transformers import AutoImageProcessor
+
+    job = rl(folder)
+    save(tmp_path / "copy", job.model, job.model.init(torch.Generator().manual_seed(0)), job.tokenizer)
+    assert (tmp_path / "copy" / PROCESSOR).read_text() == (folder / "model" / PROCESSOR).read_text()
+    tokenizer = with_picture_form(character_tokenizer("ab"), picture_form(job.model.config))
+    save(tmp_path / "new", job.model, job.model.init(torch.Generator().manual_seed(0)), tokenizer)
+    picture = np.random.default_rng(0).integers(0, 256, (31, 46, 3), dtype=np.uint8)
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "new", backend="pil")
+    given = processor([Image.fromarray(picture)], return_tensors="pt")
+    patches, grid = patches_of(read_picture(picture), picture_form_of(tokenizer))
+    ours = normalized(torch.from_numpy(patches), torch.float32).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+    assert given["image_grid_thw"].tolist() == [[1, *grid]]
+    assert (given["pixel_values"] - ours).abs().max() < 1e-6

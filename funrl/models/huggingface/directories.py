@@ -384,6 +384,8 @@ def write(
         (folder / GENERATION).write_text(json.dumps(json.loads(config.source.generation), indent=2) + "\n")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+        for name, text in getattr(tokenizer, "processor_files", ()):
+            (folder / name).write_text(text)
 
 
 def _directory(path: str | Path) -> Path:

@@ -76,6 +76,11 @@ def vision_language_model(config: VisionLanguageConfig) -> Model:
     return with_vision(decoder_model(config), config.tower)
 
 
+def model_of_config(config: Config) -> Model:
+    """The decoder of a config, with its tower if it has one."""
+    return vision_language_model(config) if isinstance(config, VisionLanguageConfig) else decoder_model(config)
+
+
 def _init(
     model: Model, tower: TowerConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> trees.Tree:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.track.records.run_directory import open_lines, read_lines
+from funrl.track.records.shown_pictures import ShownPicture
 
 
 class Sample(NamedTuple):
@@ -17,6 +18,7 @@ class Sample(NamedTuple):
       reward: None where nothing rewards it, and of an episode that failed or is unscored.
       rewards: where several functions reward it, the name and the reward of each that applies.
       conversation: of an episode, as `conversation_of` makes it; None: a completion.
+      pictures: that the prompt has.
     """
 
     step: int
@@ -25,6 +27,7 @@ class Sample(NamedTuple):
     reward: float | None
     rewards: tuple[tuple[str, float], ...] = ()
     conversation: Mapping[str, Any] | None = None
+    pictures: tuple[ShownPicture, ...] = ()
 
     @property
     def missing(self) -> str:
@@ -47,6 +50,7 @@ def open_samples(path: Path) -> SampleWriter:
 
     def write(sample: Sample) -> None:
         further = {"rewards": dict(sample.rewards), "conversation": sample.conversation}
+        further |= {"pictures": [picture._asdict() for picture in sample.pictures]}
         always = {name: x for name, x in sample._asdict().items() if name not in further}
         lines.write(always | {name: x for name, x in further.items() if x})
 
@@ -67,6 +71,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         reward=line.get("reward"),
         rewards=tuple((line.get("rewards") or {}).items()),
         conversation=line.get("conversation"),
+        pictures=tuple(ShownPicture(**picture) for picture in line.get("pictures") or ()),
     )
 
 

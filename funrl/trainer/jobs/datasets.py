@@ -14,6 +14,7 @@ from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.pair_halves import halves_of
+from funrl.data.pictures import PictureForm, picture_form_of, with_picture_form
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
 from funrl.data.prompts import Example, encode
 from funrl.data.supervised import (
@@ -205,7 +206,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
     if _encode_alike(tokenizer, embedded.tokenizer()):
-        train = list(_own_training_prompts(settings.examples.task, settings.run.seed))
+        train = list(_own_training_prompts(settings.examples.task, settings.run.seed, picture_form_of(tokenizer)))
     else:
         train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
@@ -228,10 +229,10 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
 
 
 @functools.lru_cache(maxsize=4)
-def _own_training_prompts(task: str, seed: int) -> tuple[Example, ...]:
+def _own_training_prompts(task: str, seed: int, form: PictureForm | None) -> tuple[Example, ...]:
     """An embedded task's training prompts in the tokens of its own tokenizer; every run in this process reads them."""
     embedded = embedded_task(task)
-    tokenizer = embedded.tokenizer()
+    tokenizer = with_picture_form(embedded.tokenizer(), form)
     return tuple(encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed))
 
 
@@ -386,7 +387,8 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     if kind not in embedded.texts:
         raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
     if _encode_alike(tokenizer, embedded.tokenizer()):
-        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed))
+        form = picture_form_of(tokenizer)
+        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed, form=form))
     else:
         train = _embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
     heldout = _embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
@@ -394,17 +396,19 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
 
 
 @functools.lru_cache(maxsize=4)
-def _own_training_texts(task: str, kind: str, seed: int) -> tuple[Any, ...]:
+def _own_training_texts(task: str, kind: str, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
     """As `_own_training_prompts`, of texts of a kind."""
     embedded = embedded_task(task)
-    return tuple(_embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, embedded.tokenizer()))
+    tokenizer = with_picture_form(embedded.tokenizer(), form)
+    return tuple(_embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
 
 
 def _embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
-    """Tokenize an embedded task's texts: rows of values in the order of the kind's fields."""
+    """Tokenize an embedded task's texts: records, or rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     form = PLAIN_PROMPTS._replace(step_separator="")
-    return [text_example(dict(zip(names, row, strict=True)), kind, tokenizer, form) for row in rows]
+    records = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=True)) for row in rows]
+    return [text_example(record, kind, tokenizer, form) for record in records]
 
 
 def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:

@@ -9,12 +9,13 @@ from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import AgentMap
 from funrl.mesh.launch import device_type
-from funrl.models import Model, decoder_model, with_value_head
+from funrl.models import Model, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import full_rank, with_lora
 from funrl.models.model import Lora
+from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Task, Texts
@@ -72,7 +73,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
         return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:
         head = VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else 1
-        return decoder_model(embedded.model_config(head)), embedded.tokenizer()
+        return model_of_config(embedded.model_config(head)), embedded.tokenizer()
     with blaming("model"):
         model = hf.check_directory(settings.models.model, settings.models.model_code)
         tokenizer = load_tokenizer(settings.models.model)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
+from funrl.data.pictures import picture_form_of
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextExample
 from funrl.mesh import collectives
@@ -57,9 +58,16 @@ def held_out_prompts(examples: Sequence[TextExample], tokenizer: Any, most: int)
     for example in (examples[i] for i in range(min(len(examples), CONTINUED))):
         tokens, trained = example.texts[0]
         prompt = tokens[: trained.index(True)] if True in trained else []
-        if 0 < len(prompt) <= min(most, LONGEST_PROMPT):
-            prompts.append(Example(prompt, tokenizer.decode(prompt, skip_special_tokens=True), {}, example.source))
+        if 0 < len(prompt) <= min(most, LONGEST_PROMPT) and _has_all_pictures(prompt, tokens, tokenizer):
+            text = tokenizer.decode(prompt, skip_special_tokens=True)
+            prompts.append(Example(prompt, text, {}, example.source, owned=example.owned))
     return prompts
+
+
+def _has_all_pictures(prompt: Sequence[int], tokens: Sequence[int], tokenizer: Any) -> bool:
+    """True if a text has no picture after its prompt."""
+    form = picture_form_of(tokenizer)
+    return form is None or prompt.count(form.tower.placeholder) == tokens.count(form.tower.placeholder)
 
 
 class TextSampler(NamedTuple):
@@ -94,13 +102,15 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
     sampler = TextSampler(job, parts, frozen, prompts, sampling, decode)
     by_engine = job.model.pages and engine_fits(job, view(parts.mesh, job.generate_sizes))
+    if job.model.owned is not None and not by_engine:  # the trainer's forward passes here have no pictures
+        return lambda states, step: None
     texts_of = engine_texts if by_engine else forward_texts
 
     def sample(states: Mapping[str, RoleState], step: int) -> None:
         if step % settings.outputs.sample_every and step != settings.run.steps:
             return
         texts = texts_of(sampler, states[job.main_role])
-        show.samples(step, [ShownSample(e.text, text) for e, text in zip(prompts, texts, strict=True)])
+        show.samples(step, [ShownSample(e.text, text, example=e) for e, text in zip(prompts, texts, strict=True)])
 
     return sample
 

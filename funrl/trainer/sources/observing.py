@@ -26,6 +26,7 @@ class ShownSample(NamedTuple):
       score: None where nothing rewards it, and of an episode that failed or is unscored.
       parts: the score of each reward function that applies, if there are several.
       conversation: of an episode, as `conversation_of` makes it; None: a completion.
+      example: the prompt with what it owns, such as pictures; None: it owns nothing.
     """
 
     prompt: str
@@ -33,6 +34,7 @@ class ShownSample(NamedTuple):
     score: float | None = None
     parts: Mapping[str, float] = {}
     conversation: Mapping[str, Any] | None = None
+    example: Example | None = None
 
 
 class Show(Protocol):
@@ -113,7 +115,7 @@ def shown_samples(
         absent = [False] * len(numbers) if done.failed is None else done.failed[torch.tensor(numbers)].tolist()
         scores = [None if none else score for none, score in zip(absent, scores, strict=True)]
     return [
-        ShownSample(example.text, text, score, part, conversations.get(number))
+        ShownSample(example.text, text, score, part, conversations.get(number), example)
         for example, text, score, part, number in zip(examples, texts, scores, parts, numbers, strict=True)
     ]
 

@@ -1,0 +1,69 @@
+"""Pictures of samples: what is kept of them, and where they are shown."""
+
+import base64
+import io
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+
+from funrl.data.pictures import PictureForm, expand_placeholders
+from funrl.data.prompts import Example
+from funrl.models.vision.config import TowerConfig
+from funrl.track.progress import open_progress
+from funrl.track.records.samples import Sample, open_samples, read_samples
+from funrl.track.records.shown_pictures import MOST_SHOWN, THUMBNAIL_BYTES, shown_pictures
+
+FORM = PictureForm(
+    TowerConfig(layers=1, embed=16, heads=2, inner=16, patch=4, window=16, placeholder=9), 64, max_pixels=1 << 18
+)
+
+
+def example_of(pictures, **fields):
+    tokens, owned = expand_placeholders([1, 2], pictures, FORM)
+    return Example(tokens, "ab", fields, owned=owned)
+
+
+def noise(height, width):
+    return np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def seen(picture):
+    head, _, data = picture.thumbnail.partition(",")
+    assert head == "data:image/png;base64"
+    file = base64.b64decode(data)
+    assert len(file) <= THUMBNAIL_BYTES
+    return np.asarray(Image.open(io.BytesIO(file)))
+
+
+def test_pictures_are_shown_as_the_model_gets_them():
+    pictures = [noise(8, 16), noise(24, 32)]
+    shown = shown_pictures(example_of(pictures, images=["a/b.png", {"bytes": b"x"}]), FORM)
+    assert [(picture.name, picture.size) for picture in shown] == [("a/b.png", "16x8"), ("", "32x24")]
+    assert all((seen(picture) == pixels).all() for picture, pixels in zip(shown, pictures, strict=True))
+    other = shown_pictures(example_of([noise(8, 16), noise(24, 40)]), FORM)
+    assert other[0].digest == shown[0].digest != other[1].digest != shown[1].digest
+
+
+def test_what_is_kept_of_pictures_is_bounded():
+    shown = shown_pictures(example_of([noise(480, 512)] * 6), FORM)
+    assert len(shown) == MOST_SHOWN and max(seen(shown[0]).shape) <= 128
+    assert (
+        shown_pictures(example_of([]), FORM) == shown_pictures(None, FORM) == shown_pictures(example_of([]), None) == ()
+    )
+
+
+def test_samples_keep_pictures_and_the_terminal_names_them(tmp_path):
+    pictures = shown_pictures(example_of([noise(8, 16)], image="cat.png"), FORM)
+    sample = Sample(3, "how many?", "2", 1.0, pictures=pictures)
+    writer = open_samples(tmp_path / "samples.jsonl")
+    writer.write(sample)
+    writer.write(Sample(3, "text", "2", 1.0))
+    writer.close()
+    again, plain = read_samples(tmp_path / "samples.jsonl")
+    assert again == sample and plain.pictures == ()
+    assert "pictures" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
+    text = io.StringIO()
+    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
+        progress.sample(again)
+    assert f"[cat.png 16x8 {pictures[0].digest}]" in text.getvalue() and "base64" not in text.getvalue()
