@@ -21,7 +21,7 @@ from funrl.models.vision.config import FRAMES, TowerConfig
 from funrl.models.vision.grids import Grid, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES, grids_of
 
-PROCESSOR_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")  # names that processors ask for
+PROCESSOR_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 
 
