@@ -223,6 +223,7 @@ class LocalCore:
             head = text_part(self.runner.get_model()).lm_head
             head.quant_method.process_weights_after_loading(head)
         self.engine.reset_prefix_cache()
+        self._scheduler.reset_encoder_cache()  # of pictures, which `reload_weights` empties
         if not self._asleep:
             for cache in self.runner.kv_caches:  # where weights were damaged there may be NaN in it
                 cache.zero_()

@@ -21,7 +21,7 @@ from funrl.models.vision.config import FRAMES, TowerConfig
 from funrl.models.vision.grids import Grid, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES, grids_of
 
-PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")  # names that processors ask for
+PROCESSOR_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 
 
@@ -51,7 +51,7 @@ def write_processor(folder: Path, family: str, tower: TowerConfig, vocab: int, p
     from transformers import PreTrainedTokenizerFast
 
     ids = (tower.placeholder, next(iter(tower.banned), None), tower.begin, tower.end)
-    named = {number: name for name, number in zip(PLACEHOLDERS, ids, strict=True) if number is not None}
+    named = {number: name for name, number in zip(PROCESSOR_TOKENS, ids, strict=True) if number is not None}
     words = {named.get(number, f"<{number}>"): number for number in range(vocab)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<0>")))
     tokenizer.add_special_tokens({"additional_special_tokens": list(named.values())})
