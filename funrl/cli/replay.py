@@ -190,7 +190,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     placed = recorded.get("place")
-    by_turns = {"place": None, "staleness": 0, "window": 1, "keep_cache": False}
+    by_turns = {"place": None, "staleness": 0, "window": 1, "clock": "wall", "keep_cache": False}
     together = {} if placed is None else by_turns | {"mesh": _trained_on(placed, recorded.get("mesh", ""))}
     changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed

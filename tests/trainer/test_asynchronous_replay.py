@@ -29,6 +29,7 @@ SETTINGS = {"minibatches": 1, "steps": 5, "max_new_tokens": 24, "eval_every": 9,
 RUNS = {
     "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
     "window, two replicas": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}, {}),
+    "clock": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3, "clock": "tokens"}, {}),
     "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
 }
 
