@@ -35,8 +35,8 @@ MOST_OF_A_KIND = 4  # of a kind in a picture
 OVERLOOKS = 0.4  # share of the counts in which the demonstrator overlooks one
 COUNTS_A_PICTURE = 6  # demonstrations of counts that a picture has, beside two descriptions
 TRAINING_PICTURES = 4096
-DESCRIBING_STEPS = 400
-DESCRIBING_DEMONSTRATIONS = 51_200
+DESCRIBING_STEPS = 800
+DESCRIBING_DEMONSTRATIONS = 102_400
 DESCRIBING_FLAGS = {"batch_prompts": 128, "lr": 3e-3, "freeze": "none"}
 COUNT_TOKENS = 2  # a digit and the end of text
 
