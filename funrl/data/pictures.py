@@ -89,7 +89,6 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
 def _processor_text(form: PictureForm) -> str:
     """The preprocessor_config.json by which transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
-    from funrl.models.vision.tower import MEAN, STD
 
     values = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -97,8 +96,8 @@ def _processor_text(form: PictureForm) -> str:
         "patch_size": form.tower.patch,
         "merge_size": form.tower.merge,
         "temporal_patch_size": FRAMES,
-        "image_mean": list(MEAN),
-        "image_std": list(STD),
+        "image_mean": list(form.tower.form.mean),
+        "image_std": list(form.tower.form.std),
         "size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
         "min_pixels": form.min_pixels,
         "max_pixels": form.max_pixels,

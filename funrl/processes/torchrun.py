@@ -1,14 +1,27 @@
-"""The time that torchrun gives its ranks to end after SIGTERM. It imports no torch."""
+"""Ranks that torchrun has started: the time that it lets them end, and the attempt that they belong to.
+
+Each agent counts its own restarts, and none that another one has caused, so that TORCHELASTIC_RESTART_COUNT differs
+between ranks of one attempt. The store of the agents survives all attempts. So the first rank names an attempt in it,
+and every other rank joins the attempt whose first rank answers it: that of an earlier attempt has ended and does not.
+It imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import time
+import uuid
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 SHUTDOWN_S = 30  # torchrun's default
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+OFFER = "funrl/attempt"
+ATTEMPT_LOOK_S = 0.02  # between two looks at the store
+NAMED_RANKS = 8  # ranks in a message
 
 
 def shutdown_s(environment: Mapping[str, str] = os.environ, arguments: Sequence[str] | None = None) -> int | None:
@@ -49,3 +62,77 @@ def _parent_arguments() -> list[str]:
         return Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except (OSError, UnicodeDecodeError):
         return []
+
+
+def has_agents(environment: Mapping[str, str] = os.environ) -> bool:
+    """True if several agents of torchrun, which keep the store, have started the ranks."""
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def new_attempt() -> str:
+    """Name of an attempt, or of a process that joins one."""
+    return uuid.uuid4().hex
+
+
+def lead_attempt(client: Any, attempt: str, world: int, timeout: timedelta) -> None:
+    """Name an attempt, and wait until all other ranks have joined it; called by the first rank.
+
+    Args:
+      client: of the store.
+      attempt: its name.
+      world: number of ranks.
+      timeout: bound on the wait.
+
+    Raises:
+      TimeoutError: ranks have not come.
+    """
+    client.set(OFFER, attempt)
+    missing = list(range(1, world))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        arrived = [rank for rank in missing if client.check([_key(attempt, rank)])]
+        for rank in arrived:
+            client.set(f"{_key(attempt, rank)}/joined", client.get(_key(attempt, rank)))
+        missing = [rank for rank in missing if rank not in arrived]
+        if missing and time.monotonic() > end:
+            names = ", ".join(map(str, missing[:NAMED_RANKS])) + ", ..." * (len(missing) > NAMED_RANKS)
+            raise TimeoutError(
+                f"waited {timeout.total_seconds():.0f} s for ranks {names} of {world} to start: an agent of torchrun "
+                "has not started them, or they have failed; a longer --timeout, in minutes, waits longer"
+            )
+        if not arrived:
+            time.sleep(ATTEMPT_LOOK_S)
+
+
+def join_attempt(client: Any, rank: int, timeout: timedelta) -> str:
+    """Join the attempt that the first rank leads now; returns its name.
+
+    Args:
+      client: of the store.
+      rank: of this process, not the first.
+      timeout: bound on the wait.
+
+    Raises:
+      TimeoutError: the first rank has not answered.
+    """
+    own = new_attempt()
+    end = time.monotonic() + timeout.total_seconds()
+    asked = ""
+    while time.monotonic() < end:
+        attempt = client.get(OFFER).decode() if client.check([OFFER]) else ""
+        if attempt and attempt != asked:
+            client.set(_key(attempt, rank), own)
+            asked = attempt
+        answer = f"{_key(asked, rank)}/joined"
+        if asked and client.check([answer]) and client.get(answer).decode() == own:
+            return asked
+        time.sleep(ATTEMPT_LOOK_S)
+    raise TimeoutError(
+        f"waited {timeout.total_seconds():.0f} s for rank 0 to start: an agent of torchrun has not started it, or it "
+        "has failed; a longer --timeout, in minutes, waits longer"
+    )
+
+
+def _key(attempt: str, rank: int) -> str:
+    return f"{OFFER}/{attempt}/{rank}"

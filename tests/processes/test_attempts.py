@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from funrl.processes.attempts import has_agents, join_attempt, lead_attempt, new_attempt
 from funrl.processes.store import keep_store, listen
+from funrl.processes.torchrun import has_agents, join_attempt, lead_attempt, new_attempt
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
 WAIT = timedelta(seconds=60)

@@ -157,12 +157,10 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
         for name, entry in table.items():
             entries[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
     entries = whole_entries(entries, folder)
-    stored = _stored(model, entries).values()
-    places = {name: place for place in stored for name in place.tensors}
-    expected = {name: shape for place in stored for name, shape in place.tensors.items()}
-    missing = sorted(set(expected) - set(entries))
+    places = {name: place for place in _stored(model, entries).values() for name in place.tensors}
+    missing = sorted(set(places) - set(entries))
     dtypes = {name: dtype for name, (_, dtype, _) in entries.items()}
-    extra = [n for n in set(entries) - set(expected) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
+    extra = [n for n in set(entries) - set(places) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if extra:
@@ -170,10 +168,10 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
             f"{folder}: {len(extra)} tensors have no place in a {_architecture(model)}, the first is {min(extra)}"
         )
     blocks = fp8_blocks(read_json(folder / "config.json"))
-    for name, shape in expected.items():
+    for name, place in places.items():
         got, dtype, file = entries[name]
-        if not places[name].fits(got):
-            raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {list(shape)}")
+        if not place.fits(got):
+            raise ModelError(f"{folder / file}: {name} has shape {list(got)}, not {list(place.tensors[name])}")
         if dtype == FP8:
             check_scales(name, entries, blocks, folder=folder)
         elif dtype not in (*FLOATS, MXFP4):
