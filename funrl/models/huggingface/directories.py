@@ -171,7 +171,9 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     for name, place in places.items():
         got, dtype, file = entries[name]
         if not place.fits(got):
-            raise ModelError(f"{folder / file}: {name} has shape {list(got)}, not {list(place.tensors[name])}")
+            raise ModelError(
+                f"{folder / file}: {name} has shape {list(got)}, config.json says {[*place.tensors[name]]}"
+            )
         if dtype == FP8:
             check_scales(name, entries, blocks, folder=folder)
         elif dtype not in (*FLOATS, MXFP4):
