@@ -168,12 +168,10 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
             f"{folder}: {len(extra)} tensors have no place in a {_architecture(model)}, the first is {min(extra)}"
         )
     blocks = fp8_blocks(read_json(folder / "config.json"))
-    for name, place in places.items():
+    for name, kept in places.items():
         got, dtype, file = entries[name]
-        if not place.fits(got):
-            raise ModelError(
-                f"{folder / file}: {name} has shape {list(got)}, config.json says {[*place.tensors[name]]}"
-            )
+        if not kept.fits(got):
+            raise ModelError(f"{folder / file}: {name} has shape {list(got)}, config.json says {[*kept.tensors[name]]}")
         if dtype == FP8:
             check_scales(name, entries, blocks, folder=folder)
         elif dtype not in (*FLOATS, MXFP4):
