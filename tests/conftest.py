@@ -11,6 +11,7 @@ import tempfile
 import pytest
 from selection import in_order_of_length, starts_jax
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ./test: last bits of products depend on it
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it once; a thread that spins takes a worker's core
 
 import funrl  # noqa: F401  # before any product of torch: it sets MKL_CBWR, which MKL reads once

@@ -85,6 +85,7 @@ def replay(
 ) -> list[Replayed]:
     """Repeat a step of a run, and those between the newest checkpoint before it and it. Collective.
 
+    Each rank computes a step with as many threads as the first rank of the run had, since last bits depend on them.
     Without a checkpoint before it the run is repeated from its first step; so is one by a source
     that repeats an asynchronous run, some of whose rows begin before the checkpoint.
 
@@ -101,6 +102,7 @@ def replay(
     """
     folder = Path(run_dir) / ROLLOUTS
     server = ShardServer()
+    threads = torch.get_num_threads()
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:
@@ -124,6 +126,7 @@ def replay(
         done = []
         for number in range(state.step + 1, last + 1):
             saved = open_rows(folder, number, job.algorithm.fields)
+            torch.set_num_threads(saved.record.get("threads", threads))  # which products and sums depend on
             if logged is None:
                 trainer, state, differences = _trained_again(trainer, state, saved)
             else:
@@ -137,6 +140,7 @@ def replay(
             done.append(Replayed(number, joined_differences(differences)))
         return done
     finally:
+        torch.set_num_threads(threads)
         server.close()
 
 

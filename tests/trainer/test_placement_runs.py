@@ -1,5 +1,6 @@
 """Runs whose ranks train or generate: the same numbers as where every rank does both."""
 
+import contextlib
 import functools
 import os
 from typing import Any, NamedTuple
@@ -42,9 +43,21 @@ class Ended(NamedTuple):
     weights: Any
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Compute with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def rank_of(job, mesh):
     observer = Quiet()
-    outcome = run_rank(job, mesh, observer)
+    with one_thread():  # a rank takes its share of the cores, which differs between layouts, and last bits with it
+        outcome = run_rank(job, mesh, observer)
     weights = getattr(observer, "params", None)
     observer.params = None
     return Ended(outcome, observer, weights)

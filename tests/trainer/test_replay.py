@@ -1,8 +1,10 @@
 """A step is made again from a checkpoint and saved rows, bit by bit; what differs is named."""
 
 import shutil
+from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from small_runs import GRPO, PPO, Quiet, small_job
 from test_checkpoint import SETTINGS, measured
@@ -11,7 +13,7 @@ from funrl.algos.recipes.dpo import dpo
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.saved_rows import keep_newest, open_rows, read_rows, saved_steps
-from funrl.trainer.loop import train_loop
+from funrl.trainer.loop import learn_batch, train_loop
 from funrl.trainer.replay import replay, replay_source
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
@@ -54,6 +56,28 @@ def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     assert {f"weights of {lead} by their digests", "state of the checkpoint"} <= compared
     fields = {"ppo": ("old_logp", "ref_logp", "value", "returns", "advantage", "actor/pg_loss")}
     assert compared >= set(fields.get(name, ("ref_logp", "train/loss")))
+
+
+def test_a_step_is_made_again_with_the_threads_of_the_run(tmp_path):
+    """Products have other last bits with other numbers of threads, on some processors."""
+    job = job_of("grpo", steps=2)
+    threads = torch.get_num_threads()
+    taken = []
+
+    def learn(*args, **kwargs):
+        taken.append(torch.get_num_threads())
+        return learn_batch(*args, **kwargs)
+
+    try:
+        torch.set_num_threads(2)
+        trained(tmp_path, job)
+        torch.set_num_threads(1)
+        with mock.patch("funrl.trainer.replay.learn_batch", learn):
+            done = replayed(tmp_path, job, None)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert taken == [2, 2] and [one.step for one in done] == [1, 2] and unlike(done) == []
 
 
 @pytest.fixture(scope="module")

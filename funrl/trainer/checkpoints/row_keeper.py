@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from funrl.environments.agents import with_environment
 from funrl.trainer.checkpoints.checkpoint import sweep
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
@@ -73,6 +75,7 @@ class RowKeeper:
             "metrics": {stage: {name: float(x) for name, x in values.items()} for stage, values in metrics.items()},
             "weights": {n: weight_digests(role.params, roles[n].stored, mesh) for n, role in state.roles.items()},
             "dtype": self.settings.models.dtype,
+            "threads": torch.get_num_threads(),
         }
         groups = source.log()
         if groups is not None:
