@@ -62,6 +62,25 @@ def test_a_program_has_one_request_at_a_time():
     asyncio.run(run())
 
 
+def test_a_request_that_is_cancelled_as_it_is_released_does_not_stop_its_program():
+    async def run():
+        programs = PacedPrograms(lambda: None)
+        programs.begin(0, 1, delay=0)
+        first = asyncio.ensure_future(programs.ask(0, 0))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(first.cancel)
+        await programs.release()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.ensure_future(programs.ask(0, 0))
+        await asyncio.sleep(0)
+        assert programs.outside == 1
+        await programs.release()
+        await asyncio.wait_for(again, 5)
+
+    asyncio.run(run())
+
+
 class Together:
     """An environment that asks for two replies at once."""
 

@@ -132,9 +132,8 @@ class GroupGenerators(Generators):
                 self._board.open(self.plan)
         self._batch = step - self.plan.step
         if self.mesh.rank == 0:
-            self._board.train(self._batch, self.engine.version or 0)
-            if self.paced:
-                self._board.announce(self._batch, self.engine.version or 0)
+            publish = self._board.announce if self.paced else self._board.train
+            publish(self._batch, self.engine.version or 0)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The state with the groups that have overtaken others, where some may; see `Generators`."""

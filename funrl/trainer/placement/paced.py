@@ -81,7 +81,6 @@ class PacedWriter(GroupWriter):
                 self.step()
         heartbeat.left()
         self._wanted = 0
-        self._tell_version()
 
     def _reached(self, version: int, generates: bool) -> bool:
         begun = self._plan is not None and generates
@@ -98,7 +97,6 @@ class PacedWriter(GroupWriter):
         now = time.monotonic()
         if now >= self._next_look:
             self._look_again_after(now)
-            self._tell_version()
             self._tell_time()
             if answers is not None and answers.waiting():
                 return Turn(request=True, rows=rows)

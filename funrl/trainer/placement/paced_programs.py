@@ -95,5 +95,8 @@ class PacedPrograms:
         self._moved()
         try:
             await future
+        except asyncio.CancelledError:
+            self._due.setdefault(key, self.tick)  # also where it was released at the same time: its program goes on
+            raise
         finally:
             self._held.pop(key, None)
