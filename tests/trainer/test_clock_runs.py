@@ -170,3 +170,13 @@ def test_joined_generators_have_no_clock():
         small_job(rollout_is, **SETTINGS | {"place": "generate:join"})
     with pytest.raises(SettingsError, match="--clock=tokens does nothing without --staleness"):
         small_job(rollout_is, clock="tokens")
+
+
+@pytest.mark.parametrize("delay", [-1, 0.5, "2"])
+def test_answers_take_whole_iterations(delay, monkeypatch):
+    settings = SETTINGS | {"task": "calculator", "reward": None}
+    environment = small_job(rollout_is, **settings).task.environment
+    monkeypatch.setattr(type(environment), "delay_steps", delay, raising=False)
+    with pytest.raises(SettingsError, match=f"--clock=tokens: the environment's delay_steps is {delay!r}; give"):
+        small_job(rollout_is, **settings)
+    small_job(rollout_is, **settings | {"clock": "wall"})

@@ -11,6 +11,7 @@ from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
 from funrl.data.pictures import picture_form, with_picture_form
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
+from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model
@@ -132,6 +133,9 @@ def rl_job(
             f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
             "ended; leave one out"
         )
+    if settings.asynchrony.clock == "tokens":
+        with blaming("clock=tokens"):
+            answer_delay(task.environment)
     agents = agents_of(settings, task)
     if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
         agents = agents.with_one_policy()

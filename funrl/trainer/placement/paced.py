@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from funrl.asynchrony.token_clock import EngineTime, ReplicaClock
+from funrl.environments.environment import answer_delay
 from funrl.environments.run import EpisodeRunner
 from funrl.mesh.collectives import from_first
 from funrl.mesh.pools.channel import Answers
@@ -169,7 +170,7 @@ class PacedWriter(GroupWriter):
     def _delay(self) -> int:
         """Iterations that an environment's answer takes; 0 without one."""
         setup = self._generation.episodes
-        return 0 if setup is None else max(0, int(getattr(setup.environment, "delay_steps", 1)))
+        return 0 if setup is None else answer_delay(setup.environment)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
         ended = self._ended.pop(number, EngineTime(0, 0))
