@@ -81,10 +81,11 @@ def test_a_run_of_two_agents_goes_on_after_one_of_its_ranks_was_killed(tmp_path)
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 9)))
     listener = listen()
     port = listener.getsockname()[1]
-    listener.close()
+    server = keep_store(listener)  # the agents' store, here so that no other process can take its port meanwhile
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", "--local-addr=127.0.0.1",
+        "--rdzv-conf=is_host=0",
     ]  # fmt: skip
     program = [
         "-m", "funrl", "grpo", "--mesh=dp2", "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2",
@@ -101,6 +102,7 @@ def test_a_run_of_two_agents_goes_on_after_one_of_its_ranks_was_killed(tmp_path)
         finally:
             for agent in agents:
                 agent.terminate()  # which ends its ranks
+            del server
     text = "\n".join((tmp_path / f"agent-{agent}.log").read_text()[-6000:] for agent in range(2))
     assert (tmp_path / "killed").exists() and codes == [0, 0], text
     assert max(complete_checkpoints(tmp_path / "run/checkpoints")) == 5, text
