@@ -93,7 +93,7 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
 
 
 def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[str, Any] | None:
-    """What the files of a processor say of pictures, of the file that transformers prefers; None: nothing.
+    """Fields of the processor of pictures, in the file that transformers prefers; None: no file has them.
 
     Args:
       texts: of the files, by name.
