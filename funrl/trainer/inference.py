@@ -77,7 +77,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     settings = located(with_model_directories(settings))
     if settings.devices.device == "xla":
         raise SettingsError(
-            "--device=xla computes updates and scores in training, and there are none here; leave it out"
+            "--device=xla computes updates and scores of training, which is not here; leave it out"
         )
     sizes, device = devices_of(settings)
     with blaming("model"):

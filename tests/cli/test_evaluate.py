@@ -140,7 +140,7 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
         (["generate", "own", "--prompts=r.py"], "error: --prompts: r.py, line 1: not valid JSON"),
         (
             ["evaluate", "own", "--device=xla"],
-            "error: --device=xla computes updates and scores in training, and there are",
+            "error: --device=xla computes updates and scores of training, which",
         ),
         (["generate", "own", "--prompts=p.jsonl", "--output=./p.jsonl"], "is the file of the prompts"),
     ],
