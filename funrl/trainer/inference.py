@@ -76,9 +76,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     check_together(settings, given_objects(settings, given))
     settings = located(with_model_directories(settings))
     if settings.devices.device == "xla":
-        raise SettingsError(
-            "--device=xla computes updates and scores of training, which is not here; leave it out"
-        )
+        raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
     sizes, device = devices_of(settings)
     with blaming("model"):
         model = read_stored_model(stored, settings.models.model_code)
