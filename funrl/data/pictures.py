@@ -28,7 +28,13 @@ if TYPE_CHECKING:  # a record is read before torch is imported
 PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
-PROCESSOR_FILES = (PROCESSOR, "processor_config.json", "video_preprocessor_config.json")
+WHOLE_PROCESSOR = "processor_config.json"  # has the same in "image_processor", as transformers 5 saves it
+PROCESSOR_FILES = (PROCESSOR, WHOLE_PROCESSOR, "video_preprocessor_config.json")
+PROCESSOR_CLASSES = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
@@ -60,10 +66,10 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
 
     Args:
       config: of the model.
-      directory: its files, whose preprocessor_config.json bounds pixels.
+      directory: its files, whose preprocessor_config.json or processor_config.json bounds pixels.
 
     Raises:
-      DataError: the file says what is not supported.
+      DataError: a file is no JSON, or says what is not supported.
     """
     from funrl.models.vision.config import VisionLanguageConfig
 
@@ -73,26 +79,55 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels)
     present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
-    if PROCESSOR in dict(files):
-        got = json.loads(dict(files)[PROCESSOR])
+    got = _processor_fields(dict(files), form.tower)
+    if got is not None:
         size = got.get("size") or {}
         low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
         high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
         form = form._replace(min_pixels=low, max_pixels=high)
-    elif config.source.family == "qwen2_5_vl":
-        files = (*files, (PROCESSOR, _processor_text(form)))
+    elif config.source.family in PROCESSOR_CLASSES:
+        files = (*files, (PROCESSOR, _processor_text(form, PROCESSOR_CLASSES[config.source.family])))
     if form.max_pixels < form.factor**2:
         raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
     return form._replace(files=files)
 
 
-def _processor_text(form: PictureForm) -> str:
+def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[str, Any] | None:
+    """Fields of the processor of pictures, in the file that transformers prefers; None: no file has them.
+
+    Args:
+      texts: of the files, by name.
+      tower: whose sizes they must have.
+
+    Raises:
+      DataError: a file is no JSON object, or has other sizes.
+    """
+    for name in [name for name in (WHOLE_PROCESSOR, PROCESSOR) if name in texts]:
+        try:
+            got = json.loads(texts[name])
+        except ValueError as error:
+            raise DataError(f"{name} is no JSON: {error}") from None
+        got = got.get("image_processor") if name == WHOLE_PROCESSOR and isinstance(got, Mapping) else got
+        if got is None:
+            continue
+        if not isinstance(got, Mapping):
+            raise DataError(f"{name} has {type(got).__name__} where the fields of a processor of pictures must be")
+        mean, std = list(tower.form.mean), list(tower.form.std)
+        wanted = {"patch_size": tower.patch, "merge_size": tower.merge, "image_mean": mean, "image_std": std}
+        for field, value in wanted.items():
+            if got.get(field) not in (None, value):
+                raise DataError(f"{name}: {field} is {got[field]!r}, but the model's tower takes {value!r}; correct it")
+        return got
+    return None
+
+
+def _processor_text(form: PictureForm, processor_class: str) -> str:
     """The preprocessor_config.json by which transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
     values = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": processor_class,
         "patch_size": form.tower.patch,
         "merge_size": form.tower.merge,
         "temporal_patch_size": FRAMES,

@@ -160,7 +160,7 @@ class Progress:
         text.append(sample.missing, style="red")
         encoding = self._console.encoding
         for picture in sample.pictures:
-            text.append(f"  [{picture}]", style="dim")
+            text.append(f"  [{_one_line(str(picture), encoding, keep_end=True)}]", style="dim")
         pieces = [(False, sample.prompt), (True, sample.completion)]
         if sample.conversation:
             pieces = short_text(sample.conversation)

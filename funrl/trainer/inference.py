@@ -14,7 +14,7 @@ import torch
 
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
-from funrl.data.pictures import PROCESSOR, picture_form, with_picture_form
+from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_picture_form
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
@@ -75,6 +75,8 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     check_values(settings)
     check_together(settings, given_objects(settings, given))
     settings = located(with_model_directories(settings))
+    if settings.devices.device == "xla":
+        raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
     sizes, device = devices_of(settings)
     with blaming("model"):
         model = read_stored_model(stored, settings.models.model_code)
@@ -93,7 +95,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
 def _processor_directory(stored: StoredModel) -> str:
     """The directory that bounds the pixels of pictures: the model's, or that of the model that its run began with."""
     began = stored.flags.get("model")
-    if (Path(stored.directory) / PROCESSOR).exists() or not isinstance(began, str):
+    if any((Path(stored.directory) / name).exists() for name in PROCESSOR_FILES) or not isinstance(began, str):
         return stored.directory
     return began
 

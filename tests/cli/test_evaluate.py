@@ -138,6 +138,10 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
         (["generate", "own", "1+1=", "--max_new_tokens=100"], "leaves none for a prompt"),
         (["generate", "own", "1+1=", "--output=gone/x.jsonl"], "--output=gone/x.jsonl: cannot be written: No such"),
         (["generate", "own", "--prompts=r.py"], "error: --prompts: r.py, line 1: not valid JSON"),
+        (
+            ["evaluate", "own", "--device=xla"],
+            "error: --device=xla computes updates and scores of training, which",
+        ),
         (["generate", "own", "--prompts=p.jsonl", "--output=./p.jsonl"], "is the file of the prompts"),
     ],
 )

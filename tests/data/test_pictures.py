@@ -1,25 +1,33 @@
 """Pictures of records: read, resized as transformers does, cut into patches, or refused in one line."""
 
 import base64
+import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_pictures import FORM, PLACEHOLDER, picture, png, tokenizer
+from tiny_pictures import FORM, PLACEHOLDER, TOWER, picture, png, tokenizer
 
 from funrl.data.json_lines import DataError
 from funrl.data.pictures import (
+    PROCESSOR,
+    PROCESSOR_CLASSES,
+    WHOLE_PROCESSOR,
     expand_placeholders,
     fitting_size,
     patches_of,
+    picture_form,
     picture_form_of,
     read_picture,
     with_picture_form,
 )
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
 from funrl.data.supervised import text_example
+from funrl.models import decoder_config
+from funrl.models.vision.config import TowerForm, with_tower
 from funrl.models.vision.tower import normalized
 
 
@@ -149,3 +157,54 @@ def test_a_drawn_file_reads_as_it_was_saved():
     picture((9, 7)).save(buffer, "BMP")
     assert read_picture(buffer.getvalue()).size == (9, 7)
     assert isinstance(read_picture(buffer.getvalue()), Image.Image)
+
+
+def seeing(family, **form):
+    """The config of a tiny model of a family."""
+    sizes = {"vocab": 16, "embed": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head": 16, "mlp": 16}
+    config = decoder_config(**sizes, rope_axes=(0, 0, 0, 0, 1, 1, 2, 2), max_positions=64, family=family)
+    return with_tower(config, dataclasses.replace(TOWER, form=TowerForm(**form)))
+
+
+@pytest.mark.parametrize("family", PROCESSOR_CLASSES)
+def test_the_form_of_a_model_without_files_is_written_as_transformers_reads_it(family, tmp_path):
+    from transformers import AutoImageProcessor
+
+    form = picture_form(seeing(family, mean=(0.5, 0.4, 0.3), std=(0.5, 0.6, 0.7)))
+    ((name, text),) = form.files
+    (tmp_path / name).write_text(text)
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")([picture((31, 46))], return_tensors="pt")
+    patches, grid = patches_of(picture((31, 46)), form)
+    assert theirs["image_grid_thw"].tolist() == [[1, *grid]]
+    ours = normalized(torch.from_numpy(patches), torch.float32, form.tower.form).unsqueeze(2).expand(-1, -1, 2, -1, -1)
+    assert (ours.flatten(1) - theirs["pixel_values"]).abs().max() < 1e-6
+
+
+def test_bounds_are_those_of_the_file_that_transformers_prefers(tmp_path):
+    config = seeing("qwen2_5_vl")
+    (tmp_path / PROCESSOR).write_text(json.dumps({"min_pixels": 64, "max_pixels": 1024}))
+    (tmp_path / WHOLE_PROCESSOR).write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
+    form = picture_form(config, str(tmp_path))
+    assert (form.min_pixels, form.max_pixels) == (64, 1024) and len(form.files) == 2
+    (tmp_path / WHOLE_PROCESSOR).write_text(
+        json.dumps({"image_processor": {"size": {"shortest_edge": 128, "longest_edge": 2048}, "patch_size": 4}})
+    )
+    form = picture_form(config, str(tmp_path))
+    assert (form.min_pixels, form.max_pixels) == (128, 2048)
+    (tmp_path / PROCESSOR).unlink()
+    assert [name for name, _ in picture_form(config, str(tmp_path)).files] == [WHOLE_PROCESSOR]
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("{", "preprocessor_config.json is no JSON: "),
+        ("[]", "preprocessor_config.json has list where the fields of a processor of pictures must be"),
+        ('{"patch_size": 14}', "preprocessor_config.json: patch_size is 14, but the model's tower takes 4; correct it"),
+        ('{"image_mean": [0.5, 0.5, 0.5]}', r"image_mean is \[0.5, 0.5, 0.5\], but the model's tower takes \[0.48"),
+    ],
+)
+def test_files_of_another_processor_are_refused(text, words, tmp_path):
+    (tmp_path / PROCESSOR).write_text(text)
+    with pytest.raises(DataError, match=words):
+        picture_form(seeing("qwen2_5_vl"), str(tmp_path))

@@ -71,12 +71,13 @@ def prompt(*grids, text=(3, 4, 5)):
 
 
 def requests():
-    """Two prompts of equal tokens and other pictures, one of several pictures, and a text."""
+    """Two prompts of equal tokens and other pictures, one of several pictures, and two texts, one of which owns no picture."""
     grids = (6, 8), (2, 2)
     some = [Request(i, prompt(*grids), GREEDY, seed=i, owned=pictures(i, *grids)) for i in range(2)]
     large = (12, 4), (2, 10), (8, 8)
     many = Request(2, prompt(*large, text=range(3, 12)), GREEDY, seed=2, owned=pictures(2, *large))
-    return [*some, many, Request(3, [3, 4, 5], GREEDY, seed=3)]
+    texts = [Request(3, [3, 4, 5], GREEDY, seed=3), Request(4, [5, 4, 3], GREEDY, seed=4, owned=pictures(4))]
+    return [*some, many, *texts]
 
 
 def trainer_logp(model, params, request, completion):

@@ -12,6 +12,7 @@ from funrl.cli import main as cli
 from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import RunDirectory, open_run
 from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.shown_pictures import ShownPicture
 from funrl.track.records.trackers import jsonl
 from funrl.track.report.compare import _names, write_comparison
 from funrl.track.report.run_files import ReportError
@@ -145,3 +146,15 @@ def test_the_last_line_says_what_was_evaluated_once():
     unchanged = ["held out (n = 3): eval/reward 0.250 -> 0.250"]  # evaluated twice
     assert _held_out(Outcome(first, dict(first), None)) == unchanged
     assert _held_out(Outcome({}, {}, "failed")) == _held_out(None) == []
+
+
+def test_the_same_words_about_two_pictures_are_compared_apart(tmp_path):
+    runs = [a_run(tmp_path / "a", 0.1, 1e-3), a_run(tmp_path / "b", 0.2, 1e-4)]
+    for run in runs:
+        samples = open_samples(Path(run) / "samples.jsonl")
+        for number in range(2):
+            shown = ShownPicture("", "8x8", f"digest{number}", "data:image/png;base64,AAAA")
+            samples.write(Sample(5, "how many?", f"of {number}", 1.0, pictures=(shown,)))
+        samples.close()
+    page = write_comparison(runs, tmp_path / "c.html").read_text()
+    assert [page.count(f'title="8x8 digest{number}"') for number in range(2)] == [2, 2]

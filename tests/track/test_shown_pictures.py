@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import numpy as np
 from PIL import Image
@@ -11,8 +12,14 @@ from funrl.data.pictures import PictureForm, expand_placeholders
 from funrl.data.prompts import Example
 from funrl.models.vision.config import TowerConfig
 from funrl.track.progress import open_progress
-from funrl.track.records.samples import Sample, open_samples, read_samples
-from funrl.track.records.shown_pictures import MOST_SHOWN, THUMBNAIL_BYTES, shown_pictures
+from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
+from funrl.track.records.shown_pictures import (
+    LONGEST_NAME,
+    MOST_SHOWN,
+    THUMBNAIL_BYTES,
+    ShownPicture,
+    shown_pictures,
+)
 
 FORM = PictureForm(
     TowerConfig(layers=1, embed=16, heads=2, inner=16, patch=4, window=16, placeholder=9), 64, max_pixels=1 << 18
@@ -67,3 +74,32 @@ def test_samples_keep_pictures_and_the_terminal_names_them(tmp_path):
     with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
         progress.sample(again)
     assert f"[cat.png 16x8 {pictures[0].digest}]" in text.getvalue() and "base64" not in text.getvalue()
+
+
+def test_names_are_bounded_and_shown_without_what_moves_a_terminal():
+    hostile = "x" * 300 + "\x1b[2J\u202e.png"
+    (picture,) = shown_pictures(example_of([noise(8, 16)], image={"bytes": b"", "path": hostile}), FORM)
+    assert picture.name == hostile[-LONGEST_NAME:]
+    text = io.StringIO()
+    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
+        progress.sample(Sample(3, "how many?", "2", 1.0, pictures=(picture,)))
+    assert r"\x1b[2J\u202e.png 16x8" in text.getvalue() and "\x1b[2J" not in text.getvalue()
+
+
+def test_samples_are_read_without_pictures_that_a_page_would_load(tmp_path):
+    entries = [
+        {"name": "a", "size": "1x1", "digest": "0", "thumbnail": "https://tracker.example/a.png"},
+        {"name": "b", "size": "1x1", "digest": "1", "thumbnail": "data:image/png;base64,AAAA", "later": 1},
+        "c",
+    ]
+    line = {"step": 1, "prompt": "how many?", "completion": "2", "pictures": entries}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    (sample,) = read_samples(tmp_path / "samples.jsonl")
+    assert sample.pictures == (ShownPicture("b", "1x1", "1", "data:image/png;base64,AAAA"),)
+
+
+def test_the_same_words_about_another_picture_are_another_question():
+    one, other = (shown_pictures(example_of([noise(8, width)]), FORM) for width in (16, 24))
+    rows = [Sample(step, "how many?", "2", 1.0, pictures=x) for step, x in ((1, one), (1, other), (9, other), (9, one))]
+    early, late = first_and_last(rows, 2)
+    assert [sample.pictures for sample in early] == [sample.pictures for sample in late] == [one, other]

@@ -161,6 +161,12 @@ def test_a_role_that_reads_text_beside_a_policy_that_sees_is_refused(folder):
         check_owned_values(job.settings, {"policy": job.model, "critic": critic}, job.algorithm)
 
 
+def test_devices_of_torch_xla_are_refused(folder):
+    job = rl(folder)
+    with pytest.raises(ValueError, match="--device=xla: the policy sees pictures; give --device=cpu"):
+        check_owned_values(settings_of(**SMALL | {"device": "xla"}), {"policy": job.model}, job.algorithm)
+
+
 def test_an_environment_given_in_python_is_refused(folder):
     class Silent:
         async def run(self, policy, example, seed):

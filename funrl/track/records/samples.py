@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.track.records.run_directory import open_lines, read_lines
-from funrl.track.records.shown_pictures import ShownPicture
+from funrl.track.records.shown_pictures import ShownPicture, read_shown
 
 
 class Sample(NamedTuple):
@@ -28,6 +28,11 @@ class Sample(NamedTuple):
     rewards: tuple[tuple[str, float], ...] = ()
     conversation: Mapping[str, Any] | None = None
     pictures: tuple[ShownPicture, ...] = ()
+
+    @property
+    def question(self) -> tuple[str, ...]:
+        """The prompt and the digests of its pictures: the same of samples that answer the same."""
+        return (self.prompt, *(picture.digest for picture in self.pictures))
 
     @property
     def missing(self) -> str:
@@ -71,7 +76,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         reward=line.get("reward"),
         rewards=tuple((line.get("rewards") or {}).items()),
         conversation=line.get("conversation"),
-        pictures=tuple(ShownPicture(**picture) for picture in line.get("pictures") or ()),
+        pictures=read_shown(line.get("pictures")),
     )
 
 
@@ -90,14 +95,14 @@ def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], lis
     late = [s for s in in_order if s.step == last_step]
     if first_step == last_step or min(len(early), len(late)) < count:
         return in_order[:count], in_order[-count:]
-    late_prompts = {s.prompt for s in late}
-    shared = [prompt for prompt in dict.fromkeys(s.prompt for s in early) if prompt in late_prompts]
+    late_questions = {s.question for s in late}
+    shared = [question for question in dict.fromkeys(s.question for s in early) if question in late_questions]
 
     def pick(rows: list[Sample]) -> list[Sample]:
-        by_prompt: dict[str, Sample] = {}
+        by_question: dict[tuple[str, ...], Sample] = {}
         for sample in rows:
-            by_prompt.setdefault(sample.prompt, sample)
-        pairs = [by_prompt[prompt] for prompt in shared]
+            by_question.setdefault(sample.question, sample)
+        pairs = [by_question[question] for question in shared]
         return (pairs + [s for s in rows if s not in pairs])[:count]
 
     return pick(early), pick(late)

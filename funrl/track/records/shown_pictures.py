@@ -16,13 +16,15 @@ from funrl.data.prompts import Example
 MOST_SHOWN = 4  # pictures of a sample
 LONGEST_SIDE = 128  # pixels of a thumbnail
 THUMBNAIL_BYTES = 8192  # of a thumbnail's file; a larger one is shown smaller
+LONGEST_NAME = 200  # characters of a path, its last ones
+_PNG = "data:image/png;base64,"
 
 
 class ShownPicture(NamedTuple):
     """A picture of a sample.
 
     Attributes:
-      name: its path; "" where it has none.
+      name: the end of its path; "" where it has none.
       size: its width and height in pixels, as the model gets it.
       digest: of its pixels, 12 hexadecimal digits.
       thumbnail: a data URL of at most `THUMBNAIL_BYTES` before base64.
@@ -59,12 +61,19 @@ def shown_pictures(example: Example | None, form: PictureForm | None) -> tuple[S
     return tuple(shown)
 
 
+def read_shown(line: Any) -> tuple[ShownPicture, ...]:
+    """Pictures in a line of samples.jsonl; an entry without a PNG inside is left out, for a page loads no others."""
+    entries = [x for x in line if isinstance(x, Mapping)] if isinstance(line, list) else []
+    pictures = [ShownPicture(*(str(entry.get(field, "")) for field in ShownPicture._fields)) for entry in entries]
+    return tuple(x for x in pictures if x.thumbnail.startswith(_PNG))
+
+
 def _names(fields: Mapping[str, Any]) -> dict[int, str]:
     """Paths of the pictures of a record that have one, by their number."""
     given = next((fields[name] for name in PICTURE_COLUMNS if fields.get(name) is not None), None)
     pictures = given if isinstance(given, list | tuple) else [given]
     paths = [x.get("path") if isinstance(x, Mapping) else x for x in pictures]
-    return {i: x for i, x in enumerate(paths) if isinstance(x, str) and not x.startswith("data:")}
+    return {i: x[-LONGEST_NAME:] for i, x in enumerate(paths) if isinstance(x, str) and not x.startswith("data:")}
 
 
 def _thumbnail(pixels: Any) -> str:
@@ -78,5 +87,5 @@ def _thumbnail(pixels: Any) -> str:
         file = io.BytesIO()
         picture.save(file, "PNG", optimize=True)
         if file.tell() <= THUMBNAIL_BYTES:
-            return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            return _PNG + base64.b64encode(file.getvalue()).decode()
         side //= 2

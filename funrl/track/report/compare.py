@@ -51,7 +51,7 @@ def render_comparison(runs: Mapping[str, RunFiles]) -> str:
       runs: by the names that the page gives them, in the order of their colours.
     """
     tiles = {name: {tile.label: tile for tile in tiles_of(run)} for name, run in runs.items()}
-    samples = {name: {sample.prompt: sample for sample in run.samples} for name, run in runs.items()}
+    samples = {name: {sample.question: sample for sample in run.samples} for name, run in runs.items()}
     figures = [_figure(runs, chart, key) for key, chart in _charts(runs).items()]
     return render_page(
         "compare.html.j2",
@@ -63,7 +63,7 @@ def render_comparison(runs: Mapping[str, RunFiles]) -> str:
         differences=_differences(runs),
         order=ORDER if all(is_embedded(run.config) for run in runs.values()) else "",
         samples=samples,
-        prompts=_shared_prompts(list(samples.values())),
+        questions=_shared_questions(list(samples.values())),
         rewards={name: reward_range(run) for name, run in runs.items()},
     )
 
@@ -123,16 +123,16 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     return facts | versions
 
 
-def _shared_prompts(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The prompts that most runs have, the latest first.
+def _shared_questions(samples: Sequence[Mapping[tuple[str, ...], Any]]) -> list[tuple[str, ...]]:
+    """The prompts, with their pictures, that most runs have, the latest first.
 
     Args:
-      samples: of each run, the latest sample by prompt.
+      samples: of each run, the latest sample by `Sample.question`.
     """
 
-    def age(prompt: str) -> tuple[int, int]:
-        steps = [by_prompt[prompt].step for by_prompt in samples if prompt in by_prompt]
+    def age(question: tuple[str, ...]) -> tuple[int, int]:
+        steps = [by_question[question].step for by_question in samples if question in by_question]
         return -len(steps), -min(steps)
 
-    prompts = dict.fromkeys(prompt for by_prompt in samples for prompt in by_prompt)
-    return sorted(prompts, key=age)[:SAMPLE_PROMPTS]
+    questions = dict.fromkeys(question for by_question in samples for question in by_question)
+    return sorted(questions, key=age)[:SAMPLE_PROMPTS]

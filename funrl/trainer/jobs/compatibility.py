@@ -319,6 +319,7 @@ def check_owned_values(
         "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
+        "device": (settings.devices.device == "xla", "give --device=cpu"),
         "judge": (settings.judging.judge is not None, "a judge reads text: leave it out"),
         "long_prompts": (settings.examples.long_prompts == "truncate", "it loses some; give --long_prompts=drop"),
     }
