@@ -81,9 +81,34 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
         form = form._replace(min_pixels=low, max_pixels=high)
     elif config.source.family == "qwen2_5_vl":
         files = (*files, (PROCESSOR, _processor_text(form)))
-    if form.max_pixels < form.factor**2:
-        raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
-    return form._replace(files=files)
+    return _checked_bounds(form._replace(files=files))
+
+
+def with_most_pixels(form: PictureForm, max_pixels: int) -> PictureForm:
+    """The form with another upper bound on pixels, which its preprocessor_config.json gives too.
+
+    Raises:
+      DataError: the bound is below the lower one, or below the pixels of one token.
+    """
+    form = _checked_bounds(form._replace(max_pixels=max_pixels))
+    return form._replace(files=tuple((name, _bounded_text(name, text, form)) for name, text in form.files))
+
+
+def _checked_bounds(form: PictureForm) -> PictureForm:
+    least = max(form.min_pixels, form.factor**2)
+    if form.max_pixels < least:
+        why = "of one token" if least == form.factor**2 else "that a picture has at least"
+        raise DataError(f"{form.max_pixels} pixels are less than the {least} {why}; give more")
+    return form
+
+
+def _bounded_text(name: str, text: str, form: PictureForm) -> str:
+    """The text of a processor's file with the bounds of a form; files of other names are as they were."""
+    if name != PROCESSOR:
+        return text
+    size = {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}
+    bounds = {"size": size, "min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+    return json.dumps(json.loads(text) | bounds, indent=2) + "\n"
 
 
 def _processor_text(form: PictureForm) -> str:

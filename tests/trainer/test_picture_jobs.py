@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.tower import normalized
+from funrl.rollout.vllm.pictures import vllm_prompt
 from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
@@ -209,6 +211,50 @@ def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
     with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
         funrl.generate(folder / "model", [prompt], max_new_tokens=2)
+
+
+def test_a_bound_on_pixels_makes_pictures_smaller_and_is_saved(folder, tmp_path):
+    job = rl(folder, max_pixels=256)
+    grids = [x for example in (*job.task.prompts, *job.task.heldout) for x in example.owned.values["grids"].tolist()]
+    assert sorted({tuple(grid) for grid in grids}) == [(2, 2), (2, 4), (4, 4)]
+    form = picture_form_of(job.tokenizer)
+    save(tmp_path / "model", job.model, job.model.init(torch.Generator().manual_seed(0)), job.tokenizer)
+    assert picture_form(job.model.config, str(tmp_path / "model")) == form
+    example = next(x for x in job.task.prompts if len(x.owned.values["grids"]) == 2)
+    images = vllm_prompt(job.model.config.tower, example.tokens, example.owned)["multi_modal_data"]["image"]
+    assert [image.size for image in images] == [(16, 16), (8, 8)]
+
+
+def test_an_evaluation_has_the_bound_of_its_run(folder):
+    stored = find_stored_model(folder / "model")
+    given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
+    own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
+    job = prepare_inference(
+        settings_of_stored("evaluate", stored, own, given, 0), stored._replace(flags={"max_pixels": 256}), given
+    )
+    assert picture_form_of(job.tokenizer).max_pixels == 256
+
+
+@pytest.mark.parametrize(
+    "pixels,words",
+    [(63, "63 pixels are less than the 64 of one token; give more"), (0, "it must be at least 1")],
+)
+def test_a_bound_that_is_too_small_is_refused(folder, pixels, words):
+    with pytest.raises(ValueError, match=f"--max_pixels={pixels}: {words}"):
+        rl(folder, max_pixels=pixels)
+
+
+def test_a_bound_below_that_of_the_file_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / PROCESSOR).write_text(json.dumps({"min_pixels": 128, "max_pixels": 1024}))
+    words = "--max_pixels=64: 64 pixels are less than the 128 that a picture has at least; give more"
+    with pytest.raises(ValueError, match=words):
+        rl(folder, model=str(tmp_path / "model"), max_pixels=64)
+
+
+def test_a_bound_on_pixels_of_a_model_that_reads_text_is_refused():
+    with pytest.raises(ValueError, match="--max_pixels=4096: the model reads text only; leave it out"):
+        prepare(settings_of(**SMALL, max_pixels=4096), GRPO)
 
 
 def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
