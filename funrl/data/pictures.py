@@ -63,7 +63,7 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
       directory: its files, whose preprocessor_config.json bounds pixels.
 
     Raises:
-      DataError: the file says what is not supported.
+      DataError: the file is broken, or means other pixels or patches than the model's.
     """
     from funrl.models.vision.config import VisionLanguageConfig
 
@@ -74,7 +74,8 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
     if PROCESSOR in dict(files):
-        got = json.loads(dict(files)[PROCESSOR])
+        got = _processor_values(dict(files)[PROCESSOR])
+        _check_processor(got, form.tower)
         size = got.get("size") or {}
         low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
         high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
@@ -82,6 +83,37 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     elif config.source.family == "qwen2_5_vl":
         files = (*files, (PROCESSOR, _processor_text(form)))
     return _checked_bounds(form._replace(files=files))
+
+
+def _processor_values(text: str) -> dict[str, Any]:
+    """The values of a preprocessor_config.json. Raises: DataError, it is broken."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{PROCESSOR} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{PROCESSOR} holds {type(values).__name__}, not an object")
+    return values
+
+
+def _check_processor(values: Mapping[str, Any], tower: TowerConfig) -> None:
+    """Check that a processor makes the pixels and patches that the tower takes. Raises: DataError, it does not."""
+    own = {"image_mean": list(tower.form.mean), "image_std": list(tower.form.std)}
+    own |= {"patch_size": tower.patch, "merge_size": tower.merge}
+    for name, expected in own.items():
+        got = values.get(name)
+        if got is not None and not _about_equal(got, expected):
+            raise DataError(
+                f"{PROCESSOR} has {name} {got}, but the model takes {expected}; write that, or leave it out"
+            )
+
+
+def _about_equal(got: Any, expected: Any) -> bool:
+    """True for numbers, or lists of numbers, that agree to 1e-6."""
+    try:
+        return np.shape(got) == np.shape(expected) and np.allclose(got, expected, rtol=0, atol=1e-6)
+    except (TypeError, ValueError):
+        return False
 
 
 def with_most_pixels(form: PictureForm, max_pixels: int) -> PictureForm:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import shutil
 
 import numpy as np
@@ -250,6 +251,34 @@ def test_a_bound_below_that_of_the_file_is_refused(folder, tmp_path):
     words = "--max_pixels=64: 64 pixels are less than the 128 that a picture has at least; give more"
     with pytest.raises(ValueError, match=words):
         rl(folder, model=str(tmp_path / "model"), max_pixels=64)
+
+
+@pytest.mark.parametrize(
+    "file,words",
+    [
+        (
+            '{"image_mean": [0.5, 0.5, 0.5]}',
+            "has image_mean [0.5, 0.5, 0.5], but the model takes [0.48145466, 0.4578275",
+        ),
+        ('{"image_std": [0.5]}', "has image_std [0.5], but the model takes [0.26862954, 0.26130258"),
+        ('{"image_std": "large"}', "has image_std large, but the model takes [0.26862954, 0.26130258"),
+        ('{"patch_size": 14}', "has patch_size 14, but the model takes 4; write that, or leave it out"),
+        ('{"patch_size": 4', "is not JSON"),
+        ("[]", "holds list, not an object"),
+    ],
+)
+def test_a_processor_that_makes_other_pixels_is_refused(folder, tmp_path, file, words):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / PROCESSOR).write_text(file)
+    with pytest.raises(ValueError, match=f"--model=.*: {re.escape(f'{PROCESSOR} {words}')}"):
+        rl(folder, model=str(tmp_path / "model"))
+
+
+def test_a_processor_with_the_models_own_numbers_is_read(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    own = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "patch_size": 4, "merge_size": 2, "max_pixels": 512}
+    (tmp_path / "model" / PROCESSOR).write_text(json.dumps(own))
+    assert picture_form_of(rl(folder, model=str(tmp_path / "model")).tokenizer).max_pixels == 512
 
 
 def test_a_bound_on_pixels_of_a_model_that_reads_text_is_refused():
