@@ -29,6 +29,11 @@ PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's re
 PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
 PROCESSOR_FILES = (PROCESSOR, "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_CLASSES = {  # in transformers, by family
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
@@ -80,8 +85,8 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
         low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
         high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
         form = form._replace(min_pixels=low, max_pixels=high)
-    elif config.source.family == "qwen2_5_vl":
-        files = (*files, (PROCESSOR, _processor_text(form)))
+    elif config.source.family in PROCESSOR_CLASSES:
+        files = (*files, (PROCESSOR, _processor_text(form, PROCESSOR_CLASSES[config.source.family])))
     return _checked_bounds(form._replace(files=files))
 
 
@@ -143,13 +148,13 @@ def _bounded_text(name: str, text: str, form: PictureForm) -> str:
     return json.dumps(json.loads(text) | bounds, indent=2) + "\n"
 
 
-def _processor_text(form: PictureForm) -> str:
-    """The preprocessor_config.json by which transformers takes pictures in this form."""
+def _processor_text(form: PictureForm, processor_class: str) -> str:
+    """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
     values = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": processor_class,
         "patch_size": form.tower.patch,
         "merge_size": form.tower.merge,
         "temporal_patch_size": FRAMES,

@@ -27,9 +27,10 @@ from funrl.data.supervised import Text
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, decoder_model, with_value_head, with_vision
+from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
-from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.config import TowerConfig, TowerForm
 from funrl.models.vision.tower import normalized
 from funrl.rollout.vllm.pictures import vllm_prompt
 from funrl.trainer.checkpoints.stored_models import find_stored_model
@@ -286,18 +287,43 @@ def test_a_bound_on_pixels_of_a_model_that_reads_text_is_refused():
         prepare(settings_of(**SMALL, max_pixels=4096), GRPO)
 
 
-def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
+def assert_read_alike(directory, tokenizer):
+    """A saved directory's processor makes the pixels that our models take."""
     from transformers import AutoImageProcessor
 
+    picture = np.random.default_rng(0).integers(0, 256, (31, 46, 3), dtype=np.uint8)
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    given = processor([Image.fromarray(picture)], return_tensors="pt")
+    form = picture_form_of(tokenizer)
+    patches, grid = patches_of(read_picture(picture), form)
+    pixels = normalized(torch.from_numpy(patches), torch.float32, form.tower.form)
+    ours = pixels.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+    assert given["image_grid_thw"].tolist() == [[1, *grid]]
+    assert (given["pixel_values"] - ours).abs().max() < 1e-6
+
+
+def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
     job = rl(folder)
     save(tmp_path / "copy", job.model, job.model.init(torch.Generator().manual_seed(0)), job.tokenizer)
     assert (tmp_path / "copy" / PROCESSOR).read_text() == (folder / "model" / PROCESSOR).read_text()
     tokenizer = with_picture_form(character_tokenizer("ab"), picture_form(job.model.config))
     save(tmp_path / "new", job.model, job.model.init(torch.Generator().manual_seed(0)), tokenizer)
-    picture = np.random.default_rng(0).integers(0, 256, (31, 46, 3), dtype=np.uint8)
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "new", backend="pil")
-    given = processor([Image.fromarray(picture)], return_tensors="pt")
-    patches, grid = patches_of(read_picture(picture), picture_form_of(tokenizer))
-    ours = normalized(torch.from_numpy(patches), torch.float32).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
-    assert given["image_grid_thw"].tolist() == [[1, *grid]]
-    assert (given["pixel_values"] - ours).abs().max() < 1e-6
+    assert_read_alike(tmp_path / "new", tokenizer)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_so_do_those_of_a_qwen3_vl(family, tmp_path):
+    experts = Experts(count=4, per_token=2, mlp=8) if family == "qwen3_vl_moe" else None
+    sizes = {"vocab": 48, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16}
+    config = decoder_config(**sizes, family=family, experts=experts, qk_norm=True, rope_axes=(0, 1, 2, 0))
+    form = TowerForm(
+        norm="layer", gated=False, patch_bias=True, table=3, deep_layers=(0,), mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    sides = {"layers": 1, "embed": 16, "heads": 1, "inner": 16, "patch": 4, "window": None, "form": form}
+    tower = TowerConfig(**sides, placeholder=44, banned=(45,), begin=46, end=47)
+    model = with_vision(decoder_model(config), tower)
+    tokenizer = with_picture_form(character_tokenizer("ab"), picture_form(model.config))
+    save(tmp_path / "new", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    assert json.loads((tmp_path / "new" / PROCESSOR).read_text())["processor_class"] == "Qwen3VLProcessor"
+    assert_read_alike(tmp_path / "new", tokenizer)
+    assert picture_form(model.config, str(tmp_path / "new")) == picture_form_of(tokenizer)
