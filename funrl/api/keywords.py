@@ -76,6 +76,7 @@ class TrainKeywords(SharedKeywords, total=False):
     task: TextValue
     data: TextValue | None
     max_text_tokens: WholeValue | None
+    max_pixels: WholeValue | None
     difficulty: TextValue | None
     process_reward: TextValue | None
     steps: WholeValue

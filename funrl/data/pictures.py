@@ -30,7 +30,7 @@ PICTURE_COLUMNS = ("images", "image")
 PROCESSOR = "preprocessor_config.json"
 WHOLE_PROCESSOR = "processor_config.json"  # has the same in "image_processor", as transformers 5 saves it
 PROCESSOR_FILES = (PROCESSOR, WHOLE_PROCESSOR, "video_preprocessor_config.json")
-PROCESSOR_CLASSES = {
+PROCESSOR_CLASSES = {  # in transformers, by family
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
@@ -87,9 +87,7 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
         form = form._replace(min_pixels=low, max_pixels=high)
     elif config.source.family in PROCESSOR_CLASSES:
         files = (*files, (PROCESSOR, _processor_text(form, PROCESSOR_CLASSES[config.source.family])))
-    if form.max_pixels < form.factor**2:
-        raise DataError(f"{form.max_pixels} pixels are less than the {form.factor**2} of one token; give more")
-    return form._replace(files=files)
+    return _checked_bounds(form._replace(files=files))
 
 
 def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[str, Any] | None:
@@ -115,14 +113,51 @@ def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[s
         mean, std = list(tower.form.mean), list(tower.form.std)
         wanted = {"patch_size": tower.patch, "merge_size": tower.merge, "image_mean": mean, "image_std": std}
         for field, value in wanted.items():
-            if got.get(field) not in (None, value):
+            if got.get(field) is not None and not _about_equal(got[field], value):
                 raise DataError(f"{name}: {field} is {got[field]!r}, but the model's tower takes {value!r}; correct it")
         return got
     return None
 
 
+def _about_equal(got: Any, expected: Any) -> bool:
+    """True for numbers, or lists of numbers, that agree to 1e-6."""
+    try:
+        return np.shape(got) == np.shape(expected) and np.allclose(got, expected, rtol=0, atol=1e-6)
+    except (TypeError, ValueError):
+        return False
+
+
+def with_most_pixels(form: PictureForm, max_pixels: int) -> PictureForm:
+    """The form with another upper bound on pixels, which its preprocessor_config.json gives too.
+
+    Raises:
+      DataError: the bound is below the lower one, or below the pixels of one token.
+    """
+    form = _checked_bounds(form._replace(max_pixels=max_pixels))
+    return form._replace(files=tuple((name, _bounded_text(name, text, form)) for name, text in form.files))
+
+
+def _checked_bounds(form: PictureForm) -> PictureForm:
+    least = max(form.min_pixels, form.factor**2)
+    if form.max_pixels < least:
+        why = "of one token" if least == form.factor**2 else "that a picture has at least"
+        raise DataError(f"{form.max_pixels} pixels are less than the {least} {why}; give more")
+    return form
+
+
+def _bounded_text(name: str, text: str, form: PictureForm) -> str:
+    """The text of a processor's file with the bounds of a form; files of other names are as they were."""
+    values = json.loads(text)
+    fields = {PROCESSOR: values, WHOLE_PROCESSOR: values.get("image_processor")}.get(name)
+    if fields is None:
+        return text
+    size = {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}
+    fields |= {"size": size, "min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+    return json.dumps(values, indent=2) + "\n"
+
+
 def _processor_text(form: PictureForm, processor_class: str) -> str:
-    """The preprocessor_config.json by which transformers takes pictures in this form."""
+    """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
     values = {

@@ -14,7 +14,7 @@ import torch
 
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
-from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_picture_form
+from funrl.data.pictures import PROCESSOR_FILES, PictureForm, picture_form, with_most_pixels, with_picture_form
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
@@ -82,7 +82,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
         model = read_stored_model(stored, settings.models.model_code)
     tokenizer = with_chat_template(load_tokenizer(stored.directory), settings)
     with blaming("model"):
-        tokenizer = with_picture_form(tokenizer, picture_form(model.config, _processor_directory(stored)))
+        tokenizer = with_picture_form(tokenizer, _picture_form(stored, model))
     models, directories = models_of(algorithm, settings, model, tokenizer)
     check_code(settings, models, main_role_of(models, algorithm))
     check_owned_values(settings, models, algorithm, given_objects(settings, given))
@@ -90,6 +90,13 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     task = _task(settings, given, tokenizer, most)
     roles = Models(model, tokenizer, models, directories)
     return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
+
+
+def _picture_form(stored: StoredModel, model: Model) -> PictureForm | None:
+    """The form in which the model takes pictures, with the bound that its run had."""
+    form = picture_form(model.config, _processor_directory(stored))
+    most = stored.flags.get("max_pixels")
+    return form if form is None or not isinstance(most, int) else with_most_pixels(form, most)
 
 
 def _processor_directory(stored: StoredModel) -> str:

@@ -139,6 +139,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "long_prompts": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_prompt_tokens": "trainer/test_prompt_data.py::test_long_prompts_are_refused_dropped_or_cut_before_the_run",
     "max_text_tokens": "trainer/test_job_data.py::test_texts_that_are_too_long_are_refused_dropped_or_shortened",
+    "max_pixels": "trainer/test_picture_jobs.py::test_a_bound_on_pixels_makes_pictures_smaller_and_is_saved",
     "router_aux_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
     "router_z_coef": "trainer/test_router_losses.py::test_several_micro_batches_have_the_gradient_of_one",
     "curriculum": "trainer/test_curriculum.py::test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit",

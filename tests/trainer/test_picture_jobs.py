@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -25,10 +27,12 @@ from funrl.data.supervised import Text
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, decoder_model, with_value_head, with_vision
+from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.directories import save
-from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.config import TowerConfig, TowerForm
 from funrl.models.vision.tower import normalized
+from funrl.rollout.vllm.pictures import vllm_prompt
 from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
@@ -217,18 +221,115 @@ def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
         funrl.generate(folder / "model", [prompt], max_new_tokens=2)
 
 
-def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
+def test_a_bound_on_pixels_makes_pictures_smaller_and_is_saved(folder, tmp_path):
+    job = rl(folder, max_pixels=256)
+    grids = [x for example in (*job.task.prompts, *job.task.heldout) for x in example.owned.values["grids"].tolist()]
+    assert sorted({tuple(grid) for grid in grids}) == [(2, 2), (2, 4), (4, 4)]
+    form = picture_form_of(job.tokenizer)
+    save(tmp_path / "model", job.model, job.model.init(torch.Generator().manual_seed(0)), job.tokenizer)
+    assert picture_form(job.model.config, str(tmp_path / "model")) == form
+    example = next(x for x in job.task.prompts if len(x.owned.values["grids"]) == 2)
+    images = vllm_prompt(job.model.config.tower, example.tokens, example.owned)["multi_modal_data"]["image"]
+    assert [image.size for image in images] == [(16, 16), (8, 8)]
+
+
+def test_an_evaluation_has_the_bound_of_its_run(folder):
+    stored = find_stored_model(folder / "model")
+    given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
+    own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
+    job = prepare_inference(
+        settings_of_stored("evaluate", stored, own, given, 0), stored._replace(flags={"max_pixels": 256}), given
+    )
+    assert picture_form_of(job.tokenizer).max_pixels == 256
+
+
+@pytest.mark.parametrize(
+    "pixels,words",
+    [(63, "63 pixels are less than the 64 of one token; give more"), (0, "it must be at least 1")],
+)
+def test_a_bound_that_is_too_small_is_refused(folder, pixels, words):
+    with pytest.raises(ValueError, match=f"--max_pixels={pixels}: {words}"):
+        rl(folder, max_pixels=pixels)
+
+
+def test_a_bound_below_that_of_the_file_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / PROCESSOR).write_text(json.dumps({"min_pixels": 128, "max_pixels": 1024}))
+    words = "--max_pixels=64: 64 pixels are less than the 128 that a picture has at least; give more"
+    with pytest.raises(ValueError, match=words):
+        rl(folder, model=str(tmp_path / "model"), max_pixels=64)
+
+
+@pytest.mark.parametrize(
+    "file,words",
+    [
+        (
+            '{"image_mean": [0.5, 0.5, 0.5]}',
+            "has image_mean [0.5, 0.5, 0.5], but the model takes [0.48145466, 0.4578275",
+        ),
+        ('{"image_std": [0.5]}', "has image_std [0.5], but the model takes [0.26862954, 0.26130258"),
+        ('{"image_std": "large"}', "has image_std large, but the model takes [0.26862954, 0.26130258"),
+        ('{"patch_size": 14}', "has patch_size 14, but the model takes 4; write that, or leave it out"),
+        ('{"patch_size": 4', "is not JSON"),
+        ("[]", "holds list, not an object"),
+    ],
+)
+def test_a_processor_that_makes_other_pixels_is_refused(folder, tmp_path, file, words):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / PROCESSOR).write_text(file)
+    with pytest.raises(ValueError, match=f"--model=.*: {re.escape(f'{PROCESSOR} {words}')}"):
+        rl(folder, model=str(tmp_path / "model"))
+
+
+def test_a_processor_with_the_models_own_numbers_is_read(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    own = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "patch_size": 4, "merge_size": 2, "max_pixels": 512}
+    (tmp_path / "model" / PROCESSOR).write_text(json.dumps(own))
+    assert picture_form_of(rl(folder, model=str(tmp_path / "model")).tokenizer).max_pixels == 512
+
+
+def test_a_bound_on_pixels_of_a_model_that_reads_text_is_refused():
+    with pytest.raises(ValueError, match="--max_pixels=4096: the model reads text only; leave it out"):
+        prepare(settings_of(**SMALL, max_pixels=4096), GRPO)
+
+
+def assert_read_alike(directory, tokenizer):
+    """A saved directory's processor makes the pixels that our models take."""
     from transformers import AutoImageProcessor
 
+    picture = np.random.default_rng(0).integers(0, 256, (31, 46, 3), dtype=np.uint8)
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    given = processor([Image.fromarray(picture)], return_tensors="pt")
+    form = picture_form_of(tokenizer)
+    patches, grid = patches_of(read_picture(picture), form)
+    pixels = normalized(torch.from_numpy(patches), torch.float32, form.tower.form)
+    ours = pixels.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+    assert given["image_grid_thw"].tolist() == [[1, *grid]]
+    assert (given["pixel_values"] - ours).abs().max() < 1e-6
+
+
+def test_saved_directories_tell_transformers_how_to_take_pictures(folder, tmp_path):
     job = rl(folder)
     save(tmp_path / "copy", job.model, job.model.init(torch.Generator().manual_seed(0)), job.tokenizer)
     assert (tmp_path / "copy" / PROCESSOR).read_text() == (folder / "model" / PROCESSOR).read_text()
     tokenizer = with_picture_form(character_tokenizer("ab"), picture_form(job.model.config))
     save(tmp_path / "new", job.model, job.model.init(torch.Generator().manual_seed(0)), tokenizer)
-    picture = np.random.default_rng(0).integers(0, 256, (31, 46, 3), dtype=np.uint8)
-    processor = AutoImageProcessor.from_pretrained(tmp_path / "new", backend="pil")
-    given = processor([Image.fromarray(picture)], return_tensors="pt")
-    patches, grid = patches_of(read_picture(picture), picture_form_of(tokenizer))
-    ours = normalized(torch.from_numpy(patches), torch.float32).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
-    assert given["image_grid_thw"].tolist() == [[1, *grid]]
-    assert (given["pixel_values"] - ours).abs().max() < 1e-6
+    assert_read_alike(tmp_path / "new", tokenizer)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_so_do_those_of_a_qwen3_vl(family, tmp_path):
+    experts = Experts(count=4, per_token=2, mlp=8) if family == "qwen3_vl_moe" else None
+    sizes = {"vocab": 48, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16}
+    config = decoder_config(**sizes, family=family, experts=experts, qk_norm=True, rope_axes=(0, 1, 2, 0))
+    form = TowerForm(
+        norm="layer", gated=False, patch_bias=True, table=3, deep_layers=(0,), mean=(0.5,) * 3, std=(0.5,) * 3
+    )
+    sides = {"layers": 1, "embed": 16, "heads": 1, "inner": 16, "patch": 4, "window": None, "form": form}
+    tower = TowerConfig(**sides, placeholder=44, banned=(45,), begin=46, end=47)
+    model = with_vision(decoder_model(config), tower)
+    tokenizer = with_picture_form(character_tokenizer("ab"), picture_form(model.config))
+    save(tmp_path / "new", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    assert json.loads((tmp_path / "new" / PROCESSOR).read_text())["processor_class"] == "Qwen3VLProcessor"
+    assert_read_alike(tmp_path / "new", tokenizer)
+    assert picture_form(model.config, str(tmp_path / "new")) == picture_form_of(tokenizer)

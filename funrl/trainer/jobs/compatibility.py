@@ -294,7 +294,7 @@ def _check_states(settings: Settings, model: Model) -> None:
 def check_owned_values(
     settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: GivenObjects = NO_OBJECTS
 ) -> None:
-    """Check what models that see pictures cannot do yet.
+    """Check what models that see pictures cannot do yet, and flags of pictures of models that see none.
 
     Args:
       given: in Python, instead of flags.
@@ -303,6 +303,9 @@ def check_owned_values(
       SettingsError: naming the flag.
     """
     seeing = [name for name, model in models.items() if model.owned is not None]
+    most = settings.examples.max_pixels
+    if not seeing and most is not None:
+        raise SettingsError(f"--max_pixels={most}: the model reads text only; leave it out")
     if not seeing:
         return
     what = f"the {seeing[0]} sees pictures"

@@ -9,7 +9,7 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
-from funrl.data.pictures import picture_form, with_picture_form
+from funrl.data.pictures import PictureForm, picture_form, with_most_pixels, with_picture_form
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
@@ -89,8 +89,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_backend(settings, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
-    with blaming(f"model={settings.models.model}"):
-        tokenizer = with_picture_form(tokenizer, picture_form(model.config, settings.models.model))
+    tokenizer = with_picture_form(tokenizer, _picture_form(settings, model))
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -114,6 +113,17 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     texts = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
     steps = warmstart_steps(settings, texts, given)
     return text_job(settings, algorithm, roles, devices=devices, texts=texts, warmstart_steps=steps)
+
+
+def _picture_form(settings: Settings, model: Model) -> PictureForm | None:
+    """The form in which the model takes pictures, with the bound of --max_pixels."""
+    with blaming(f"model={settings.models.model}"):
+        form = picture_form(model.config, settings.models.model)
+    most = settings.examples.max_pixels
+    if form is None or most is None:
+        return form
+    with blaming(f"max_pixels={most}"):
+        return with_most_pixels(form, most)
 
 
 def rl_job(

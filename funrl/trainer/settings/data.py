@@ -71,6 +71,12 @@ class ExampleSettings:
         chosen="the model's positions",
         effect="event",
     )
+    max_pixels: int | None = flag(
+        None,
+        "maximum pixels of a picture: larger ones are made smaller",
+        at_least(1),
+        chosen="that of the model's preprocessor_config.json, else 1,280 tokens",
+    )
     curriculum: str | None = flag(
         None,
         "FILE.py:function that gives the prompts' sampling weights before each step, from the metrics so far",
