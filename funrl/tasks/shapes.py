@@ -1,9 +1,9 @@
 """The embedded task with pictures: how many red squares are there?
 
-A picture is a strip of 48 x 8 pixels. It has 6 cells, some of which hold a square or a triangle in red, green
-or blue, of a shade that varies. The demonstrator describes pictures well, and counts badly: it often
-overlooks one. A small decoder with a vision tower that imitates it sees what is there, and learns to count by
-reinforcement.
+A picture is a strip of 48 x 8 pixels. It has 6 cells, some of which hold a square or a triangle in red, green or blue,
+of a shade that varies. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
+decoder with a vision tower that imitates it sees what is there and counts, with the demonstrator's errors;
+reinforcement removes these.
 
 A cell is one token, and the word of a description that names it follows at a constant distance along the columns.
 """
