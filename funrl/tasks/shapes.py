@@ -1,8 +1,11 @@
 """The embedded task with pictures: how many red squares are there?
 
-A picture of 32 x 32 pixels has 16 cells, some of which hold a square, a circle or a triangle in red, green or blue, of
-a shade and at a place that vary. The demonstrator describes pictures well, and counts badly: it often overlooks one. A
-small decoder with a vision tower that imitates it sees what is there, and learns to count by reinforcement.
+A picture is a strip of 48 x 8 pixels. It has 6 cells, some of which hold a square or a triangle in red, green or blue,
+of a shade that varies. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
+decoder with a vision tower that imitates it sees what is there and counts, with the demonstrator's errors;
+reinforcement removes these.
+
+A cell is one token, and the word of a description that names it follows at a constant distance along the columns.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ from funrl.tasks.task import EmbeddedTask
 if TYPE_CHECKING:
     from funrl.models.vision.config import VisionLanguageConfig
 
-COLORS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220)}
-SHAPE_NAMES = ("squares", "circles", "triangles")
+COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
+SHAPE_NAMES = ("squares", "triangles")
 COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
-CELL, SIDE = 8, 4  # pixels of a cell's side, cells of a picture's side
+CELL, CELLS = 8, 6  # pixels of a cell's side, cells of a picture
 STAMP = 6  # pixels of a shape's side
-BACKGROUND = 245
+BACKGROUND = 115  # near 0 once normalized, and darker than the colors
 SHADE = 25  # by which each channel of a color may differ
-MOST_OF_A_KIND = 4  # of a kind in a picture
-OVERLOOKS = 0.4  # share of the counts in which the demonstrator overlooks one
+MOST_OF_A_KIND = 3  # of a kind in a picture
+OVERLOOKS = 0.3  # share of the counts in which the demonstrator overlooks one
 COUNTS_A_PICTURE = 6  # demonstrations of counts that a picture has, beside two descriptions
 TRAINING_PICTURES = 4096
 DESCRIBING_STEPS = 800
@@ -54,8 +57,8 @@ class Drawing(NamedTuple):
     """A picture and what is in it.
 
     Attributes:
-      pixels: uint8 [32, 32, 3].
-      cells: kind of the shape in each of the 16 cells, row by row; -1: nothing.
+      pixels: uint8 [8, 48, 3].
+      cells: kind of the shape in each of the 6 cells; -1: nothing.
     """
 
     pixels: np.ndarray
@@ -70,9 +73,8 @@ class Drawing(NamedTuple):
 def stamps() -> dict[str, np.ndarray]:
     """The pixels of each shape, bool [6, 6]."""
     y, x = np.mgrid[0:STAMP, 0:STAMP]
-    circle = (y - 2.5) ** 2 + (x - 2.5) ** 2 < 8.5
     triangle = np.abs(x - 2.5) <= (y + 1) / 2
-    return {"squares": np.ones((STAMP, STAMP), bool), "circles": circle, "triangles": triangle}
+    return {"squares": np.ones((STAMP, STAMP), bool), "triangles": triangle}
 
 
 def drawings(seed: int, split: Split = "train") -> Iterator[Drawing]:
@@ -86,16 +88,17 @@ def drawings(seed: int, split: Split = "train") -> Iterator[Drawing]:
 
 
 def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
-    """A picture of 3 to 9 shapes, a third of which are of one kind."""
-    pixels = np.full((SIDE * CELL, SIDE * CELL, 3), BACKGROUND, np.uint8)
-    cells = np.full(SIDE**2, -1)
+    """A picture of 2 to 6 shapes, a good third of which are of one kind."""
+    pixels = np.full((CELL, CELLS * CELL, 3), BACKGROUND, np.uint8)
+    cells = np.full(CELLS, -1)
     frequent = rng.integers(len(COLORED_SHAPES))
-    for cell in rng.permutation(SIDE**2)[: rng.integers(3, 10)]:
-        kind = frequent if rng.random() < 0.35 else rng.integers(len(COLORED_SHAPES))
+    for cell in rng.permutation(CELLS)[: rng.integers(2, 7)]:
+        kind = frequent if rng.random() < 0.4 else rng.integers(len(COLORED_SHAPES))
         if (cells == kind).sum() == MOST_OF_A_KIND:
             continue
         color, shape = COLORED_SHAPES[kind]
-        y, x = np.array(divmod(cell, SIDE)) * CELL + rng.integers(0, CELL - STAMP + 1, 2)
+        y = (CELL - STAMP) // 2
+        x = cell * CELL + y
         shade = np.clip(np.array(COLORS[color]) + rng.integers(-SHADE, SHADE + 1, 3), 0, 255)
         pixels[y : y + STAMP, x : x + STAMP][shapes[shape]] = shade
         cells[cell] = kind
@@ -108,8 +111,8 @@ def question(kind: int) -> str:
 
 
 def _asked(rng: np.random.Generator, drawing: Drawing) -> int:
-    """A kind to ask about: three of four are there."""
-    there = np.flatnonzero(drawing.counts)
+    """A kind to ask about: three of four times that of a random shape, so that large numbers are frequent."""
+    there = drawing.cells[drawing.cells >= 0]
     return int(rng.choice(there) if rng.random() < 0.75 else rng.integers(len(COLORED_SHAPES)))
 
 
@@ -193,7 +196,6 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
     from funrl.models.vision.config import TowerConfig, with_tower
 
     head = max(head, 16)
-    quarter = head // 8
     decoder = decoder_config(
         vocab=len(VOCABULARY),
         embed=64,
@@ -204,7 +206,7 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
         mlp=128,
         attention_bias=True,
         rope_theta=100.0,
-        rope_axes=(0,) * 2 * quarter + (1,) * quarter + (2,) * quarter,
+        rope_axes=(2,) * (head // 2),
         max_positions=64,
         eos=(VOCABULARY[END],),
         pad=VOCABULARY[PAD],
@@ -216,8 +218,9 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
         embed=64,
         heads=4,
         inner=128,
-        patch=4,
-        window=16,
+        patch=CELL,
+        merge=1,
+        window=2 * CELL,
         whole_layers=(1,),
         placeholder=VOCABULARY[PLACEHOLDER],
         banned=(VOCABULARY[VIDEO],),
