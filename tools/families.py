@@ -51,7 +51,10 @@ NOTES = {
         "experts, a weighted shared expert",
         "sp, drafts",
     ),
-    "qwen3_5_text": ("`qwen3_next` with dense mlps, and its projections apart", "images, sp, drafts"),
+    "qwen3_5_text": (
+        "`qwen3_next` with dense mlps, and its projections apart; files with a tower too",
+        "images, sp, drafts",
+    ),
     "qwen3_5_moe_text": ("the same with experts in all layers and a weighted shared expert", "images, sp, drafts"),
     "mixtral": ("`mistral` with experts", "layer types"),
     "olmoe": ("q and k normalised over all heads, experts", "clipped q, k, v"),

@@ -2,9 +2,9 @@
 
 import random
 
-from family_configs import DENSE, EXPERTS, SINKS, SWITCHES
+from family_configs import DELTA_NETS, DENSE, EXPERTS, SINKS, SWITCHES
 
-STARTS = SWITCHES | DENSE | SINKS | EXPERTS
+STARTS = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS
 BIASED = ("llama", "granite", "smollm3")  # whose mlp may have biases
 OWN_HEADS = ("llama", "qwen3", "mistral", "gemma", "gpt_oss", "glm4_moe", "ernie4_5", "ministral3", "exaone4")
 WINDOWS = ("mistral", "phi3", "ministral3", "olmo3", "exaone4", "gpt_oss")
@@ -41,4 +41,14 @@ def drawn(number):
         raw["sliding_window"] = pick.choice([2, 5, 17])  # of 1 a cache of transformers keeps all tokens
     if family == "minimax_m2":
         raw["head_dim"] = 16
+    elif family == "glm4_moe" and raw["head_dim"] == 12:  # of which an odd number would be rotated, which is refused
+        raw["head_dim"] = 8
+    if family.startswith("qwen3_5"):
+        key_heads = pick.choice([1, 2, 3])
+        raw |= {
+            "head_dim": pick.choice([8, 16]), "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": key_heads * pick.choice([1, 2, 3]), "linear_key_head_dim": pick.choice([4, 6, 8]),
+            "linear_value_head_dim": pick.choice([4, 6, 12]), "linear_conv_kernel_dim": pick.choice([1, 2, 4]),
+            "attention_bias": pick.random() < 0.5,
+        }  # fmt: skip
     return raw

@@ -9,6 +9,8 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import Inputs, decoder_model, place, with_fields
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.names import names_of
@@ -34,6 +36,21 @@ WRONG = [
     ({"mlp_bias": True}, torch.float32, "the model has mlp_bias=True, with which vLLM has not been tried"),
     ({"rope_scaling": RopeScaling("dynamic", 2.0)}, torch.float32, "has rope_scaling=.*'dynamic'.* not been tried"),
     ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, qwen2, qwen3, qwen2_5_vl, qwen3_vl so far"),
+    (
+        {"family": "gpt_oss", "attention_sinks": True},
+        torch.float32,
+        "model_type is 'gpt_oss'; weights go into vLLM for",
+    ),
+    (
+        {"family": "deepseek_v3", "latent": Latent(24, 20, 8, 4, 6), "head": 12, "kv_heads": 4, "qk_norm": False},
+        torch.float32,
+        "model_type is 'deepseek_v3'; weights go into vLLM for",
+    ),
+    (
+        {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
+        torch.float32,
+        "model_type is 'qwen3_next'; weights go into vLLM for",
+    ),
 ]
 
 

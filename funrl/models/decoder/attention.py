@@ -125,7 +125,10 @@ class Attention:
         return CacheShapes((page, page))
 
     def cost(self, cost: LayerCost) -> LayerCost:
-        """Fill in what attention takes."""
+        """Fill in what attention takes.
+
+        Sinks are left out: one logit per head and query, beside products over all heads' numbers for each pair.
+        """
         queries = self.heads * self.head
         keys = self.kv_heads * self.head
         return cost._replace(

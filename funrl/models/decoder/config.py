@@ -188,7 +188,8 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self._rotated % 2:
-            raise ModelError(f"head is {self.attention.head}, rotary positions need an even head size")
+            part = "" if self.rope.part is None else f", of which {self.rope.part} numbers are rotated"
+            raise ModelError(f"head is {self.attention.head}{part}; rotary positions need an even number")
         if self.attention.latent is not None and self.rope.rotates:
             raise ModelError(f"rotates is {self.rope.rotates}, which latent attention does not have")
         scaling = self.rope.scaling

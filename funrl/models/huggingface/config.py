@@ -16,6 +16,7 @@ from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
 from funrl.models.huggingface.configs.hf_family import HFFamily
 from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
+from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.family_fields import ACTIVATIONS, FULL, SLIDING
 from funrl.models.huggingface.fp8_files import fp8_blocks
@@ -70,14 +71,15 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Config:
-    """The record of a parsed config.json, written by transformers 4 or 5.
+    """The record of a parsed config.json, written by transformers 4 or 5; of `TEXT_PARTS`, that of the text part.
 
     Raises:
       ModelError: a field has a value that is not supported, or is missing.
     """
+    raw = fields_of_text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ModelError(f"model_type is {name!r}, supported are {sorted(FAMILIES)}")
+        raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
     got = {**family.defaults, **(raw if family.vision is None else family.vision.text(raw))}
     _refuse(family, got)

@@ -8,6 +8,7 @@ from typing import Any
 
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.hf_family import VisionFamily
+from funrl.models.huggingface.configs.qwen3_5 import fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.model import MOST_LAYERS
 
@@ -118,6 +119,7 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
     Raises:
       ModelError: naming the field, its value and what it must be.
     """
+    raw = fields_of_text_part(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is
 from funrl.models.huggingface.generation_config import GENERATION, with_generation_config
 from funrl.models.huggingface.left_out import is_redundant
 from funrl.models.huggingface.mxfp4_files import MXFP4, whole_entries
-from funrl.models.huggingface.names import UNEMBED, Stored, by_expert, fused, names_of, stored_in
+from funrl.models.huggingface.names import UNEMBED, by_expert, fused, names_of, places_in_files
 from funrl.models.huggingface.resize import extended, is_of_vocabulary
 from funrl.models.huggingface.weight_files import INDEX, WHOLE, read_json, split_shards, weight_tables
 from funrl.models.huggingface.weight_slices import check_tied, read_part, tensor_slices
@@ -157,7 +157,8 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
         for name, entry in table.items():
             entries[name] = (tuple(entry["shape"]), entry["dtype"], file.name)
     entries = whole_entries(entries, folder)
-    places = {name: place for place in _stored(model, entries).values() for name in place.tensors}
+    stored = places_in_files(model, entries)
+    places = {name: place for place in stored.values() for name in place.tensors}
     missing = sorted(set(places) - set(entries))
     dtypes = {name: dtype for name, (_, dtype, _) in entries.items()}
     extra = [n for n in set(entries) - set(places) if not is_redundant(n, config) and not is_beside_fp8(n, dtypes)]
@@ -179,8 +180,7 @@ def check_directory(path: str | Path, code: str = "native") -> Model:
     if config.tied and model.unembed is not None and not isinstance(config, ModuleConfig) and UNEMBED in entries:
         if entries[UNEMBED][1] == FP8:
             check_scales(UNEMBED, entries, blocks, folder=folder)
-        embed = names_of(model)["embed"][0]
-        check_tied(folder / entries[UNEMBED][2], embed, tensor_slices(folder))
+        check_tied(folder / entries[UNEMBED][2], stored["embed"].name, tensor_slices(folder))
     return model
 
 
@@ -259,7 +259,7 @@ def weight_reader(path: str | Path, model: Model, dtype: torch.dtype) -> Callabl
     The function raises ModelError where a number that it reads is not finite.
     """
     tables = weight_tables(Path(path))
-    stored = _stored(model, {name for table in tables.values() for name in table})
+    stored = places_in_files(model, {name for table in tables.values() for name in table})
     tensor = tensor_slices(Path(path), tables)
     shapes = {name: tuple(x.shape) for name, x in trees.named(model.shapes)}
 
@@ -434,17 +434,3 @@ def _class_of_heads(model: Model) -> str:
         kind = "token" if tokens else "sequence"
         raise ModelError(f"transformers has no {kind} classifier for {config.source.family}: it cannot hold a reward")
     return name
-
-
-def _stored(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
-    """Place of each weight in files with tensors of the names `found`.
-
-    Files for transformers' own code may have older names than it has now.
-    """
-    stored = stored_in(model.config.source.family, names_of(model))
-    if not isinstance(model.config, ModuleConfig):
-        return stored
-    from funrl.models.huggingface.skeletons import CPU, names_in_files, skeleton
-
-    there = names_in_files(skeleton(model.config, CPU, False), [place.name for place in stored.values()], found)
-    return {name: place._replace(name=there.get(place.name, place.name)) for name, place in stored.items()}

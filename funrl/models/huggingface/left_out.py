@@ -6,6 +6,7 @@ from pathlib import Path
 
 from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.configs.hf_family import LAYERS
+from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, VISION_PREFIX
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8
 from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS
@@ -17,10 +18,11 @@ from funrl.models.model import Model, ModelConfig
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """True of tensors that some files have for nothing.
 
-    They are rotary frequencies, masks, a second copy of tied embeddings, and layers after the last.
+    They are rotary frequencies, masks, a second copy of tied embeddings, layers after the last, and the vision tower
+    of a model of which only the text part is read.
     """
     masks = (".attn.bias", ".attention.bias", ".masked_bias") if isinstance(config, ModuleConfig) else ()
-    if _further_layer(name, config) is not None:
+    if _further_layer(name, config) is not None or _in_unread_tower(name, config):
         return True
     return name.endswith((".rotary_emb.inv_freq", *masks)) or (config.tied and name in (UNEMBED, "embed_out.weight"))
 
@@ -38,10 +40,20 @@ def remarks_on_files(path: str | Path, model: Model) -> list[str]:
     if further:
         layers, are = ("layer", "is") if len(further) == 1 else ("layers", "are")
         remarks.append(f"{len(further)} multi-token-prediction {layers} of the files {are} not trained")
+    tower = sum(_in_unread_tower(name, model.config) for name in dtypes)
+    if tower:
+        remarks.append(
+            f"the vision tower of the files, {tower} tensors, is not read: the model is trained, and saved, as a "
+            f"{model.config.source.family}, and refuses pictures"
+        )
     narrow = "FP8" if FP8 in dtypes.values() else "MXFP4" if any(name.endswith(MXFP4_BLOCKS) for name in dtypes) else ""
     if narrow:
         remarks.append(f"the files have weights in {narrow}; they are trained, and saved, in the run's dtype")
     return remarks
+
+
+def _in_unread_tower(name: str, config: ModelConfig) -> bool:
+    return config.source.family in TEXT_PARTS.values() and name.startswith(VISION_PREFIX)
 
 
 def _further_layer(name: str, config: ModelConfig) -> str | None:

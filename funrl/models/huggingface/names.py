@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model
@@ -202,6 +203,50 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
         or Stored(theirs, shape, (0, math.prod(shape[:1])), experts=expert_names(theirs, shape))
         for ours, (theirs, shape) in names.items()
     }
+
+
+def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored]:
+    """Place of each weight in files with tensors of the names `found`.
+
+    Files for transformers' own code may have older names than it has now. Files of a model with a vision tower have the
+    text part under names of its own, and may have all experts of a layer as one tensor.
+    """
+    config = model.config
+    places = stored_in(config.source.family, names_of(model))
+    if isinstance(config, ModuleConfig):
+        from funrl.models.huggingface.skeletons import CPU, names_in_files, skeleton
+
+        there = names_in_files(skeleton(config, CPU, False), [place.name for place in places.values()], found)
+        return {name: place._replace(name=there.get(place.name, place.name)) for name, place in places.items()}
+    if config.source.family not in TEXT_PARTS.values():
+        return places
+    if any(name.startswith(NESTED_PREFIX) for name in found):
+        places = {name: _nested(place) for name, place in places.items()}
+    return {name: _joint_experts(place, found) for name, place in places.items()}
+
+
+def _nested(place: Stored) -> Stored:
+    """The place of a weight of a text part in the files of a model with a vision tower."""
+
+    def theirs(name: str) -> str:
+        return NESTED_PREFIX + name.removeprefix("model.") if name.startswith("model.") else name
+
+    return place._replace(name=theirs(place.name), experts=tuple(map(theirs, place.experts)))
+
+
+def _joint_experts(place: Stored, found: Collection[str]) -> Stored:
+    """The place of experts' matrices in files that have all of a layer as one tensor, gates and ups side by side."""
+    if not place.experts:
+        return place
+    layer, _, kind = place.name.removesuffix("_proj.weight").rpartition(".")
+    joint = "down" if kind == "down" else "gate_up"
+    name = f"{layer}.{joint}_proj"
+    if name not in found:
+        return place
+    experts, rows, inner = place.shape
+    begin = rows if kind == "up" else 0
+    width = rows if kind == "down" else 2 * rows
+    return Stored(name, (experts, inner, width), (0, experts), columns=(begin, begin + rows))
 
 
 def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
-"""The config.json of the text part of Qwen3.5, dense or with experts.
+"""The config.json of the text part of Qwen3.5, dense or with experts, alone or beside a vision tower.
 
-It is Qwen3-Next with the projections of gated delta nets apart.
+It is Qwen3-Next with the projections of gated delta nets apart. The vision tower of a directory that has one is not
+read, and a saved directory has none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from funrl.models.decoder.config import Config
+from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.configs.qwen3_next import (
     DELTA_NET_DEFAULTS,
@@ -36,6 +38,27 @@ QWEN3_5_NAMES = {
     **{f"in_{part}": f"linear_attn.in_proj_{part}.weight" for part in "zba"},
 }
 QWEN3_5_FUSED = NEXT_FUSED | {"linear_attn.in_proj_qkv.weight": [f"linear_attn.in_proj_qkv.{part}" for part in "qkv"]}
+# model_type of a model with a vision tower -> that of its text part
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+VISION_PREFIX = "model.visual."  # how the names of the tower's tensors begin in such a model's files
+NESTED_PREFIX = "model.language_model."  # the same of the text part, which are "model." in a directory of its own
+
+
+def fields_of_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config.json; of one with a vision tower, those of a directory of its text part.
+
+    Raises:
+      ModelError: text_config is not an object.
+    """
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in TEXT_PARTS:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelError(f"text_config is {text!r}, it must be an object")
+    outer = {name: x for name, x in raw.items() if name not in ("text_config", "vision_config")}
+    tied = {"tie_word_embeddings": outer["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
+    return {**outer, **text, **tied, "model_type": TEXT_PARTS[family]}
 
 
 def read_qwen3_5(fields: Mapping[str, Any]) -> dict[str, Any]:
