@@ -30,6 +30,7 @@ def starts_jax(file: Path) -> bool:
 
 LONG = {  # files that take a minute or more of a core
     "test_compile_phase.py",
+    "test_compiled_models.py",
     "test_every_flag_acts.py",
     "test_experiments.py",
     "test_first_day.py",

@@ -7,7 +7,9 @@ import pytest
 from selection import starts_jax
 
 TESTS = Path(__file__).parent
-OF_JAX = [*TESTS.glob("xla/test_*.py"), *TESTS.glob("trainer/test_lowered_*.py")]
+OF_JAX = [
+    file for name in ("xla/test_*", "trainer/test_lowered_*", "cost/test_ahead_*") for file in TESTS.glob(f"{name}.py")
+]
 
 
 @pytest.mark.parametrize("file", OF_JAX, ids=lambda file: file.name)

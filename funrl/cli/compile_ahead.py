@@ -32,6 +32,8 @@ def compile_command(argv: Sequence[str]) -> int:
         raise SettingsError("funrl compile needs an experiment, such as funrl compile grpo --target=v5e:2x2")
     if len(targets) != 1:
         raise SettingsError("funrl compile needs one --target, such as --target=v5e:2x2")
+    if "--dry_run" not in words:
+        words.append("--dry_run")  # the report has its estimate, and takes its flags
     command = with_models(read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=False))
     try:
         from funrl.cost.ahead.report import compile_report

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_config
+from selection import quick
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
@@ -23,6 +24,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import check_values, mesh_sizes, with_flags
 
 ALL = ("data", "expert", "tensor")
+ROOM = {"v5e": "14.7 GB", "v5p": "87.4 GB", "v6e": "29.4 GB"}
 
 
 def written(found):
@@ -108,6 +110,16 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     with pytest.raises(SettingsError, match=r"--mesh=auto:2: no mesh of 2 devices fits: --mesh=.* of 920 kB"):
         chosen_mesh(with_flags(flags, mesh="auto:2"), algorithm, CPU._replace(memory=1e6))
+
+
+@pytest.mark.parametrize("kind", quick(ROOM, ["v5e"]))
+def test_a_mesh_of_tpus_is_chosen_for_their_memory_and_dtype(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
+    model = write_config(tmp_path, num_hidden_layers=1)
+    flags = settings(mesh="auto:2", model=model, hardware=kind, dry_run=True, prompt_tokens=40)
+    said = dry_report.dry_run(flags, recipe("grpo"), ["funrl grpo", "--mesh=auto:2", f"--hardware={kind}"])
+    assert said.startswith("the best of 4 ways to split the run over 2 devices:\n  ")
+    assert f"of a device's {ROOM[kind]}" in said and f"bfloat16, 2 devices ({kind})" in said
 
 
 @pytest.mark.slow

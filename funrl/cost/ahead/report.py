@@ -10,6 +10,7 @@ from funrl.algos.core import Algorithm
 from funrl.cost.ahead.steps import CompiledSteps, compile_steps
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
+from funrl.cost.search.mesh_search import chosen_mesh
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass
 from funrl.cost.tracing.hardware import HARDWARE
@@ -42,6 +43,9 @@ def compile_report(
     if kind not in ACCELERATORS:
         raise SettingsError(f"--target={target} begins with none of {', '.join(ACCELERATORS)}, such as v5e:4x4")
     hardware = HARDWARE[kind]
+    if settings.devices.train.wanted is not None:
+        settings, choice = chosen_mesh(settings, compose, hardware)
+        note(choice)
     algorithm = compose()
     job = plain_job(settings, algorithm, hardware.memory)
     split = "on" if splits_residual(settings, job.sizes, hardware.accelerator) else "off"
