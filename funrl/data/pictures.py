@@ -104,17 +104,21 @@ def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[s
         try:
             got = json.loads(texts[name])
         except ValueError as error:
-            raise DataError(f"{name} is no JSON: {error}") from None
+            raise DataError(f"{name} is not JSON: {error}") from None
         got = got.get("image_processor") if name == WHOLE_PROCESSOR and isinstance(got, Mapping) else got
         if got is None:
             continue
         if not isinstance(got, Mapping):
-            raise DataError(f"{name} has {type(got).__name__} where the fields of a processor of pictures must be")
+            raise DataError(
+                f"{name} holds {type(got).__name__}, not an object with the fields of a processor of pictures"
+            )
         mean, std = list(tower.form.mean), list(tower.form.std)
         wanted = {"patch_size": tower.patch, "merge_size": tower.merge, "image_mean": mean, "image_std": std}
         for field, value in wanted.items():
             if got.get(field) is not None and not _about_equal(got[field], value):
-                raise DataError(f"{name}: {field} is {got[field]!r}, but the model's tower takes {value!r}; correct it")
+                raise DataError(
+                    f"{name} has {field} {got[field]}, but the model takes {value}; write that, or leave it out"
+                )
         return got
     return None
 

@@ -35,11 +35,11 @@ STAMP = 6  # pixels of a shape's side
 BACKGROUND = 115  # near 0 once normalized, and darker than the colors
 SHADE = 25  # by which each channel of a color may differ
 MOST_OF_A_KIND = 3  # of a kind in a picture
-OVERLOOKS = 0.3  # share of the counts in which the demonstrator overlooks one
+OVERLOOKS = 0.6  # share of the counts in which the demonstrator overlooks one
 COUNTS_A_PICTURE = 6  # demonstrations of counts that a picture has, beside two descriptions
 TRAINING_PICTURES = 4096
-DESCRIBING_STEPS = 800
-DESCRIBING_DEMONSTRATIONS = 102_400
+DESCRIBING_STEPS = 500
+DESCRIBING_DEMONSTRATIONS = 64_000
 DESCRIBING_FLAGS = {"batch_prompts": 128, "lr": 3e-3, "freeze": "none"}
 COUNT_TOKENS = 2  # a digit and the end of text
 

@@ -198,10 +198,13 @@ def test_bounds_are_those_of_the_file_that_transformers_prefers(tmp_path):
 @pytest.mark.parametrize(
     "text,words",
     [
-        ("{", "preprocessor_config.json is no JSON: "),
-        ("[]", "preprocessor_config.json has list where the fields of a processor of pictures must be"),
-        ('{"patch_size": 14}', "preprocessor_config.json: patch_size is 14, but the model's tower takes 4; correct it"),
-        ('{"image_mean": [0.5, 0.5, 0.5]}', r"image_mean is \[0.5, 0.5, 0.5\], but the model's tower takes \[0.48"),
+        ("{", "preprocessor_config.json is not JSON: "),
+        ("[]", "preprocessor_config.json holds list, not an object"),
+        (
+            '{"patch_size": 14}',
+            "preprocessor_config.json has patch_size 14, but the model takes 4; write that, or leave it out",
+        ),
+        ('{"image_mean": [0.5, 0.5, 0.5]}', r"image_mean \[0.5, 0.5, 0.5\], but the model takes \[0.48"),
     ],
 )
 def test_files_of_another_processor_are_refused(text, words, tmp_path):

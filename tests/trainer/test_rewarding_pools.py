@@ -60,7 +60,7 @@ def test_what_they_cannot_do_is_refused(folders):
     refused = [
         ({"place": "generate:1"}, "it needs ranks of its own; add a pool such as reward_model:1"),
         ({"place": "generate:1 reward_model:1", "staleness": 1}, "each replica would reward groups of its own"),
-        ({"place": "generate:1 reward_model:tp3"}, "which does not divide over tp3"),
+        ({"place": "generate:1 reward_model:tp9"}, "which does not divide over tp9"),
         ({"place": "generate:1 reward_model:1 judge:1"}, "judge cannot have ranks of its own: the roles"),
     ]
     for flags, problem in refused:
