@@ -25,7 +25,7 @@ PAGE = ROOT / "docs/asynchrony.md"
 
 
 def command():
-    (line,) = re.findall(r"^```bash\n(funrl rollout_is .*)\n```", PAGE.read_text(), re.M)
+    (line,) = re.findall(r"^```bash\n(funrl rollout_is --dry_run .*)\n```", PAGE.read_text(), re.M)
     return shlex.split(line)
 
 
