@@ -24,7 +24,7 @@ def test_the_tower_is_counted_with_its_optimizer_if_it_learns_and_shared_with_fs
     held = trees.count((shapes["vision"]["embed"], shapes["vision"]["layers"]))
     more = peaks["learning"]["optimizer"] - peaks["frozen"]["optimizer"]
     assert more == pytest.approx(2 * 4 * held, rel=1e-2)  # two float32 moments of each weight
-    assert peaks["shared"]["optimizer"] == pytest.approx(peaks["learning"]["optimizer"] / 2, rel=3e-2)  # norms are not shared
+    assert peaks["shared"]["optimizer"] == pytest.approx(peaks["learning"]["optimizer"] / 2, rel=3e-2)  # but norms
 
 
 def test_the_work_of_the_tower_is_said_not_to_be_counted():
