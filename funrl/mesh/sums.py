@@ -71,7 +71,7 @@ def sum_rest(
 def _level(x: Tensor, layout: Layout) -> Tensor:
     """A gradient; flat and with 0s behind it where other ranks have more of it.
 
-    A sum's order depends on its place in a bucket. So what some ranks have alike stays so, bit for bit.
+    A sum's order depends on its place in a bucket. So what is equal on some ranks stays equal, bit for bit.
     """
     longest = layout.local_shape()
     return x if tuple(x.shape) == longest else F.pad(x.reshape(-1), (0, math.prod(longest) - x.numel()))

@@ -156,13 +156,12 @@ def nest_qwen2_5_vl(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
       ModelError: the config has no tower.
     """
     tower = tower_in(config)
-    sections = [config.rope.axes.count(axis) for axis in range(3)]
     vision = {
         "hidden_act": "silu",
         "window_size": tower.window,
         "fullatt_block_indexes": list(tower.whole_layers),
     }
-    return nest_fields(flat, config, vision, {SECTIONS: sections})
+    return nest_fields(flat, config, vision, {})
 
 
 def tower_in(config: Config) -> TowerConfig:
@@ -188,7 +187,8 @@ def nest_fields(
     family = config.source.family
     outer = ("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings")
     text = {name: x for name, x in flat.items() if name not in (*outer, "rope_theta")}
-    parameters = {"rope_type": "default", "rope_theta": config.rope.theta, **rope}
+    sections = [config.rope.axes.count(axis) for axis in range(3)]
+    parameters = {"rope_type": "default", "rope_theta": config.rope.theta, SECTIONS: sections, **rope}
     sizes = {
         "depth": tower.layers,
         "hidden_size": tower.embed,

@@ -12,7 +12,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_5_vl import (
     PATCH_FIELDS,
-    SECTIONS,
     TOWER_LAYER,
     VISION_TOKENS,
     nest_fields,
@@ -147,14 +146,13 @@ def nest_qwen3_vl(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
       ModelError: the config has no tower.
     """
     tower = tower_in(config)
-    sections = [config.rope.axes.count(axis) for axis in range(3)]
     vision = {
         "model_type": f"{config.source.family}_vision",
         "hidden_act": GELU,
         "num_position_embeddings": tower.form.table**2,
         "deepstack_visual_indexes": list(tower.form.deep_layers),
     }
-    return nest_fields(flat, config, vision, {SECTIONS: sections, _INTERLEAVED: True})
+    return nest_fields(flat, config, vision, {_INTERLEAVED: True})
 
 
 def name_of_qwen3_vl(name: str) -> str:
