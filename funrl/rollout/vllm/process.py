@@ -1,4 +1,4 @@
-"""What vLLM does to the process that it runs in, and what of it is kept from others that use the process.
+"""The process that vLLM runs in, kept usable for others.
 
 Importing and starting vLLM edits environment variables, seeds the global random state, disables
 `torch.set_num_threads`, and opens a process group if there is none. What can be restored is restored.
@@ -55,7 +55,7 @@ def contained(mesh: Mesh) -> Iterator[None]:
 
 
 def ending_alone(engine: Any) -> Any:
-    """Let the end of an engine leave what else uses its process.
+    """Keep the end of an engine from what else uses its process.
 
     When vLLM 0.32 collects an engine it destroys the groups of all engines, and the process group of the run.
     """
