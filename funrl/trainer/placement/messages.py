@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,6 +140,22 @@ class EvaluateRequest(NamedTuple):
     version: int
 
 
+class BeginEvaluationRequest(NamedTuple):
+    """Begin to evaluate on the held-out prompts, beside groups, after `step`. It has no answer.
+
+    Attributes:
+      step: that has ended.
+      version: of the weights, which stay until each replica has written its part.
+    """
+
+    step: int
+    version: int
+
+
+class EndEvaluationRequest(NamedTuple):
+    """End the evaluation that was begun. Its answer is `HeldoutEvaluation`."""
+
+
 class PoolAnswer(NamedTuple):
     """Answer to any request but a `LoadRequest`.
 
@@ -230,3 +247,15 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
     begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]
+
+
+def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
+    tokens: collections.Counter[int] = collections.Counter()
+    switches = []
+    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
+        sampled = version_T[mask_T].numpy()
+        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
+        switches.append([(begin, int(sampled[begin])) for begin in begins])
+        tokens.update(sampled.tolist())
+    return dict(tokens), switches

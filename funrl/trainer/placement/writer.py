@@ -7,9 +7,8 @@ arrived, and begins groups. Its first tensor rank decides and tells the others, 
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
+from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, versions_of, written_rows
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
@@ -68,10 +67,12 @@ class Turn(NamedTuple):
       request: take a request of the ranks that train.
       weights: number of the transfer whose weights they take; -1: none.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
+      ended: note that the program beside the groups has ended.
     """
 
     request: bool = False
     weights: int = -1
+    ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
@@ -82,6 +83,7 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
+      keeps_weights: whether a program goes on beside the groups for which the engine keeps its weights.
     """
 
     def __init__(
@@ -114,6 +116,8 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._loop = asyncio.new_event_loop()
+        self.keeps_weights = False
+        self._program: asyncio.Task[Any] | None = None
         self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
@@ -143,6 +147,8 @@ class GroupWriter:
             self._held[number] = rows_of(batch, mesh=self._alone)
         if turn.weights >= 0:
             self.take(turn.weights)
+        if turn.ended:
+            self.keeps_weights = False
         return turn
 
     def step(self) -> None:
@@ -175,6 +181,9 @@ class GroupWriter:
           generates: whether the engine is to be used.
         """
         del generates
+        while self.keeps_weights and (self.engine.version or 0) < version:
+            self.turn(None)
+            self.step()
         heartbeat.entered(f"weights {version} of the ranks that train")
         while (self.engine.version or 0) < version:
             own = self._complete_transfer() if self.resident is not None else None
@@ -186,6 +195,19 @@ class GroupWriter:
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
+
+    def begin_beside(self, program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]]) -> None:
+        """Begin a program beside the groups, until whose end the engine keeps its weights. Collective over "tensor"."""
+        self.keeps_weights = True
+        if self.resident is not None:
+            self._program = self._loop.create_task(program(self.resident))
+
+    def end_beside(self) -> Any:
+        """Wait for the program beside the groups; returns its result on the first tensor rank. Collective."""
+        while self.keeps_weights:
+            self.turn(None)
+            self.step()
+        return None if self._program is None else self._program.result()
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
@@ -215,7 +237,8 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        self._loop.run_until_complete(_cancelled(list(self._tasks.values())))
+        programs = [] if self._program is None else [self._program]
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *programs]))
         self._loop.close()
 
     def _note(self, text: str) -> None:
@@ -223,6 +246,8 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
+        if self.keeps_weights and self._program is not None and self._program.done():
+            return Turn(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
             return Turn(rows=rows) if rows else None
@@ -230,7 +255,7 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return Turn(request=True, rows=rows)
-        number = self._complete_transfer()
+        number = None if self.keeps_weights else self._complete_transfer()
         if number is not None:
             return Turn(weights=number, rows=rows)
         self._begin_groups()
@@ -271,7 +296,8 @@ class GroupWriter:
             self._tasks[self._next] = self._loop.create_task(self._write(self._next))
             self._has_next = False
             room -= self._generation.sampling.samples
-        self._count_waiting(not self._tasks and not (self._has_next and self._next is None))
+        idle = not self._tasks and not self.keeps_weights
+        self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -284,7 +310,7 @@ class GroupWriter:
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
-        if self._tasks and now >= self._next_sign:
+        if (self._tasks or self.keeps_weights) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
@@ -411,15 +437,3 @@ def group_fields(rows: Rows, own: bool) -> GroupFields:
     """The fields of rows, on the CPU unless only their `own` rank needs them."""
     further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
     return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
-
-
-def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
-    tokens: collections.Counter[int] = collections.Counter()
-    switches = []
-    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
-    return dict(tokens), switches

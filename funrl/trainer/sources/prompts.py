@@ -257,11 +257,30 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     if generation.elsewhere is not None:
         with clock.phase("eval"):
             return generation.elsewhere.evaluate(step, show)
-    heldout, sampling, solved, seed, table_prompts = generation.evaluation
-    if generation.episodes is not None:
-        episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
-        generation = generation._replace(episodes=episodes)
+    heldout, sampling, _, seed, _ = generation.evaluation
+    generation = with_heldout_episodes(generation)
     done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    return heldout_metrics(generation, show, step, done=done, rows=rows)
+
+
+def with_heldout_episodes(generation: Generation) -> Generation:
+    """Settings of a source whose episodes are those of held-out prompts."""
+    if generation.episodes is None:
+        return generation
+    heldout = generation.evaluation.heldout
+    return generation._replace(episodes=generation.episodes._replace(log=None, source_of=source_of(heldout)))
+
+
+def heldout_metrics(generation: Generation, show: Show, step: int, *, done: Rollout, rows: Rows) -> dict[str, float]:
+    """Show some completions of the held-out prompts, and return the metrics of all. Collective.
+
+    Args:
+      generation: of `with_heldout_episodes`.
+      show: receives them.
+      step: number of training steps before them.
+      done, rows: the completions or episodes, and their rows with all rewards.
+    """
+    heldout, sampling, solved, _, table_prompts = generation.evaluation
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
