@@ -281,9 +281,10 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
                 continue
             if isinstance(request, BeginEvaluationRequest):
-                writer.take_version(request.version)
+                writer.take_version(request.version, generates=True)
                 heldout = HeldoutWriter(generation, request.step)
                 writer.begin_beside(heldout.write)
+                answers.answer(PoolAnswer(None))
                 continue
             if isinstance(request, EndEvaluationRequest):
                 assert heldout is not None

@@ -141,7 +141,7 @@ class EvaluateRequest(NamedTuple):
 
 
 class BeginEvaluationRequest(NamedTuple):
-    """Begin to evaluate on the held-out prompts, beside groups, after `step`. It has no answer.
+    """Begin to evaluate on the held-out prompts, beside groups, after `step`. Its answer is empty, once it has begun.
 
     Attributes:
       step: that has ended.

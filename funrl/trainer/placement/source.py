@@ -63,7 +63,7 @@ def placed_source(
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()
-        elif generation.schedule.weighing is UNWEIGHTED:  # a curriculum reads evaluations before the next step
+        if evaluates_beside(generation, generators):
             begin_evaluation = generators.begin_evaluation
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
@@ -88,6 +88,15 @@ def placed_source(
         log=generators.log,
         write_episodes=generators.write_episodes if generation.episodes is not None else None,
     )
+
+
+def evaluates_beside(generation: Generation, generators: GroupGenerators) -> bool:
+    """True if an evaluation may end after the next step.
+
+    A curriculum may read its metrics before that. By the clock of the engines, the cache that episodes leave behind may
+    depend on how long their environment takes, which two runs have to have in common.
+    """
+    return generation.schedule.weighing is UNWEIGHTED and not (generators.paced and generation.episodes is not None)
 
 
 def timed_evaluation(begin: BeginEvaluation, clock: Clock) -> BeginEvaluation:

@@ -148,7 +148,7 @@ class GroupWriter:
         if turn.weights >= 0:
             self.take(turn.weights)
         if turn.ended:
-            self.keeps_weights = False
+            self.release_weights()
         return turn
 
     def step(self) -> None:
@@ -202,6 +202,10 @@ class GroupWriter:
         if self.resident is not None:
             self._program = self._loop.create_task(program(self.resident))
 
+    def release_weights(self) -> None:
+        """Let the engine take weights again, as the program has ended on the first tensor rank."""
+        self.keeps_weights = False
+
     def end_beside(self) -> Any:
         """Wait for the program beside the groups; returns its result on the first tensor rank. Collective."""
         while self.keeps_weights:
@@ -246,7 +250,7 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
-        if self.keeps_weights and self._program is not None and self._program.done():
+        if self._program_ended:
             return Turn(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
@@ -260,6 +264,11 @@ class GroupWriter:
             return Turn(weights=number, rows=rows)
         self._begin_groups()
         return Turn(rows=rows) if rows else None
+
+    @property
+    def _program_ended(self) -> bool:
+        """True once, when the program beside the groups has ended."""
+        return self.keeps_weights and self._program is not None and self._program.done()
 
     def _look_again_after(self, now: float) -> None:
         self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
