@@ -98,7 +98,7 @@ def evaluated_alone(job, weights):
     with one_thread():
         run, state = begin(job, single(), show)
         for step, params in weights.items():
-            roles = state.roles | {"policy": state.roles["policy"]._replace(params=params)}
+            roles = dict(state.roles) | {"policy": state.roles["policy"]._replace(params=params)}
             state = sync(run.parts, state._replace(roles=roles, step=step), frozen=run.frozen)
             metrics[step] = run.source.evaluate(state.roles, step)
     return metrics, show.table
@@ -112,7 +112,9 @@ def repeated(folder, job, mesh):
     """A run that is written and trained again, from its log."""
     if job.task.environment is not None:
         job = dataclasses.replace(job, task=job.task._replace(environment=LoggedEnvironment(("policy",))))
-    return replay(job, folder, None, mesh, Quiet(), functools.partial(logged_source, read_groups(folder)))
+    log = read_groups(folder)
+    assert log is not None
+    return replay(job, folder, None, mesh, Quiet(), functools.partial(logged_source, log))
 
 
 CALCULATOR = {"task": "calculator", "reward": None, "episode_turns": 3}

@@ -283,13 +283,12 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
             if isinstance(request, BeginEvaluationRequest):
                 writer.take_version(request.version, generates=True)
                 heldout = HeldoutWriter(generation, request.step)
-                writer.begin_beside(heldout.write)
+                writer.beside.begin(heldout.write, _groups_aside(writer))
                 answers.answer(PoolAnswer(None))
                 continue
             if isinstance(request, EndEvaluationRequest):
                 assert heldout is not None
-                part = writer.end_beside()
-                _answer(rank, answers, functools.partial(_evaluation, rank, heldout, part))
+                _answer(rank, answers, functools.partial(_evaluation, rank, heldout, _result_beside(writer)))
                 continue
             if isinstance(request, EpisodesRequest):
                 files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
@@ -302,6 +301,21 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 continue
             with set_aside(generation.engine.engine, answers.mesh, writer.resident):
                 _serve(rank, request, answers)
+
+
+def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
+    """Context of a program beside groups: by the clock of the engines they do not go on meanwhile."""
+    if isinstance(writer, PacedWriter):
+        return set_aside(writer.engine, writer.mesh, writer.resident)
+    return contextlib.nullcontext()
+
+
+def _result_beside(writer: GroupWriter) -> Any:
+    """Wait for the program beside groups; returns its result on the first tensor rank. Collective over "tensor"."""
+    while writer.beside.goes_on:
+        writer.turn(None)
+        writer.step()
+    return writer.beside.result
 
 
 def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart | None) -> HeldoutEvaluation:

@@ -92,6 +92,18 @@ class WrittenGroup(NamedTuple):
     ended: tuple[int, int] = (0, 0)
 
 
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Tensor]
+    further: dict[str, Field]
+
+
 class EpisodesRequest(NamedTuple):
     """Write the episodes of the newest step to files. Its answer is `WrittenFiles`.
 
@@ -247,6 +259,12 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
     begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]
+
+
+def group_fields(rows: Rows, own: bool) -> GroupFields:
+    """The fields of rows, on the CPU unless only their `own` rank needs them."""
+    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
+    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
 
 
 def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:

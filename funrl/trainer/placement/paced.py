@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from funrl.asynchrony.token_clock import EngineTime, ReplicaClock
@@ -15,7 +13,6 @@ from funrl.mesh.pools.channel import Answers
 from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
-from funrl.rollout.resident import ResidentEngine, set_aside
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
@@ -59,27 +56,16 @@ class PacedWriter(GroupWriter):
         self._steps = False  # whether the engine is stepped next
         self._waits = False  # at a gate that the ranks that train have not opened
         self._wanted = 0  # version that a request waits for
-        self._aside = contextlib.ExitStack()  # which lets requests of groups go on
 
     def step(self) -> None:
         """Step the engine once, or wait a little where it may not be stepped. Collective over "tensor"."""
         if self.resident is None or not self._steps:
             self._rest()
             return
-        if self._clock is not None and not self.keeps_weights:
+        if self._clock is not None and not self.beside.goes_on:
             self._clock.tick += 1
             self._programs.tick += 1
         super().step()
-
-    def begin_beside(self, program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]]) -> None:
-        """Begin a program at a gate, with no request of a group in the engine before its end. Collective."""
-        self._aside.enter_context(set_aside(self.engine, self.mesh, self.resident))
-        super().begin_beside(program)
-
-    def release_weights(self) -> None:
-        """Let groups go on, and the engine take weights again."""
-        super().release_weights()
-        self._aside.close()
 
     def take_version(self, version: int, generates: bool = False) -> None:
         """Write groups until the engine has a version. Collective over "tensor".
@@ -109,7 +95,7 @@ class PacedWriter(GroupWriter):
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
-        if self._program_ended:
+        if self.beside.has_ended:
             self._steps = False
             return Turn(rows=rows, ended=True)
         now = time.monotonic()
@@ -129,7 +115,7 @@ class PacedWriter(GroupWriter):
     def _advance(self) -> int | None:
         """Do all that is due before the next iteration; returns the transfer whose weights are taken now."""
         self._steps = self._waits = False
-        if self.keeps_weights:
+        if self.beside.goes_on:  # at a gate, with the groups set aside
             self._steps = self.resident is not None and self.resident.busy
             return None
         clock = self._opened()

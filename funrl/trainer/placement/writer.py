@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.batch import FIELDS, Batch, as_dict, kind_of
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.fields import Field
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -35,7 +33,16 @@ from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, versions_of, written_rows
+from funrl.trainer.placement.heldout import ProgramBeside
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    SendGroupsRequest,
+    WrittenGroup,
+    group_fields,
+    split_origins,
+    versions_of,
+    written_rows,
+)
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
@@ -46,18 +53,6 @@ WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
 SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
-
-
-class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
-
-    Attributes:
-      fields: of the rows.
-      further: declarations of fields that are not among `FIELDS`.
-    """
-
-    fields: dict[str, Tensor]
-    further: dict[str, Field]
 
 
 class Turn(NamedTuple):
@@ -83,7 +78,7 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
-      keeps_weights: whether a program goes on beside the groups for which the engine keeps its weights.
+      beside: a program beside the groups.
     """
 
     def __init__(
@@ -116,8 +111,7 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._loop = asyncio.new_event_loop()
-        self.keeps_weights = False
-        self._program: asyncio.Task[Any] | None = None
+        self.beside = ProgramBeside(self.resident, self._loop)
         self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
@@ -148,7 +142,7 @@ class GroupWriter:
         if turn.weights >= 0:
             self.take(turn.weights)
         if turn.ended:
-            self.release_weights()
+            self.beside.end()
         return turn
 
     def step(self) -> None:
@@ -181,7 +175,7 @@ class GroupWriter:
           generates: whether the engine is to be used.
         """
         del generates
-        while self.keeps_weights and (self.engine.version or 0) < version:
+        while self.beside.goes_on and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
         heartbeat.entered(f"weights {version} of the ranks that train")
@@ -195,23 +189,6 @@ class GroupWriter:
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
-
-    def begin_beside(self, program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]]) -> None:
-        """Begin a program beside the groups, until whose end the engine keeps its weights. Collective over "tensor"."""
-        self.keeps_weights = True
-        if self.resident is not None:
-            self._program = self._loop.create_task(program(self.resident))
-
-    def release_weights(self) -> None:
-        """Let the engine take weights again, as the program has ended on the first tensor rank."""
-        self.keeps_weights = False
-
-    def end_beside(self) -> Any:
-        """Wait for the program beside the groups; returns its result on the first tensor rank. Collective."""
-        while self.keeps_weights:
-            self.turn(None)
-            self.step()
-        return None if self._program is None else self._program.result()
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
@@ -241,8 +218,7 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        programs = [] if self._program is None else [self._program]
-        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *programs]))
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *self.beside.tasks]))
         self._loop.close()
 
     def _note(self, text: str) -> None:
@@ -250,7 +226,7 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
-        if self._program_ended:
+        if self.beside.has_ended:
             return Turn(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
@@ -259,16 +235,11 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return Turn(request=True, rows=rows)
-        number = None if self.keeps_weights else self._complete_transfer()
+        number = None if self.beside.goes_on else self._complete_transfer()
         if number is not None:
             return Turn(weights=number, rows=rows)
         self._begin_groups()
         return Turn(rows=rows) if rows else None
-
-    @property
-    def _program_ended(self) -> bool:
-        """True once, when the program beside the groups has ended."""
-        return self.keeps_weights and self._program is not None and self._program.done()
 
     def _look_again_after(self, now: float) -> None:
         self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
@@ -305,7 +276,7 @@ class GroupWriter:
             self._tasks[self._next] = self._loop.create_task(self._write(self._next))
             self._has_next = False
             room -= self._generation.sampling.samples
-        idle = not self._tasks and not self.keeps_weights
+        idle = not self._tasks and not self.beside.goes_on
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _may_begin(self, number: int) -> bool:
@@ -319,7 +290,7 @@ class GroupWriter:
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
-        if (self._tasks or self.keeps_weights) and now >= self._next_sign:
+        if (self._tasks or self.beside.goes_on) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
@@ -440,9 +411,3 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def group_fields(rows: Rows, own: bool) -> GroupFields:
-    """The fields of rows, on the CPU unless only their `own` rank needs them."""
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
