@@ -222,6 +222,15 @@ class ResidentEngine:
                 self._progress.set()
             self._listeners.pop(done.number, None)
 
+    def take_new(self) -> dict[int, Request]:
+        """Requests that the engine does not have yet, which it does not get before `give_back`."""
+        new, self._new = self._new, {}
+        return new
+
+    def give_back(self, new: dict[int, Request]) -> None:
+        """Let the engine get requests of `take_new`, before later ones."""
+        self._new = {**new, **self._new}
+
     def _take_orders(self) -> _Orders:
         continues = any(request.computed for request in self._new.values())
         kept = sum(self._kept.values()) if continues else 0
@@ -244,6 +253,7 @@ def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> It
       resident: the engine as the program of the replica's first rank sees it; None: on the other ranks.
     """
     requests: list[Request] = from_first(None if resident is None else resident.running, mesh, "tensor")
+    new = {} if resident is None else resident.take_new()
     done = {completion.number: completion for completion in engine.cancel(request.number for request in requests)}
     try:
         yield
@@ -251,6 +261,7 @@ def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> It
         again = [_continued(request, done.get(request.number)) for request in requests]
         if resident is not None:
             resident.end([x for x in done.values() if x.finish != "cancelled"])
+            resident.give_back(new)
         engine.submit([request for request in again if request is not None])
 
 

@@ -154,6 +154,7 @@ class RunObserver:
         if self.run is None:
             return
         last = 0
+        self.monitor = Monitor()
         with _writing(self.run):
             keep_steps(self.run.metrics, step)
             keep_steps(self.run.samples, step)

@@ -31,6 +31,7 @@ from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import compile_ahead, loaded_cache
+from funrl.trainer.evaluator import Evaluator
 from funrl.trainer.gap import GapCheck, GapError, gap_check
 from funrl.trainer.initial_weights import initial_weights
 from funrl.trainer.jobs.build import (
@@ -175,6 +176,7 @@ def run_steps(
     state = sync(parts, first, frozen=trainer.frozen)
     done = evaluations or Evaluations({}, {})
     recovery = Recovery(recoverable, offload.mover(settings.devices.offload, parts, observer.note), state, done)
+    evaluator = Evaluator(trainer.source, observer, recovery, settings)
     run_dir = None if trainer.folder is None else os.path.dirname(trainer.folder)
     profiler = StepProfiler(settings, parts.mesh, run_dir, observer.note)
     failure = stopped = None
@@ -183,46 +185,44 @@ def run_steps(
         proof = verify(trainer, state, True)
         if evaluations is not None:
             proof = resumed_proof(settings, state.step, proof)
-        if not done.first and state.step < settings.run.steps:
-            done = Evaluations(trainer.source.evaluate(state.roles, state.step), {})
-            recovery.evaluations = done
+        evaluator.begin_run(state)
         for step in range(state.step + 1, settings.run.steps + 1):
             heartbeat.at_step(step)
             profiler.begin(step)
             trainer, state, record = one_step(trainer, state, recovery.enter)
-            metrics = proof | record.metrics | (done.first if step == 1 else {}) | compiled
+            evaluator.finish()
+            metrics = proof | record.metrics | (evaluator.done.first if step == 1 else {}) | compiled
             compiled = proof = {}
-            if step % settings.evaluation.eval_every == 0 or step == settings.run.steps:
-                done = done._replace(last=trainer.source.evaluate(state.roles, step))
-                metrics |= done.last
+            metrics |= evaluator.begin_if_due(state)
             metrics = proof_metrics(parts) | metrics
             state = state._replace(source=trainer.source.observed(state.source, metrics))
-            metrics |= memory_metrics(parts.mesh)
-            recovery.commit(state, done, metrics)
+            evaluator.commit(state, metrics | memory_metrics(parts.mesh))
             save_rollouts(trainer, saver, state, record)
             profiler.end(step)
-            observer.step(step, metrics, trainer.clock.take())
+            evaluator.show(step, trainer.clock.take())
             if trainer.skips is not None:
                 trainer.skips.check()
-            if saver.after_step(state, metrics, done):
+            if saver.after_step(state, evaluator.settled):
                 stopped = step
                 break
+        evaluator.settled()
         settle_proof(parts)
     except ENDING as error:
         failure = error
+        evaluator.end_early()
         recovery.save_last(saver)
     finally:
         profiler.close()
-    return ended(done, failure, stopped, parts.mesh), recovery.to_save(trainer, state)
+    return ended(evaluator.done, failure, stopped, parts.mesh), recovery.to_save(trainer, state)
 
 
 def ended(done: Evaluations, failure: Exception | None, stopped: int | None, mesh: Mesh) -> Outcome:
     """The end of a run as its caller receives it."""
     if failure is None:
-        return Outcome(*done, None, stopped)
+        return Outcome(done.first, done.last, None, stopped)
     # A rank's result is pickled, and what a reward function gave or raised may refuse that.
     cause = failure if mesh.world == 1 else type(failure)(str(failure))
-    return Outcome(*done, str(failure), stopped, cause)
+    return Outcome(done.first, done.last, str(failure), stopped, cause)
 
 
 class StepRecord(NamedTuple):

@@ -226,9 +226,9 @@ def test_times_between_checkpoints(tmp_path):
     ]  # fmt: skip
     run, state = begun()
     with saver_of(run, state, tmp_path, save_every="1s") as saver:
-        assert not saver.after_step(state._replace(step=1), {}, Evaluations({}, {}))
+        assert not saver.after_step(state._replace(step=1), lambda: ({}, Evaluations({}, {})))
         saver.began -= 1
-        assert not saver.after_step(state._replace(step=2), {}, Evaluations({}, {}))
+        assert not saver.after_step(state._replace(step=2), lambda: ({}, Evaluations({}, {})))
     assert list(complete_checkpoints(tmp_path)) == [2]
 
 

@@ -137,6 +137,7 @@ def _parsed(path: Path) -> tuple[Recorded, dict[str, int]]:
         raise ValueError(f"it has no {'files' if arrays else 'arrays'}")
     for name in ("first", "last", "run", "frozen", "lora", "base", "provenance"):
         dict(facts.get(name, {}).items())
+    dict((facts.get("unfinished") or {}).items())
     return Recorded(path, arrays, facts), files
 
 

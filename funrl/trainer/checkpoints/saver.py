@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +47,17 @@ HURRY_S = 3.0  # for a save that is under way when the run fails
 
 
 class Evaluations(NamedTuple):
-    """Held-out numbers of a run: before its first step, and the newest after it; the latter are empty at first."""
+    """Held-out numbers of a run.
+
+    Attributes:
+      first: before its first step.
+      last: the newest after it; empty at first.
+      unfinished: metrics of the newest step while the evaluation after it goes on; None: none does.
+    """
 
     first: dict[str, float]
     last: dict[str, float]
+    unfinished: dict[str, float] | None = None
 
 
 class Saver:
@@ -156,7 +163,8 @@ class Saver:
         """The state to go on with, after the observer has received where it is from."""
         self.saved = state.step
         self.rows.forget(state.step)
-        self.observer.resumed(state.step, record.facts.get("metrics"))
+        evaluated = record.facts.get("unfinished") is None  # else the evaluation is made first
+        self.observer.resumed(state.step, record.facts.get("metrics") if evaluated else None)
         steps = self.settings.run.steps
         rest = f"; --steps={steps}: nothing is left to do" if state.step >= steps else ""
         self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
@@ -171,13 +179,14 @@ class Saver:
                 f"the weights that this run would begin with are not those that {record.path} began with; those that "
                 "learn are the checkpoint's"
             )
+        unfinished = record.facts.get("unfinished")
         if not other_held_out(record, self.job):
-            return Evaluations(record.facts["first"], record.facts["last"])
+            return Evaluations(record.facts["first"], record.facts["last"], unfinished)
         self.observer.note(
             "held-out examples, their rewards or their sampling are not as they were: evaluations are compared from "
             f"step {record.facts['step']} on"
         )
-        return Evaluations({}, {})
+        return Evaluations({}, {}, unfinished)
 
     def _newest(self, damaged: dict[Path, str]) -> Recorded | None:
         """The newest checkpoint whose record and sizes are whole, the same on every rank.
@@ -216,10 +225,14 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
         return None
 
-    def after_step(self, state: State, metrics: Mapping[str, float], evaluations: Evaluations) -> bool:
+    def after_step(self, state: State, settled: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
         """Save the state after a step if it is time to; True if the run was asked to stop, and its state is saved.
 
         Collective: one small sum over all ranks.
+
+        Args:
+          state: after the step.
+          settled: () -> metrics of the step and the evaluations so far, once that of the step has ended.
 
         Raises:
           CheckpointError: a save has failed, on every rank.
@@ -234,6 +247,7 @@ class Saver:
             self._raise(problems)
         last = state.step == self.settings.run.steps and (every.steps > 0 or self.saved >= 0)
         if stop or due or last or (every.steps and state.step % every.steps == 0):
+            metrics, evaluations = settled()
             self.save(state, evaluations, score_of(metrics))
         elif every.steps and self.memory is None:
             self._prepare(state)

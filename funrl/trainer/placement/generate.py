@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,10 @@ from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
+from funrl.trainer.placement.heldout import HeldoutWriter, WrittenPart
 from funrl.trainer.placement.messages import (
+    BeginEvaluationRequest,
+    EndEvaluationRequest,
     EpisodesRequest,
     EvaluateRequest,
     HeldoutEvaluation,
@@ -173,7 +176,10 @@ class GeneratingRank:
 
     def evaluate(self, request: EvaluateRequest) -> HeldoutEvaluation:
         """Evaluate on the held-out prompts. Raises: RewardError."""
-        metrics = evaluate_heldout(self.generation, self.clock, self.show, request.step)
+        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
+
+    def evaluation(self, metrics: dict[str, float]) -> HeldoutEvaluation:
+        """Metrics of an evaluation with what was shown."""
         return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
 
     def write_episodes(self, folder: str, episodes: Sequence[LoggedEpisode]) -> WrittenFiles:
@@ -236,12 +242,17 @@ def _serve(rank: GeneratingRank, request: Any, answers: Answers) -> None:
     elif isinstance(request, GreedyRequest):
         answers.answer(compared_greedy(rank.generator.engine, request.prompts, request.new_tokens))
     else:
-        value = problem = None
-        try:
-            value = rank.answer(request, answers.taken - 1)
-        except RewardError as error:  # on every rank of the mesh
-            problem = str(error)
-        answers.answer(PoolAnswer(value, tuple(rank.show.taken().notes), problem))
+        _answer(rank, answers, lambda: rank.answer(request, answers.taken - 1))
+
+
+def _answer(rank: GeneratingRank, answers: Answers, make: Callable[[], Any]) -> None:
+    """Answer a request with a value that is made now. Collective."""
+    value = problem = None
+    try:
+        value = make()
+    except RewardError as error:  # on every rank of the mesh
+        problem = str(error)
+    answers.answer(PoolAnswer(value, tuple(rank.show.taken().notes), problem))
 
 
 def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> Any:
@@ -256,6 +267,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
     generation = rank.generation
     kind = PacedWriter if job.settings.asynchrony.clock == "tokens" else GroupWriter
     writer = kind(generation, admission_rule(job), receiver, take_weights)
+    heldout: HeldoutWriter | None = None
     with receiver.receiving(), contextlib.closing(writer):
         while True:
             if not writer.turn(answers).request:
@@ -268,6 +280,16 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 writer.send(request, rank.training)
                 answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
                 continue
+            if isinstance(request, BeginEvaluationRequest):
+                writer.take_version(request.version, generates=True)
+                heldout = HeldoutWriter(generation, request.step)
+                writer.beside.begin(heldout.write, _groups_aside(writer))
+                answers.answer(PoolAnswer(None))
+                continue
+            if isinstance(request, EndEvaluationRequest):
+                assert heldout is not None
+                _answer(rank, answers, functools.partial(_evaluation, rank, heldout, _result_beside(writer)))
+                continue
             if isinstance(request, EpisodesRequest):
                 files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
                 answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
@@ -279,6 +301,25 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 continue
             with set_aside(generation.engine.engine, answers.mesh, writer.resident):
                 _serve(rank, request, answers)
+
+
+def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
+    """Context of a program beside groups: by the clock of the engines they do not go on meanwhile."""
+    if isinstance(writer, PacedWriter):
+        return set_aside(writer.engine, writer.mesh, writer.resident)
+    return contextlib.nullcontext()
+
+
+def _result_beside(writer: GroupWriter) -> Any:
+    """Wait for the program beside groups; returns its result on the first tensor rank. Collective over "tensor"."""
+    while writer.beside.goes_on:
+        writer.turn(None)
+        writer.step()
+    return writer.beside.result
+
+
+def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart | None) -> HeldoutEvaluation:
+    return rank.evaluation(heldout.evaluate(part, rank.show))
 
 
 VERSIONED = (DigestsRequest, GreedyRequest, EvaluateRequest)  # served with the newest weights

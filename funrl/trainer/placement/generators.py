@@ -21,6 +21,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement.messages import (
+    EndEvaluationRequest,
     EpisodesRequest,
     EvaluateRequest,
     SamplesRequest,
@@ -198,7 +199,11 @@ class Generators:
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics of an evaluation; see `Elsewhere`."""
-        number = self.requests.post(EvaluateRequest(step, self.engine.version or 0))
+        return self._evaluated(EvaluateRequest(step, self.engine.version or 0), step, show)
+
+    def _evaluated(self, request: EvaluateRequest | EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:
+        """Metrics of the evaluation that a request asks for."""
+        number = self.requests.post(request)
         metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
         show.samples(step, samples)
         show.evaluated(table)

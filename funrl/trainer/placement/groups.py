@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,14 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import ORIGIN, Generators
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, blank_batch, origins_of
+from funrl.trainer.placement.messages import (
+    BeginEvaluationRequest,
+    EndEvaluationRequest,
+    SendGroupsRequest,
+    WrittenGroup,
+    blank_batch,
+    origins_of,
+)
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals
@@ -203,6 +210,15 @@ class GroupGenerators(Generators):
         stale_bT = super().stale(version_bT, mask_bT)
         older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
         return stale_bT | older_b1 if self.keeps_cache else stale_bT
+
+    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
+        """Let replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
+        number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
+        if self.paced:  # all are at the gate before it opens
+            self._answer(number, f"the generators' turn to evaluate step {step}")
+        else:
+            self.requests.forget(number)
+        return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
 
     def log(self) -> list[tuple[Any, ...]] | None:
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""

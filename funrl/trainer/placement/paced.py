@@ -62,9 +62,9 @@ class PacedWriter(GroupWriter):
         if self.resident is None or not self._steps:
             self._rest()
             return
-        assert self._clock is not None
-        self._clock.tick += 1
-        self._programs.tick += 1
+        if self._clock is not None and not self.beside.goes_on:
+            self._clock.tick += 1
+            self._programs.tick += 1
         super().step()
 
     def take_version(self, version: int, generates: bool = False) -> None:
@@ -95,6 +95,9 @@ class PacedWriter(GroupWriter):
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
+        if self.beside.has_ended:
+            self._steps = False
+            return Turn(rows=rows, ended=True)
         now = time.monotonic()
         if now >= self._next_look:
             self._look_again_after(now)
@@ -112,6 +115,9 @@ class PacedWriter(GroupWriter):
     def _advance(self) -> int | None:
         """Do all that is due before the next iteration; returns the transfer whose weights are taken now."""
         self._steps = self._waits = False
+        if self.beside.goes_on:  # at a gate, with the groups set aside
+            self._steps = self.resident is not None and self.resident.busy
+            return None
         clock = self._opened()
         if clock is None or self.resident is None or not self._programs.settled:
             return None

@@ -7,7 +7,7 @@ batch is complete; before that the ranks that train know only what every rank kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl import trees
@@ -21,12 +21,15 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.generators import Generators, with_places
 from funrl.trainer.placement.groups import GroupGenerators, admission_rule
+from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import Generation, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
+
+BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
 
 
 def placed_source(
@@ -43,6 +46,7 @@ def placed_source(
     engine: Any = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
     early = needs_tokens(job, generation)
+    begin_evaluation = None
     schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
     if not job.settings.asynchrony.staleness:
         generators = Generators(engine, parts.mesh, show, early=early)
@@ -59,11 +63,15 @@ def placed_source(
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()
+        if evaluates_beside(generation, generators):
+            begin_evaluation = generators.begin_evaluation
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
     init = source.init
+    if begin_evaluation is not None:
+        begin_evaluation = timed_evaluation(begin_evaluation, clock)
 
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         state = generators.restored(state)
@@ -76,9 +84,34 @@ def placed_source(
         next_rows=at_step,
         move=generators.move,
         close=generators.close,
+        begin_evaluation=begin_evaluation,
         log=generators.log,
         write_episodes=generators.write_episodes if generation.episodes is not None else None,
     )
+
+
+def evaluates_beside(generation: Generation, generators: GroupGenerators) -> bool:
+    """True if an evaluation may end after the next step.
+
+    A curriculum may read its metrics before that. By the clock of the engines, the cache that episodes leave behind may
+    depend on how long their environment takes, which two runs have to have in common.
+    """
+    return generation.schedule.weighing is UNWEIGHTED and not (generators.paced and generation.episodes is not None)
+
+
+def timed_evaluation(begin: BeginEvaluation, clock: Clock) -> BeginEvaluation:
+    """`Source.begin_evaluation` whose wait for the metrics is of the phase "eval"."""
+
+    def timed(step: int) -> Callable[[], dict[str, float]]:
+        wait = begin(step)
+
+        def metrics() -> dict[str, float]:
+            with clock.phase("eval"):
+                return wait()
+
+        return metrics
+
+    return timed
 
 
 def needs_tokens(job: RLJob, generation: Generation) -> bool:

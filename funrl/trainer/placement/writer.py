@@ -7,22 +7,19 @@ arrived, and begins groups. Its first tensor rank decides and tells the others, 
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.batch import FIELDS, Batch, as_dict, kind_of
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.fields import Field
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -36,7 +33,16 @@ from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
+from funrl.trainer.placement.heldout import ProgramBeside
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    SendGroupsRequest,
+    WrittenGroup,
+    group_fields,
+    split_origins,
+    versions_of,
+    written_rows,
+)
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
@@ -49,18 +55,6 @@ SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
-class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
-
-    Attributes:
-      fields: of the rows.
-      further: declarations of fields that are not among `FIELDS`.
-    """
-
-    fields: dict[str, Tensor]
-    further: dict[str, Field]
-
-
 class Turn(NamedTuple):
     """The next thing that all tensor ranks of a replica do; without any, they step the engine.
 
@@ -68,10 +62,12 @@ class Turn(NamedTuple):
       request: take a request of the ranks that train.
       weights: number of the transfer whose weights they take; -1: none.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
+      ended: note that the program beside the groups has ended.
     """
 
     request: bool = False
     weights: int = -1
+    ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
@@ -82,6 +78,7 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
+      beside: a program beside the groups.
     """
 
     def __init__(
@@ -114,6 +111,7 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._loop = asyncio.new_event_loop()
+        self.beside = ProgramBeside(self.resident, self._loop)
         self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
@@ -143,6 +141,8 @@ class GroupWriter:
             self._held[number] = rows_of(batch, mesh=self._alone)
         if turn.weights >= 0:
             self.take(turn.weights)
+        if turn.ended:
+            self.beside.end()
         return turn
 
     def step(self) -> None:
@@ -175,6 +175,9 @@ class GroupWriter:
           generates: whether the engine is to be used.
         """
         del generates
+        while self.beside.goes_on and (self.engine.version or 0) < version:
+            self.turn(None)
+            self.step()
         heartbeat.entered(f"weights {version} of the ranks that train")
         while (self.engine.version or 0) < version:
             own = self._complete_transfer() if self.resident is not None else None
@@ -215,7 +218,7 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        self._loop.run_until_complete(_cancelled(list(self._tasks.values())))
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *self.beside.tasks]))
         self._loop.close()
 
     def _note(self, text: str) -> None:
@@ -223,6 +226,8 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> Turn | None:
         rows = self._deliver_ended()
+        if self.beside.has_ended:
+            return Turn(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
             return Turn(rows=rows) if rows else None
@@ -230,7 +235,7 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return Turn(request=True, rows=rows)
-        number = self._complete_transfer()
+        number = None if self.beside.goes_on else self._complete_transfer()
         if number is not None:
             return Turn(weights=number, rows=rows)
         self._begin_groups()
@@ -271,7 +276,8 @@ class GroupWriter:
             self._tasks[self._next] = self._loop.create_task(self._write(self._next))
             self._has_next = False
             room -= self._generation.sampling.samples
-        self._count_waiting(not self._tasks and not (self._has_next and self._next is None))
+        idle = not self._tasks and not self.beside.goes_on
+        self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -284,7 +290,7 @@ class GroupWriter:
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
-        if self._tasks and now >= self._next_sign:
+        if (self._tasks or self.beside.goes_on) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
@@ -405,21 +411,3 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def group_fields(rows: Rows, own: bool) -> GroupFields:
-    """The fields of rows, on the CPU unless only their `own` rank needs them."""
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
-
-
-def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
-    tokens: collections.Counter[int] = collections.Counter()
-    switches = []
-    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
-    return dict(tokens), switches

@@ -18,7 +18,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
-from funrl.trainer.sources.empty_steps import count_empty, skips_empty
+from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
     kept_samples,
@@ -36,6 +36,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
 
+WriteRows = Callable[..., tuple[Rollout, Rows]]
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 
 
@@ -252,8 +253,10 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
         )
 
 
-def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
-    """Complete the held-out prompts, show some completions, and return their metrics."""
+def evaluate_heldout(
+    generation: Generation, clock: Clock, show: Show, step: int, write: WriteRows | None = None
+) -> dict[str, float]:
+    """Complete the held-out prompts, by `write` or `rewarded_rows`, show some completions, and return their metrics."""
     if generation.elsewhere is not None:
         with clock.phase("eval"):
             return generation.elsewhere.evaluate(step, show)
@@ -261,7 +264,8 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     if generation.episodes is not None:
         episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
         generation = generation._replace(episodes=episodes)
-    done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    write = write or rewarded_rows
+    done, rows = write(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
@@ -272,21 +276,6 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     if done.episodes:
         further |= unscored_metrics(scores)
     return metrics_of(scores, heldout) | further
-
-
-def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
-    """Metrics of a filter.
-
-    Args:
-      kept, sampled: prompts.
-      dropped_rows: of the prompts that are kept.
-    """
-    return {
-        "filter_groups/kept_share": kept / sampled,
-        "filter_groups/sampled_prompts": sampled,
-        "filter_groups/dropped_prompts": sampled - kept,
-        "filter_groups/dropped_rows": dropped_rows,
-    }
 
 
 def rewarded_rows(

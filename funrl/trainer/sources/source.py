@@ -49,6 +49,8 @@ class Source(NamedTuple):
         collective; None: this rank has them in `episodes`.
       log: () -> the groups of the newest step for its log; None: there is nothing to log.
       move: (rows of `next_rows`, ranks [B], mesh) -> the rows on these ranks of the mesh; as `moved`.
+      begin_evaluation: (step) -> a function that waits for the metrics of `evaluate`, whose work goes on elsewhere with
+        the weights of now. Both are collective, and one evaluation goes on at a time. None: nothing goes on meanwhile.
     """
 
     init: Callable[[], trees.Tree]
@@ -64,6 +66,7 @@ class Source(NamedTuple):
     write_episodes: Callable[[Path], int] | None = None
     log: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
     move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
+    begin_evaluation: Callable[[int], Callable[[], dict[str, float]]] | None = None
 
 
 class Elsewhere(Protocol):

@@ -1,0 +1,146 @@
+"""Evaluations of a run: between its steps, or beside the next one where the source can."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from funrl.rewards.call import RewardError
+from funrl.trainer.checkpoints.saver import Evaluations
+from funrl.trainer.recovery import Recovery
+from funrl.trainer.settings.settings import Settings
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.state import State
+
+
+class RunningEvaluation(NamedTuple):
+    """An evaluation that goes on.
+
+    Attributes:
+      result: waits for it and returns its metrics.
+      first: whether it is the one before the first step.
+    """
+
+    result: Callable[[], dict[str, float]]
+    first: bool
+
+
+class Evaluator:
+    """Evaluates a run, and gives the observer each step's metrics with those of the evaluation that belongs to it.
+
+    An evaluation beside the run ends before the next step is committed, before a checkpoint and before the run ends.
+    The metrics of its step wait for it, so that the observer receives all steps in their order.
+
+    Attributes:
+      done: evaluations that have ended.
+    """
+
+    def __init__(self, source: Source, observer: Observer, recovery: Recovery, settings: Settings) -> None:
+        """Begin without an evaluation that goes on.
+
+        Args:
+          source: evaluates.
+          observer: receives the steps.
+          recovery: keeps the state of the newest step, and the evaluations so far.
+          settings: of the run.
+        """
+        self.done = recovery.evaluations
+        self._steps = settings.run.steps
+        self._every = settings.evaluation.eval_every
+        self._source = source
+        self._observer = observer
+        self._recovery = recovery
+        self._running: RunningEvaluation | None = None
+        self._state: State | None = None
+        self._metrics: dict[str, float] = {}  # of the newest step
+        self._seconds: dict[str, float] | None = None  # of it, while the observer waits for its metrics
+
+    def begin_run(self, state: State) -> None:
+        """Evaluate before the first step that is left, where no evaluation is known. Collective.
+
+        An evaluation that had not ended when a resumed state was saved is made again, with the metrics of its step.
+        """
+        if self.done.unfinished is not None:
+            metrics = self.done.unfinished
+            self._keep(self._source.evaluate(state.roles, state.step), first=False)
+            self._observer.resumed(state.step, metrics | self.done.last)
+        if not self.done.first and state.step < self._steps:
+            self._begin(state, first=True)
+        self._recovery.evaluations = self.done
+
+    def begin_if_due(self, state: State) -> dict[str, float]:
+        """Evaluate the weights after a step, if it is time to. Collective.
+
+        Returns: the metrics; none where the evaluation goes on, or none is due.
+        """
+        due = state.step % self._every == 0 or state.step == self._steps
+        return self._begin(state, first=False) if due else {}
+
+    def commit(self, state: State, metrics: dict[str, float]) -> None:
+        """Make the state after a step the recoverable one; `metrics` are those of the step."""
+        self._state = state
+        self._metrics = metrics
+        self.done = self.done._replace(unfinished=None if self._running is None else metrics)
+        self._recovery.commit(state, self.done, metrics)
+
+    def show(self, step: int, seconds: dict[str, float]) -> None:
+        """Give the observer the metrics of a step, now or when its evaluation has ended."""
+        if self._running is None:
+            self._observer.step(step, self._metrics, seconds)
+        else:
+            self._seconds = seconds
+
+    def finish(self) -> None:
+        """Wait for the evaluation that goes on, if there is one. Collective.
+
+        Raises:
+          RewardError: it has failed.
+        """
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            metrics = running.result()
+        except RewardError:
+            self._show_waiting()
+            raise
+        self._keep(metrics, running.first)
+        if not running.first:
+            self._metrics = self._metrics | metrics
+            self._show_waiting()
+
+    def settled(self) -> tuple[dict[str, float], Evaluations]:
+        """Metrics of the newest step with those of its evaluation, for which this waits; evaluations. Collective."""
+        if self._running is not None and self._state is not None:
+            self.finish()
+            self._recovery.commit(self._state, self.done, self._metrics)
+        return self._metrics, self.done
+
+    def end_early(self) -> None:
+        """Wait for the evaluation that goes on where the run ends before its last step. Collective."""
+        with contextlib.suppress(RewardError):  # something else has ended the run
+            self.finish()
+        self._recovery.evaluations = self.done
+
+    def _begin(self, state: State, *, first: bool) -> dict[str, float]:
+        if self._source.begin_evaluation is not None:
+            self._running = RunningEvaluation(self._source.begin_evaluation(state.step), first)
+            return {}
+        metrics = self._source.evaluate(state.roles, state.step)
+        self._keep(metrics, first)
+        return metrics
+
+    def _keep(self, metrics: dict[str, float], first: bool) -> None:
+        if first:
+            self.done = Evaluations(metrics, {})
+        else:
+            self.done = Evaluations(self.done.first, metrics)
+
+    def _show_waiting(self) -> None:
+        """Give the observer the metrics of the step that waits, if one does."""
+        if self._seconds is None or self._state is None:
+            return
+        self._observer.step(self._state.step, self._metrics, self._seconds)
+        self._seconds = None
