@@ -28,6 +28,7 @@ class GroupPlan(NamedTuple):
       step: whose batch the first groups are.
       fresh: number of the first group that was never begun before the run was resumed.
       again: numbers below it of groups that were overtaken by others and are not trained on yet.
+      left: positions of prompts that were passed over so far, ascending; where prompts are replaced, they come first.
     """
 
     position: int
@@ -35,6 +36,7 @@ class GroupPlan(NamedTuple):
     step: int
     fresh: int = 0
     again: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def number_of(self, ticket: int) -> int | None:
         """The group of a ticket; None: there are no more."""
@@ -42,6 +44,14 @@ class GroupPlan(NamedTuple):
         if ticket < len(self.again):
             return self.again[ticket]
         return number if number < self.count else None
+
+    def position_of(self, ticket: int) -> int:
+        """Position of the prompt of a ticket, where any prompt may be replaced by another one.
+
+        Prompts in their order, without those that were trained on or dropped before the run was resumed: there are
+        `position` of them, and all but those `left` are before position + len(left).
+        """
+        return self.left[ticket] if ticket < len(self.left) else self.position + ticket
 
 
 class GroupBoard:
@@ -126,6 +136,10 @@ class GroupBoard:
     def take_ticket(self) -> int:
         """Number for `GroupPlan.number_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
+
+    def take_prompt(self) -> int:
+        """Number for `GroupPlan.position_of`, which no other replica gets."""
+        return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
 
     def hold(self, version: int) -> None:
         """Record that this replica generates with a version from now on. Called once for each version."""

@@ -31,7 +31,7 @@ from funrl.trainer.partial_rollouts.begun import (
 )
 from funrl.trainer.partial_rollouts.completions import CompletionWriter
 from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
-from funrl.trainer.sources.empty_steps import count_empty, skips_empty
+from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.observing import Show
@@ -40,7 +40,6 @@ from funrl.trainer.sources.prompts import (
     Generation,
     chosen_rows,
     failed_rows,
-    filter_metrics,
     one_step_of,
     prompt_source,
     rewarded_samples,

@@ -11,7 +11,7 @@ import collections
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import Generation, prompt_source
-from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.source import DroppedPrompt, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 
@@ -49,6 +49,7 @@ class LoggedGroup(NamedTuple):
       generator: the replica that wrote it.
       switches: of each sample, (first token, version) pairs.
       tokens: (version, sampled tokens) pairs of all samples.
+      dropped: prompts before it in its place, of which the filter kept no row. They are not written again.
     """
 
     position: int
@@ -56,6 +57,7 @@ class LoggedGroup(NamedTuple):
     generator: int
     switches: Sequence[Sequence[tuple[int, int]]]
     tokens: Sequence[tuple[int, int]]
+    dropped: Sequence[DroppedPrompt] = ()
 
 
 class LoggedPart(NamedTuple):
@@ -105,14 +107,22 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
         groups = record.get("groups")
         if groups is None:
             return None
-        by_step[step] = [LoggedGroup(*group) for group in groups]
+        by_step[step] = [_logged_group(*group) for group in groups]
         if "agents" in record:
             episodes |= {logged.seed: logged for logged in read_episodes(folder, step)}
     return LoggedGroups(by_step, episodes) if by_step else None
 
 
+def _logged_group(*fields: Any) -> LoggedGroup:
+    """A group of the fields that a log has."""
+    group = LoggedGroup(*fields)
+    return group._replace(dropped=[DroppedPrompt(*prompt) for prompt in group.dropped])
+
+
 class LoggedWriter:
     """An `Elsewhere` that writes the groups of a log with the engine of this rank."""
+
+    refills = True
 
     def __init__(self, generation: Generation, log: LoggedGroups) -> None:
         """Begin before the first step.
@@ -196,6 +206,10 @@ class LoggedWriter:
             rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
         version = generation.engine.engine.version
         return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+
+    def dropped(self) -> list[DroppedPrompt]:
+        """Prompts that were replaced in the run for the step's batch."""
+        return [prompt for group in self.log.by_step[self.step] for prompt in group.dropped]
 
     def samples(self, count: int) -> list[ShownSample]:
         """None: nothing is shown."""

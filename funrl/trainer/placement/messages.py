@@ -12,9 +12,11 @@ from torch import Tensor
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -78,6 +80,8 @@ class WrittenGroup(NamedTuple):
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
       ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
+      prompt: of the group; None where there is a problem.
+      dropped: prompts before it in this place, of which the filter kept no row.
     """
 
     generator: int
@@ -89,6 +93,8 @@ class WrittenGroup(NamedTuple):
     notes: Sequence[str] = ()
     problem: str | None = None
     ended: tuple[int, int] = (0, 0)
+    prompt: GroupPrompt | None = None
+    dropped: Sequence[DroppedPrompt] = ()
 
 
 class EpisodesRequest(NamedTuple):

@@ -13,9 +13,11 @@ from funrl.mesh.pools.channel import Answers
 from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
+from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
+from funrl.trainer.steps.step_rows import Rows
 
 
 class EpisodePace(NamedTuple):
@@ -47,10 +49,13 @@ class EpisodePace(NamedTuple):
 class PacedWriter(GroupWriter):
     """A `GroupWriter` of a run with --clock=tokens."""
 
+    paced = True
+
     def __init__(self, *args: Any) -> None:
         """Begin without groups; the arguments are those of `GroupWriter`."""
         super().__init__(*args)
-        self._programs = PacedPrograms(self.resident.wake if self.resident is not None else lambda: None)
+        moved = self.resident.wake if self.resident is not None else lambda: None
+        self._programs = PacedPrograms(moved, filtered=self._prompts.replaced)
         self._clock: ReplicaClock | None = None
         self._ended: dict[int, EngineTime] = {}  # of groups that have ended and are not delivered
         self._steps = False  # whether the engine is stepped next
@@ -119,6 +124,8 @@ class PacedWriter(GroupWriter):
         while self._programs.ended:
             number = self._programs.ended.pop(0)
             self._ended[number] = clock.end(number)
+        if not self._programs.settled:  # a group is filtered, or begins again
+            return None
         if clock.at_gate:
             return self._pass_gate(clock)
         self._begin_groups()
@@ -164,7 +171,7 @@ class PacedWriter(GroupWriter):
         while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
             number = clock.begin()
             self._programs.begin(number, samples, self._delay)
-            self._tasks[number] = self._loop.create_task(self._write(number))
+            self._start(number)
 
     @property
     def _delay(self) -> int:
@@ -185,6 +192,18 @@ class PacedWriter(GroupWriter):
             self._programs.answered(group, number, delay=0)
         await self._programs.end(group, number)
         return done
+
+    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's, decided at the iteration at which its samples have ended."""
+        if not self._prompts.replaced:
+            return None
+        await self._programs.filter(group)
+        prompt = await super()._replacement(group, rows)
+        if prompt is None:
+            self._programs.ended.append(group)
+        else:
+            self._programs.begin(group, self._generation.sampling.samples, self._delay)
+        return prompt
 
     def _runner(self, number: int) -> EpisodeRunner:
         """Runner of the episodes of a group."""

@@ -32,15 +32,16 @@ from funrl.mesh.pools.transfer import Arrived, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
 from funrl.rollout.policy import PolicySetup, RunEndingError
-from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
-from funrl.trainer.sources.prompts import Generation
+from funrl.trainer.sources.prompts import Generation, failed_rows, filter_samples
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of, take
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
@@ -82,7 +83,10 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
+      paced: whether the engine is the clock; see `token_clock`.
     """
+
+    paced = False
 
     def __init__(
         self,
@@ -113,8 +117,10 @@ class GroupWriter:
         self._take_weights = take_weights
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
+        most = generation.selection.max_refills if generation.selection.filter else 1
+        self._prompts = GroupPrompts(rule, most, self._board, self._replica if self.paced else None)
         self._loop = asyncio.new_event_loop()
-        self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
+        self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
@@ -268,10 +274,15 @@ class GroupWriter:
                 self._has_next = True
             if self._next is None or not self._may_begin(self._next):
                 break
-            self._tasks[self._next] = self._loop.create_task(self._write(self._next))
+            self._start(self._next)
             self._has_next = False
             room -= self._generation.sampling.samples
         self._count_waiting(not self._tasks and not (self._has_next and self._next is None))
+
+    def _start(self, number: int) -> None:
+        assert self._plan is not None
+        prompt = self._prompts.begin(number, self._plan)
+        self._tasks[number] = self._loop.create_task(self._write(number, prompt))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -298,20 +309,18 @@ class GroupWriter:
         for number in ended:
             task = self._tasks.pop(number)
             try:
-                done, rows = task.result()
+                done, rows, prompt, dropped = task.result()
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
             kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
-            shown = self._shown(number, done, rows)
-            written = written_rows(done, rows)
             tokens, switches = versions_of(rows)
-            self._board.deliver(
-                number, self._group(number)._replace(written=written, tokens=tokens, switches=switches, shown=shown)
-            )
+            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            shown = self._shown(number, done, rows, prompt=prompt)
+            self._board.deliver(number, group._replace(shown=shown, prompt=prompt, dropped=dropped))
         return kept
 
-    def _shown(self, number: int, done: Rollout, rows: Rows) -> list[ShownSample]:
+    def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
         assert self._plan is not None
         batch, place = divmod(number, self._rule.places)
@@ -320,7 +329,7 @@ class GroupWriter:
             return []
         decode = generation.engine.decode
         samples = generation.sampling.samples
-        examples = [self._example(number)]
+        examples = [self._example(prompt)]
         return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
@@ -330,27 +339,35 @@ class GroupWriter:
         notes, self._notes = self._notes, []
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    def _example(self, number: int) -> Example:
-        assert self._plan is not None
+    def _example(self, prompt: GroupPrompt) -> Example:
         prompts, _, seed, _ = self._generation.schedule
-        place = int(places_in_order(prompts, 1, seed, self._plan.position + number)[0])
+        place = int(places_in_order(prompts, 1, seed, prompt.position)[0])
         return prompts[place]
 
-    def _seeds(self, number: int) -> list[int]:
-        """Seeds of a group's samples: those that the batch gives them where it is written at once."""
-        assert self._plan is not None
-        batch, place = divmod(number, self._rule.places)
-        seed = derived_seed(self._generation.schedule.seed, self._plan.position + batch * self._rule.places)
-        samples = self._generation.sampling.samples
-        return [request_seed(seed, place * samples + i) for i in range(samples)]
+    async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
+        """Write and reward a group, of further prompts as long as the filter drops them.
 
-    async def _write(self, group: int) -> tuple[Rollout, Rows]:
-        """Write and reward a group. Raises: RewardError, RunEndingError."""
-        example = self._example(group)
-        seeds = self._seeds(group)
-        if self._generation.episodes is None:
-            return await self._completed(group, example, seeds)
-        return await self._episodes(group, example, seeds)
+        Raises:
+          RewardError, RunEndingError: the run ends.
+        """
+        generation = self._generation
+        write = self._completed if generation.episodes is None else self._episodes
+        dropped: list[DroppedPrompt] = []
+        while True:
+            seeds = prompt.seeds(generation.schedule.seed, generation.sampling.samples)
+            done, rows = await write(group, self._example(prompt), seeds)
+            further = await self._replacement(group, rows)
+            if further is None:
+                return GroupResult(done, rows, prompt, dropped)
+            dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
+            prompt = further
+
+    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
+        assert self._plan is not None
+        if not self._prompts.replaced or filter_samples(self._generation, rows, 1).any():
+            return None
+        return self._prompts.replace(group, self._plan)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""

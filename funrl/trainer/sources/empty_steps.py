@@ -1,4 +1,4 @@
-"""Steps without a row to train on: the filter kept none, or each episode is of a failed group or unscored."""
+"""Rows that the filter drops, and steps without a row to train on: it kept none, or no episode can be trained on."""
 
 from __future__ import annotations
 
@@ -71,3 +71,18 @@ def count_empty(
     if count:
         show.note(f"{problem}; the step has no update, and the run ends after {MOST_EMPTY} such steps in a row")
     return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
+
+
+def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
+    """Metrics of a filter.
+
+    Args:
+      kept, sampled: prompts.
+      dropped_rows: of the prompts that are kept.
+    """
+    return {
+        "filter_groups/kept_share": kept / sampled,
+        "filter_groups/sampled_prompts": sampled,
+        "filter_groups/dropped_prompts": sampled - kept,
+        "filter_groups/dropped_rows": dropped_rows,
+    }

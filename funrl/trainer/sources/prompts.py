@@ -18,7 +18,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
-from funrl.trainer.sources.empty_steps import count_empty, skips_empty
+from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
     kept_samples,
@@ -136,7 +136,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     sampling = generation.sampling
     prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
-    most = batch_size * (selection.max_refills if selection.filter else 1)
+    refilled = generation.elsewhere is not None and generation.elsewhere.refills
+    most = batch_size * (selection.max_refills if selection.filter and not refilled else 1)
     log = [] if generation.episodes is None or generation.episodes.log is None else generation.episodes.log
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
@@ -158,14 +159,15 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             if not sampled and generation.shows(step):
                 show.samples(step, first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
-            failed += failed_rows(rows)
-            totals.append((done.entries, done.episodes))
+            replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
+            failed += failed_rows(rows) + sum(prompt.failed for prompt in replaced)
+            totals += [*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)]
             if spare is None or len(rows.owner):  # where all episodes failed there are no rows
                 spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
-            consumed = taken.end
-            sampled += len(selected)
+            consumed = taken.end + len(replaced)
+            sampled += len(selected) + len(replaced)
             room -= len(useful)
             batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
@@ -272,21 +274,6 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     if done.episodes:
         further |= unscored_metrics(scores)
     return metrics_of(scores, heldout) | further
-
-
-def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
-    """Metrics of a filter.
-
-    Args:
-      kept, sampled: prompts.
-      dropped_rows: of the prompts that are kept.
-    """
-    return {
-        "filter_groups/kept_share": kept / sampled,
-        "filter_groups/sampled_prompts": sampled,
-        "filter_groups/dropped_prompts": sampled - kept,
-        "filter_groups/dropped_rows": dropped_rows,
-    }
 
 
 def rewarded_rows(

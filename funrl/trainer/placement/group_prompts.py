@@ -1,0 +1,129 @@
+"""The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
+
+Without replacements group i has the i-th prompt of the run. With them a replica takes the next prompt of the order when
+it begins a group, and again for the same place when the filter keeps no row of it. Each place that a replica begins
+adds to the prompts that it may sample for the batch of this place: the bound of a batch is that of a run by turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.rollout.requests import request_seed
+from funrl.seeds import derived_seed
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.steps.step_rows import Rows
+
+
+class GroupPrompt(NamedTuple):
+    """The prompt of a group.
+
+    Attributes:
+      position: in the order of prompts.
+      first: position from which the samples are numbered, whose seeds depend on both.
+    """
+
+    position: int
+    first: int
+
+    def seeds(self, seed: int, samples: int) -> list[int]:
+        """Seeds of the samples.
+
+        Args:
+          seed: of the run.
+          samples: their number.
+        """
+        own = derived_seed(seed, self.first)
+        begin = (self.position - self.first) * samples
+        return [request_seed(own, begin + sample) for sample in range(samples)]
+
+
+class GroupResult(NamedTuple):
+    """A group that has ended.
+
+    Attributes:
+      done, rows: its completions or episodes, and their rows.
+      prompt: of the group.
+      dropped: the prompts before it in this place.
+    """
+
+    done: Rollout
+    rows: Rows
+    prompt: GroupPrompt
+    dropped: Sequence[DroppedPrompt]
+
+
+class GroupPrompts:
+    """The prompts of a replica's groups.
+
+    Attributes:
+      replaced: whether a prompt may be replaced.
+    """
+
+    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
+        """Begin before the first group.
+
+        Args:
+          rule: of admission.
+          most: prompts of a place in the mean of a batch; 1: none is replaced.
+          board: of the run.
+          replica: number of this one, which takes every N-th prompt of the order; None: the next one that no replica
+            has taken.
+        """
+        self.replaced = most > 1
+        self._rule = rule
+        self._further = most - 1
+        self._board = board
+        self._replica = replica
+        self._taken = 0
+        self._budgets: dict[int, int] = {}  # prompts that may still be replaced, by the batch of their place
+
+    def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
+        """The prompt of a new group."""
+        batch = number // self._rule.places
+        if not self.replaced:
+            return GroupPrompt(plan.position + number, plan.position + batch * self._rule.places)
+        oldest = batch - self._rule.most_age - 1  # older batches are complete
+        self._budgets = {b: count for b, count in self._budgets.items() if b >= oldest}
+        self._budgets[batch] = self._budgets.get(batch, 0) + self._further
+        return self._next(plan)
+
+    def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
+        batch = number // self._rule.places
+        if not self._budgets[batch]:
+            return None
+        self._budgets[batch] -= 1
+        return self._next(plan)
+
+    def _next(self, plan: GroupPlan) -> GroupPrompt:
+        if self._replica is None:
+            ticket = self._board.take_prompt()
+        else:
+            ticket = self._replica + self._taken * self._board.replicas
+            self._taken += 1
+        position = plan.position_of(ticket)
+        return GroupPrompt(position, first=position)
+
+
+def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) -> list[int]:
+    """Positions that were passed over, after a batch.
+
+    Args:
+      left: these positions before the batch.
+      consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
+      used: positions of the prompts of the batch and of those that they have replaced.
+
+    Returns: ascending.
+
+    Example:
+      >>> positions_left([3], consumed=5, used=[3, 7, 6, 9])
+      [8]
+    """
+    end = consumed + len(left)
+    passed = {*left, *range(end, max(used, default=0) + 1)}
+    return sorted(passed.difference(used))
