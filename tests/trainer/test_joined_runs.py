@@ -13,6 +13,7 @@ import torch
 from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from test_refilled_runs import reward, stale_dapo
 
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -173,6 +174,21 @@ def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(staleness, tm
     assert ended[1].shown == again[1].shown
     for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_rows_ahead_of_a_filter_are_those_of_any_generators(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    settings = STALE | {"staleness": 2, "reward": reward}
+    ended, _ = joined(folders[0], ONE, stale_dapo, **settings)
+    wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
+    same(joined(folders[1], wanted, stale_dapo, **settings)[0], ended)
+    steps = [metrics for _, metrics in ended[1].steps]
+    assert all(metrics["filter_groups/kept_share"] * metrics["filter_groups/sampled_prompts"] == 4 for metrics in steps)
+    assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
 
 
 @pytest.mark.slow
