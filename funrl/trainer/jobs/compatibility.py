@@ -88,21 +88,10 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
             "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
-    if staleness and not settings.estimate.dry_run:
-        _check_greedy(algorithm, staleness)
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
-
-
-def _check_greedy(algorithm: Algorithm, staleness: int) -> None:
-    """Refuse rows that are compared with greedy completions. Raises: SettingsError."""
-    if "greedy_score" in reads(algorithm).required:
-        raise SettingsError(
-            f"--staleness={staleness}: the algorithm compares rows with greedy completions, which newer weights would "
-            "write; leave --staleness out"
-        )
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:

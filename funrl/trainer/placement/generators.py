@@ -200,6 +200,10 @@ class Generators:
         """Prompts that were replaced for the newest rows; see `Elsewhere`."""
         return []
 
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
+        return None
+
     def samples(self, count: int) -> list[ShownSample]:
         """Samples of the newest rows; see `Elsewhere`."""
         return self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")

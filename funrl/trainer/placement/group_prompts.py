@@ -13,10 +13,13 @@ from typing import NamedTuple
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.rollout.requests import request_seed
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
+
+BASELINE_SEED = 1 << 41  # no training step has it
 
 
 class GroupPrompt(NamedTuple):
@@ -41,6 +44,25 @@ class GroupPrompt(NamedTuple):
         begin = (self.position - self.first) * samples
         return [request_seed(own, begin + sample) for sample in range(samples)]
 
+    @property
+    def baseline_seed(self) -> int:
+        """Seed of the greedy completion or episode."""
+        return request_seed(BASELINE_SEED, self.position)
+
+
+class GroupPart(NamedTuple):
+    """Completions or episodes of a group that are rewarded together: its samples, or its greedy baseline.
+
+    Attributes:
+      sampling: of them.
+      seeds: of each.
+      first: number of the first one among all of the group.
+    """
+
+    sampling: Sampling
+    seeds: list[int]
+    first: int
+
 
 class GroupResult(NamedTuple):
     """A group that has ended.
@@ -49,12 +71,14 @@ class GroupResult(NamedTuple):
       done, rows: its completions or episodes, and their rows.
       prompt: of the group.
       dropped: the prompts before it in this place.
+      baseline: the greedy completion or episode of the prompt, with its rows; None: there is none.
     """
 
     done: Rollout
     rows: Rows
     prompt: GroupPrompt
     dropped: Sequence[DroppedPrompt]
+    baseline: tuple[Rollout, Rows] | None
 
 
 class GroupPrompts:

@@ -33,7 +33,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import ORIGIN, Generators
 from funrl.trainer.placement.group_prompts import positions_left
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, blank_batch, origins_of
+from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, WrittenRows, blank_batch, origins_of
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals
@@ -190,25 +190,34 @@ class GroupGenerators(Generators):
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has taken; see `Elsewhere`."""
-        device = self.mesh.device
-        parts = []
-        facts = list[Mapping[str, Any]]()
-        for number, group in self._taken:
-            written = group.written
-            assert written is not None
-            batch = declare(blank_batch(written, device), ORIGIN)
-            rows = len(written.owner)
-            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
-            parts.append(rows_of(batch, np.full(rows, group.generator), self.generating))
-            owner = np.full(len(written.rollout["owner"]), group.generator)
-            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in written.rollout.items()}
-            facts.append({**here, "owner": owner})
-        done, rows = join_groups(facts, parts, self.generating, samples=sampling.samples)
+        written = [(number, group.generator, group.written) for number, group in self._taken]
+        done, rows = self._joined(written, sampling.samples)
         if not self.early:
             return done, rows
         ranks = self.mesh.size(self.mesh.row_axes)
         to = rows.batch.group.cpu().numpy() * ranks // max(1, len(examples))
         return done, self.move(rows, to, self.mesh)
+
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """Rows of the greedy completions or episodes of some groups of the batch; see `Elsewhere`."""
+        taken = [self._taken[place] for place in groups.tolist()]
+        return self._joined([(number, group.generator, group.baseline) for number, group in taken], samples=1)[1]
+
+    def _joined(self, written: Sequence[tuple[int, int, WrittenRows | None]], samples: int) -> tuple[Rollout, Rows]:
+        """Rows of groups, given as number, replica and rows, as one rollout."""
+        device = self.mesh.device
+        parts = []
+        facts = list[Mapping[str, Any]]()
+        for number, generator, own in written:
+            assert own is not None
+            batch = declare(blank_batch(own, device), ORIGIN)
+            rows = len(own.owner)
+            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
+            parts.append(rows_of(batch, np.full(rows, generator), self.generating))
+            owner = np.full(len(own.rollout["owner"]), generator)
+            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in own.rollout.items()}
+            facts.append({**here, "owner": owner})
+        return join_groups(facts, parts, self.generating, samples=samples)
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `Elsewhere`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class WrittenGroup(NamedTuple):
       generator: the replica, by its index over the row axes.
       written: its rows; None where there is a problem.
       tokens: version -> sampled tokens of the rows.
-      switches: of each row, (first sampled token, version) pairs.
+      switches: of each row, (first sampled token, version) pairs; those of `baseline` follow.
       waited_s: seconds in which the replica had nothing to write, since it delivered another group.
       shown: its first sample, where samples are shown.
       notes: remarks.
@@ -82,6 +83,7 @@ class WrittenGroup(NamedTuple):
       ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
       prompt: of the group; None where there is a problem.
       dropped: prompts before it in this place, of which the filter kept no row.
+      baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
     """
 
     generator: int
@@ -95,6 +97,19 @@ class WrittenGroup(NamedTuple):
     ended: tuple[int, int] = (0, 0)
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
+    baseline: WrittenRows | None = None
+
+
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Tensor]
+    further: dict[str, Field]
 
 
 class EpisodesRequest(NamedTuple):
@@ -236,3 +251,21 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
     begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]
+
+
+def group_fields(rows: Rows, own: bool) -> GroupFields:
+    """The fields of rows, on the CPU unless only their `own` rank needs them."""
+    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
+    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
+
+
+def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
+    tokens: collections.Counter[int] = collections.Counter()
+    switches = []
+    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
+        sampled = version_T[mask_T].numpy()
+        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
+        switches.append([(begin, int(sampled[begin])) for begin in begins])
+        tokens.update(sampled.tolist())
+    return dict(tokens), switches

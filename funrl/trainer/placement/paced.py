@@ -13,7 +13,7 @@ from funrl.mesh.pools.channel import Answers
 from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
-from funrl.trainer.placement.group_prompts import GroupPrompt
+from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
@@ -27,23 +27,25 @@ class EpisodePace(NamedTuple):
       programs: of the replica.
       group: number of the group.
       delay: iterations that an answer of the environment takes.
+      first: number of the first of the episodes among the programs of the group.
     """
 
     programs: PacedPrograms
     group: int
     delay: int
+    first: int = 0
 
     async def ask(self, number: int) -> None:
         """Wait until a call of the policy enters the engine; see `PacedPrograms`."""
-        await self.programs.ask(self.group, number)
+        await self.programs.ask(self.group, self.first + number)
 
     def answered(self, number: int) -> None:
         """Note that a call has been completed."""
-        self.programs.answered(self.group, number, self.delay)
+        self.programs.answered(self.group, self.first + number, self.delay)
 
     async def end(self, number: int) -> None:
         """Wait until an episode ends."""
-        await self.programs.end(self.group, number)
+        await self.programs.end(self.group, self.first + number)
 
 
 class PacedWriter(GroupWriter):
@@ -167,10 +169,9 @@ class PacedWriter(GroupWriter):
         """Begin the groups that may begin and for which the engine has room."""
         clock = self._clock
         assert clock is not None and self.resident is not None
-        samples = self._generation.sampling.samples
         while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
             number = clock.begin()
-            self._programs.begin(number, samples, self._delay)
+            self._programs.begin(number, self._requests, self._delay)
             self._start(number)
 
     @property
@@ -202,14 +203,14 @@ class PacedWriter(GroupWriter):
         if prompt is None:
             self._programs.ended.append(group)
         else:
-            self._programs.begin(group, self._generation.sampling.samples, self._delay)
+            self._programs.begin(group, self._requests, self._delay)
         return prompt
 
-    def _runner(self, number: int) -> EpisodeRunner:
-        """Runner of the episodes of a group."""
-        runner = super()._runner(number)
+    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
+        """Runner of episodes of a group."""
+        runner = super()._runner(group, part)
         runner.setup = runner.setup._replace(serve=refused_endpoint)
-        runner.pace = EpisodePace(self._programs, number, self._delay)
+        runner.pace = EpisodePace(self._programs, group, self._delay, part.first)
         return runner
 
 

@@ -7,22 +7,19 @@ arrived, and begins groups. Its first tensor rank decides and tells the others, 
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.batch import FIELDS, Batch, as_dict, kind_of
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.fields import Field
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -35,12 +32,20 @@ from funrl.rollout.policy import PolicySetup, RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, GroupResult
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
+from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    SendGroupsRequest,
+    WrittenGroup,
+    group_fields,
+    split_origins,
+    versions_of,
+    written_rows,
+)
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
-from funrl.trainer.sources.prompts import Generation, failed_rows, filter_samples
+from funrl.trainer.sources.prompts import Generation, baseline_sampling, failed_rows, filter_samples
 from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of, take
 
@@ -48,18 +53,6 @@ WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
 SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
-
-
-class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
-
-    Attributes:
-      fields: of the rows.
-      further: declarations of fields that are not among `FIELDS`.
-    """
-
-    fields: dict[str, Tensor]
-    further: dict[str, Field]
 
 
 class Turn(NamedTuple):
@@ -117,6 +110,7 @@ class GroupWriter:
         self._take_weights = take_weights
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
+        self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         most = generation.selection.max_refills if generation.selection.filter else 1
         self._prompts = GroupPrompts(rule, most, self._board, self._replica if self.paced else None)
         self._loop = asyncio.new_event_loop()
@@ -276,7 +270,7 @@ class GroupWriter:
                 break
             self._start(self._next)
             self._has_next = False
-            room -= self._generation.sampling.samples
+            room -= self._requests
         self._count_waiting(not self._tasks and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
@@ -309,13 +303,16 @@ class GroupWriter:
         for number in ended:
             task = self._tasks.pop(number)
             try:
-                done, rows, prompt, dropped = task.result()
+                done, rows, prompt, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
             kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
             group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            if baseline is not None:
+                further = versions_of(baseline[1])[1]
+                group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
             shown = self._shown(number, done, rows, prompt=prompt)
             self._board.deliver(number, group._replace(shown=shown, prompt=prompt, dropped=dropped))
         return kept
@@ -354,13 +351,24 @@ class GroupWriter:
         write = self._completed if generation.episodes is None else self._episodes
         dropped: list[DroppedPrompt] = []
         while True:
-            seeds = prompt.seeds(generation.schedule.seed, generation.sampling.samples)
-            done, rows = await write(group, self._example(prompt), seeds)
-            further = await self._replacement(group, rows)
-            if further is None:
-                return GroupResult(done, rows, prompt, dropped)
+            self._logged.pop(group, None)
+            example = self._example(prompt)
+            parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
+            done, rows = parts[0]
+            replacement = await self._replacement(group, rows)
+            if replacement is None:
+                return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
-            prompt = further
+            prompt = replacement
+
+    def _parts(self, prompt: GroupPrompt) -> list[GroupPart]:
+        """The samples of a group, and the greedy completion that they are compared with, if there is one."""
+        generation = self._generation
+        samples = generation.sampling.samples
+        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples), 0)]
+        if generation.greedy_baseline:
+            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed], samples))
+        return parts
 
     async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
         """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
@@ -375,13 +383,13 @@ class GroupWriter:
         assert self.resident is not None
         return await self.resident.ask(request)
 
-    async def _completed(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         generation = self._generation
-        sampling = generation.sampling
+        sampling, seeds, first = part
         pending = pending_rewards(generation.engine, [example], sampling.samples)
 
         async def complete(number: int, seed: int) -> Completion:
-            done = await self._ask(group, number, Request(0, example.tokens, sampling, seed))
+            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed))
             done = done._replace(number=number)
             if pending is not None:
                 pending.add(done)
@@ -395,26 +403,26 @@ class GroupWriter:
         rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
         return done, rows
 
-    def _runner(self, number: int) -> EpisodeRunner:
-        """Runner of the episodes of a group."""
-        del number
+    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
+        """Runner of episodes of a group."""
+        del group
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
-        policy = PolicySetup(self._generation.sampling, setup.chat, setup.models, serve_agent)
+        policy = PolicySetup(part.sampling, setup.chat, setup.models, serve_agent)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
         runner.resident = self.resident
         return runner
 
-    async def _episodes(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         setup = self._generation.episodes
         assert setup is not None
-        sampling = self._generation.sampling
-        runner = self._runner(group)
-        episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
+        runner = self._runner(group, part)
+        episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]
         if self._logs_episodes:
-            self._logged[group] = [LoggedEpisode(number, seeds[number], episode) for number, episode in episodes]
-        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], sampling, costs=costs)
+            logged = [LoggedEpisode(number, part.seeds[number], episode) for number, episode in episodes]
+            self._logged.setdefault(group, []).extend(logged)
+        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], part.sampling, costs=costs)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -422,21 +430,3 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def group_fields(rows: Rows, own: bool) -> GroupFields:
-    """The fields of rows, on the CPU unless only their `own` rank needs them."""
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
-
-
-def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
-    tokens: collections.Counter[int] = collections.Counter()
-    switches = []
-    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
-    return dict(tokens), switches

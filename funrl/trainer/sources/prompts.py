@@ -372,13 +372,16 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     rows = join_rows([part.rows for part in chosen])
     counts = np.concatenate([part.counts for part in chosen])
     device = rows.batch.group.device
+    places = rows.batch.group.unique_consecutive().cpu().numpy()
     group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
     rows = rows.with_fields(group=group_B, failed=None, episode=_episode_numbers(chosen, device))
     if not baseline:
         return rows
-    examples = [example for part in chosen for example in part.examples]
-    sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+    greedy = None if generation.elsewhere is None else generation.elsewhere.baseline_rows(places)
+    if greedy is None:
+        examples = [example for part in chosen for example in part.examples]
+        sampling = baseline_sampling(generation.sampling)
+        _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -388,6 +391,11 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if greedy.batch.failed.all():
         raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
     return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+
+
+def baseline_sampling(sampling: Sampling) -> Sampling:
+    """Sampling of the greedy completion that the samples of a prompt are compared with."""
+    return dataclasses.replace(sampling, greedy=True, samples=1)
 
 
 def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Rows:

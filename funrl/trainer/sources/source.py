@@ -103,6 +103,10 @@ class Elsewhere(Protocol):
         """Prompts that were replaced for the newest rows."""
         ...
 
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """Rows of the greedy completions or episodes of some groups of the newest rows; None: they are asked for."""
+        ...
+
     def samples(self, count: int) -> list[ShownSample]:
         """The first sample of each of the first prompts of the newest rows."""
         ...
