@@ -1,8 +1,8 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
 Without replacements group i has the i-th prompt of the run. With them a replica takes the next prompt of the order when
-it begins a group, and again for the same place when the filter keeps no row of it. Each place that a replica begins
-adds to the prompts that it may sample for the batch of this place: the bound of a batch is that of a run by turns.
+it begins a group, and again for the same place when the filter keeps no row of it. A batch has at most as many prompts
+as in a run by turns: replicas share the replacements, in equal parts where their engines are the clock.
 """
 
 from __future__ import annotations
@@ -93,36 +93,46 @@ class GroupPrompts:
 
         Args:
           rule: of admission.
-          most: prompts of a place in the mean of a batch; 1: none is replaced.
+          most: prompts of a batch for each of its places; 1: none is replaced.
           board: of the run.
           replica: number of this one, which takes every N-th prompt of the order; None: the next one that no replica
             has taken.
         """
         self.replaced = most > 1
         self._rule = rule
-        self._further = most - 1
+        self._most = most
         self._board = board
         self._replica = replica
         self._taken = 0
-        self._budgets: dict[int, int] = {}  # prompts that may still be replaced, by the batch of their place
+        self._shares: dict[int, int] = {}  # batch -> prompts that this replica may still replace in it
 
     def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
         """The prompt of a new group."""
-        batch = number // self._rule.places
-        if not self.replaced:
-            return GroupPrompt(plan.position + number, plan.position + batch * self._rule.places)
-        oldest = batch - self._rule.most_age - 1  # older batches are complete
-        self._budgets = {b: count for b, count in self._budgets.items() if b >= oldest}
-        self._budgets[batch] = self._budgets.get(batch, 0) + self._further
-        return self._next(plan)
+        if self.replaced:
+            return self._next(plan)
+        places = self._rule.places
+        return GroupPrompt(plan.position + number, plan.position + number // places * places)
 
     def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
         """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
         batch = number // self._rule.places
-        if not self._budgets[batch]:
+        if not self._take_replacement(batch, plan):
             return None
-        self._budgets[batch] -= 1
         return self._next(plan)
+
+    def _take_replacement(self, batch: int, plan: GroupPlan) -> bool:
+        """True if another prompt of a batch may be replaced, which is then counted."""
+        places = range(batch * self._rule.places, (batch + 1) * self._rule.places)
+        if self._replica is None:
+            return self._board.take_replacement(batch) < len(places) * (self._most - 1)
+        if batch not in self._shares:
+            tickets = (plan.ticket_of(place) for place in places)
+            own = sum(ticket is not None and ticket % self._board.replicas == self._replica for ticket in tickets)
+            oldest = batch - self._rule.most_age - 1  # older batches are complete
+            self._shares = {earlier: left for earlier, left in self._shares.items() if earlier >= oldest}
+            self._shares[batch] = own * (self._most - 1)
+        self._shares[batch] -= 1
+        return self._shares[batch] >= 0
 
     def _next(self, plan: GroupPlan) -> GroupPrompt:
         if self._replica is None:
