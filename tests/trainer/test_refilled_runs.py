@@ -1,7 +1,9 @@
 """Runs that write ahead, of an algorithm whose filter drops groups: other prompts take their places."""
 
 import functools
+import random
 import shutil
+import time
 import zlib
 
 import pytest
@@ -16,6 +18,7 @@ from funrl.data.order import places_in_order
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.placement.logged import read_groups
 
 pytestmark = pytest.mark.gloo
@@ -36,6 +39,11 @@ def equal(prompt):
 
 def reward(prompt, completion, **fields):
     return 0.0 if equal(prompt) else zlib.crc32((prompt + completion).encode()) / 2**32
+
+
+def late_reward(prompt, completion, **fields):
+    time.sleep(random.SystemRandom().uniform(0, 0.02))
+    return reward(prompt, completion)
 
 
 def refilled_job(**settings):
@@ -92,16 +100,20 @@ def test_a_refilled_run_is_repeated_with_the_same_bits(name, tmp_path):
 CLOCKS = {
     "one replica": {"place": "train:dp1 generate:dp1", "staleness": 2},
     "window": {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3},
-    "tp2, workers": {"place": "train:dp1 generate:tp2", "staleness": 1, "reward_workers": 1},
+    "tp2, workers": {"place": "train:dp1 generate:tp2", "staleness": 1, "reward_workers": 2},
 }
 
 
 @pytest.mark.parametrize("name", quick(CLOCKS, ["window"]))
 def test_two_runs_by_the_clock_have_the_same_bits(name, tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
-    job = refilled_job(clock="tokens", decode_rows=3, **CLOCKS[name])
+    late = "workers" in name
+    job = small_job(
+        stale_dapo, reward=late_reward if late else reward, clock="tokens", decode_rows=3, **SETTINGS | CLOCKS[name]
+    )
+    before = functools.partial(open_rewards, job) if late else None
     runs = [
-        launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu")
+        launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu", before=before)
         for seed, folder in enumerate(folders, 1)
     ]
     assert differences(*runs) + differing_files(folders, STEPS) == []
