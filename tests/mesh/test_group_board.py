@@ -61,6 +61,7 @@ def test_versions_that_nobody_asks_for_leave_the_store(store, monkeypatch):
     for version in range(4, 14):
         board.train(version - 4, version)
         board.hold(version)
+        assert board.take_replacement(version - 4) == 0
         assert board.batch_of_weights(version) == version - 4
         counts.append(store.num_keys())
     assert counts[3:] == [counts[3]] * 7

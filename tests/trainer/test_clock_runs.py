@@ -60,14 +60,14 @@ SLEEPS = (
 )
 
 
-def slowed(job, seed, folder, mesh):
+def slowed(job, seed, folder, mesh, pool=None):
     """A run of this rank whose parts sleep at random."""
     observer = Quiet(folder)
     with contextlib.ExitStack() as stack:
         for place, (owner, name, longest_s) in enumerate(SLEEPS if seed else ()):
             pauses = random.Random(1000 * seed + 100 * place + mesh.rank)
             stack.enter_context(mock.patch.object(owner, name, sleepy(getattr(owner, name), pauses, longest_s)))
-        outcome = run_rank(job, mesh, observer)
+        outcome = run_rank(job, mesh, observer, pool=pool)
     weights = getattr(observer, "params", None)
     observer.params = None
     return Ended(outcome, observer, weights)

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
-from funrl.mesh.pools.groups import GroupPlan
+from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.transfer import Arrived, WeightTransfer
+from funrl.rollout.requests import request_seed
+from funrl.seeds import derived_seed
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, positions_left
 from funrl.trainer.placement.groups import GroupGenerators, age_metrics
 from funrl.trainer.placement.messages import origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
@@ -53,6 +56,48 @@ def test_a_resumed_run_begins_with_the_group_that_others_overtook(generators):
     assert taken == (-1, 1, 2, 3)
     assert generators._admission.consume(taken)[1].batch == 1
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
+
+
+def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over(generators):
+    """Eight prompts were trained on or dropped: those at positions 0 to 4, 6, 7 and 9."""
+    generators.replaces = True
+    state = {"prompts_consumed": 8, "left": torch.tensor([5, 8])}
+    assert generators.restored(state) == {"prompts_consumed": 8}
+    generators.begin_step(3, 8, 5)
+    assert [generators.plan.position_of(ticket) for ticket in range(4)] == [5, 8, 10, 11]
+    assert generators.saved({"prompts_consumed": 8})["left"].tolist() == [5, 8]
+    assert positions_left([5, 8], consumed=8, used=[5, 12, 10]) == [8, 11]
+    assert positions_left([8, 11], consumed=11, used=[8, 11, 13]) == []
+
+
+def test_replicas_share_the_replacements_of_a_batch(generators):
+    generators.begin_step(1, 0, 5)
+    rule, board, plan = AdmissionRule(places=4), GroupBoard(2), generators.plan
+    replicas = [GroupPrompts(rule, 2, board, None) for _ in range(2)]
+    begun = [prompts.begin(number, plan) for number, prompts in enumerate(replicas * 2)]
+    assert begun == [GroupPrompt(place, place) for place in range(4)]
+    further = [prompts.replace(1, plan) for prompts in (replicas[0], *replicas * 2)]
+    assert further == [*(GroupPrompt(place, place) for place in range(4, 8)), None]
+    assert replicas[0].replace(4, plan) == GroupPrompt(8, 8), "the next batch has its own"
+
+
+def test_by_the_clock_each_replica_has_its_part_of_the_replacements_and_prompts(generators):
+    rule, board = AdmissionRule(places=4), GroupBoard(2)
+    plan = GroupPlan(position=8, count=12, step=3, fresh=1, again=(-1,))  # replica 0 has -1, 2, 4, ..., 1 has 1, 3, ...
+    own = [GroupPrompts(rule, 2, board, replica) for replica in range(2)]
+    assert [own[0].begin(number, plan).position for number in (-1, 2)] == [8, 10]
+    assert [own[1].begin(number, plan).position for number in (1, 3)] == [9, 11]
+    assert own[0].replace(-1, plan) == GroupPrompt(12, 12) and own[0].replace(-1, plan) is None
+    assert own[0].replace(2, plan) == GroupPrompt(14, 14) and own[0].replace(2, plan) is None
+    assert [own[1].replace(3, plan) for _ in range(3)] == [GroupPrompt(13, 13), GroupPrompt(15, 15), None]
+
+
+def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
+    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1), None)
+    prompt = prompts.begin(6, GroupPlan(position=8, count=12, step=3))
+    assert prompt == (14, 12)
+    assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
+    assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
 
 
 def test_ages_are_of_tokens():

@@ -13,6 +13,8 @@ import torch
 from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from test_greedy_ahead import stale_remax
+from test_refilled_runs import reward, stale_dapo
 
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -173,6 +175,23 @@ def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(staleness, tm
     assert ended[1].shown == again[1].shown
     for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compose", [stale_dapo, stale_remax])
+def test_rows_ahead_of_a_filter_or_beside_greedy_ones_are_those_of_any_generators(compose, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    settings = STALE | {"staleness": 2, "reward": reward}
+    ended, _ = joined(folders[0], ONE, compose, **settings)
+    wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
+    same(joined(folders[1], wanted, compose, **settings)[0], ended)
+    steps = [metrics for _, metrics in ended[1].steps]
+    if compose is stale_dapo:
+        assert {step["filter_groups/kept_share"] * step["filter_groups/sampled_prompts"] for step in steps} == {4}
+        assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
 
 
 @pytest.mark.slow

@@ -285,10 +285,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp5"}, "--place=generate:tp5: embed: vocab has size 16, which does not divide over tp5"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
-        (
-            {"staleness": 1, "reward": "exact", "on_reward_error": "skip"},
-            "let batches be smaller then (--max_refills=1)",
-        ),
         ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
     ],
 )

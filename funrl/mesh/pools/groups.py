@@ -28,6 +28,7 @@ class GroupPlan(NamedTuple):
       step: whose batch the first groups are.
       fresh: number of the first group that was never begun before the run was resumed.
       again: numbers below it of groups that were overtaken by others and are not trained on yet.
+      left: positions of prompts that were passed over so far, ascending; where prompts are replaced, they come first.
     """
 
     position: int
@@ -35,6 +36,7 @@ class GroupPlan(NamedTuple):
     step: int
     fresh: int = 0
     again: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def number_of(self, ticket: int) -> int | None:
         """The group of a ticket; None: there are no more."""
@@ -42,6 +44,20 @@ class GroupPlan(NamedTuple):
         if ticket < len(self.again):
             return self.again[ticket]
         return number if number < self.count else None
+
+    def ticket_of(self, number: int) -> int | None:
+        """The ticket of a group; None: it was trained on before the run was resumed."""
+        if number >= self.fresh:
+            return number - self.fresh + len(self.again)
+        return self.again.index(number) if number in self.again else None
+
+    def position_of(self, ticket: int) -> int:
+        """Position of the prompt of a ticket, where any prompt may be replaced by another one.
+
+        Prompts in their order, without those that were trained on or dropped before the run was resumed: there are
+        `position` of them, and all but those `left` are before position + len(left).
+        """
+        return self.left[ticket] if ticket < len(self.left) else self.position + ticket
 
 
 class GroupBoard:
@@ -78,6 +94,7 @@ class GroupBoard:
         """Record the version that a batch is trained with; several batches have it where some had no update."""
         store = run_store()
         store.set(f"{GROUPS_KEY}/batch/{version}", str(batch))
+        store.delete_key(f"{GROUPS_KEY}/replaced/{batch - KEPT_VERSIONS}")
         oldest = version if self._oldest is None else self._oldest
         self._oldest = max(oldest, self.everywhere - KEPT_VERSIONS)
         for forgotten in range(oldest, self._oldest):
@@ -126,6 +143,14 @@ class GroupBoard:
     def take_ticket(self) -> int:
         """Number for `GroupPlan.number_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
+
+    def take_prompt(self) -> int:
+        """Number for `GroupPlan.position_of`, which no other replica gets."""
+        return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
+
+    def take_replacement(self, batch: int) -> int:
+        """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""
+        return run_store().add(f"{GROUPS_KEY}/replaced/{batch}", 1) - 1
 
     def hold(self, version: int) -> None:
         """Record that this replica generates with a version from now on. Called once for each version."""

@@ -88,30 +88,10 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
             "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
-    if staleness and not settings.estimate.dry_run:
-        _check_groups(algorithm, settings)
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
-
-
-def _check_groups(algorithm: Algorithm, settings: Settings) -> None:
-    """Refuse batches that are not made of groups in their order. Raises: SettingsError."""
-    staleness = settings.asynchrony.staleness
-    drops = "the algorithm's filter" if algorithm.filter is not None else ""
-    drops = "--on_reward_error=skip" if settings.rewards.on_reward_error == "skip" else drops
-    refills = settings.sampling.max_refills
-    if drops and refills > 1:
-        raise SettingsError(
-            f"--staleness={staleness}: {drops} drops rows, and prompts that are written ahead do not replace them; let "
-            "batches be smaller then (--max_refills=1), or leave --staleness out"
-        )
-    if "greedy_score" in reads(algorithm).required:
-        raise SettingsError(
-            f"--staleness={staleness}: the algorithm compares rows with greedy completions, which newer weights would "
-            "write; leave --staleness out"
-        )
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:

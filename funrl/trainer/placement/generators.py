@@ -34,6 +34,7 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError
 
@@ -97,7 +98,10 @@ class Generators:
 
     Attributes:
       step: that the next rows are for.
+      refills: whether prompts that the filter drops are replaced where they are written.
     """
+
+    refills = False
 
     def __init__(self, engine: RemoteEngine, mesh: Mesh, show: Show, *, early: bool, staleness: int = 0) -> None:
         """Name the ranks.
@@ -192,6 +196,14 @@ class Generators:
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places of the prompts whose rows come next: those that were taken; see `Elsewhere`."""
         return places
+
+    def dropped(self) -> list[DroppedPrompt]:
+        """Prompts that were replaced for the newest rows; see `Elsewhere`."""
+        return []
+
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
+        return None
 
     def samples(self, count: int) -> list[ShownSample]:
         """Samples of the newest rows; see `Elsewhere`."""

@@ -32,11 +32,13 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import ORIGIN, Generators
+from funrl.trainer.placement.group_prompts import positions_left
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     SendGroupsRequest,
     WrittenGroup,
+    WrittenRows,
     blank_batch,
     origins_of,
 )
@@ -44,6 +46,7 @@ from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.prompts import PromptSchedule
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
 
 REPLICAS = "replicas"  # in service together, as `Admission` names generators
@@ -76,9 +79,14 @@ class GroupGenerators(Generators):
       plan: of the groups; None: before the first step.
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
+      replaces: whether replicas replace prompts that the filter drops.
+      left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
+        needs them.
       overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
         a batch. A resumed run needs it.
     """
+
+    refills = True
 
     def __init__(
         self,
@@ -102,6 +110,9 @@ class GroupGenerators(Generators):
         self._schedule = schedule
         self.keeps_cache = False
         self.paced = False
+        self.replaces = False
+        self.left = torch.zeros(0, dtype=torch.int64)
+        self._consumed = 0  # prompts before the batch
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board_holds
@@ -126,12 +137,13 @@ class GroupGenerators(Generators):
           steps: of the run.
         """
         self.step = step
+        self._consumed = position
         if self.plan is None:
             count = (steps - step + 1) * self._admission.rule.places
             overtaking = self.overtaking()
             again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
             fresh = max(overtaking, default=-1) + 1
-            self.plan = GroupPlan(position, count, step, fresh, again)
+            self.plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
             self._admission = self._admission._replace(
                 fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
             )
@@ -143,15 +155,17 @@ class GroupGenerators(Generators):
             publish(self._batch, self.engine.version or 0)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
-        """The state with the groups that have overtaken others, where some may; see `Generators`."""
-        return {**state, "overtaken": self.overtaken_W} if len(self.overtaken_W) else state
+        """The state with groups that have overtaken others and prompts that were passed over; see `Generators`."""
+        further = {"overtaken": self.overtaken_W} if len(self.overtaken_W) else {}
+        return {**state, **further, "left": self.left} if self.replaces else {**state, **further}
 
     def restored(self, state: trees.Tree) -> trees.Tree:
         """The state without them; see `Generators`."""
-        if "overtaken" not in state:
-            return state
-        self.overtaken_W = state["overtaken"].cpu()
-        return {name: value for name, value in state.items() if name != "overtaken"}
+        if "overtaken" in state:
+            self.overtaken_W = state["overtaken"].cpu()
+        if "left" in state:
+            self.left = state["left"].cpu()
+        return {name: value for name, value in state.items() if name not in ("overtaken", "left")}
 
     def overtaking(self) -> list[int]:
         """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
@@ -176,30 +190,46 @@ class GroupGenerators(Generators):
                 raise RewardError(group.problem)
         assert len(self._taken) == len(places)
         prompts, _, seed, _ = self._schedule
-        positions = [self.plan.position + number for number, _ in self._taken]
+        positions = [group.prompt.position for _, group in self._taken if group.prompt is not None]
+        if self.replaces:
+            used = [*positions, *(prompt.position for prompt in self.dropped())]
+            self.left = torch.tensor(positions_left(self.left.tolist(), self._consumed, used), dtype=torch.int64)
         return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has taken; see `Elsewhere`."""
-        device = self.mesh.device
-        parts = []
-        facts = list[Mapping[str, Any]]()
-        for number, group in self._taken:
-            written = group.written
-            assert written is not None
-            batch = declare(blank_batch(written, device), ORIGIN)
-            rows = len(written.owner)
-            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
-            parts.append(rows_of(batch, np.full(rows, group.generator), self.generating))
-            owner = np.full(len(written.rollout["owner"]), group.generator)
-            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in written.rollout.items()}
-            facts.append({**here, "owner": owner})
-        done, rows = join_groups(facts, parts, self.generating, samples=sampling.samples)
+        written = [(number, group.generator, group.written) for number, group in self._taken]
+        done, rows = self._joined(written, sampling.samples)
         if not self.early:
             return done, rows
         ranks = self.mesh.size(self.mesh.row_axes)
         to = rows.batch.group.cpu().numpy() * ranks // max(1, len(examples))
         return done, self.move(rows, to, self.mesh)
+
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """Rows of the greedy completions or episodes of some groups of the batch; see `Elsewhere`."""
+        taken = [self._taken[place] for place in groups.tolist()]
+        return self._joined([(number, group.generator, group.baseline) for number, group in taken], samples=1)[1]
+
+    def _joined(self, written: Sequence[tuple[int, int, WrittenRows | None]], samples: int) -> tuple[Rollout, Rows]:
+        """Rows of groups, given as number, replica and rows, as one rollout."""
+        device = self.mesh.device
+        parts = []
+        facts = list[Mapping[str, Any]]()
+        for number, generator, own in written:
+            assert own is not None
+            batch = declare(blank_batch(own, device), ORIGIN)
+            rows = len(own.owner)
+            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
+            parts.append(rows_of(batch, np.full(rows, generator), self.generating))
+            owner = np.full(len(own.rollout["owner"]), generator)
+            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in own.rollout.items()}
+            facts.append({**here, "owner": owner})
+        return join_groups(facts, parts, self.generating, samples=samples)
+
+    def dropped(self) -> list[DroppedPrompt]:
+        """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
+        return [prompt for _, group in self._taken for prompt in group.dropped]
 
     def samples(self, count: int) -> list[ShownSample]:
         """The first samples of the batch; see `Elsewhere`."""
@@ -224,16 +254,10 @@ class GroupGenerators(Generators):
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
         if self.plan is None or self.keeps_cache:
             return None
-        places = self._admission.rule.places
         return [
-            (
-                self.plan.position + number,
-                self.plan.position + number // places * places,
-                group.generator,
-                group.switches,
-                sorted(group.tokens.items()),
-            )
-            for number, group in self._taken
+            (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
+            for _, group in self._taken
+            if group.prompt is not None
         ]
 
     def episode_groups(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import collections
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,20 +22,20 @@ from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, Logg
 from funrl.rollout.engine import awake, complete
 from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
-from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
+from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.groups import age_metrics, join_groups
-from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
+from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.prompts import Generation, prompt_source
-from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.prompts import Generation, baseline_sampling, prompt_source
+from funrl.trainer.sources.source import DroppedPrompt, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 
@@ -47,8 +47,9 @@ class LoggedGroup(NamedTuple):
       position: of its prompt in the order of prompts.
       first: position of the first group of the batch that it was due in.
       generator: the replica that wrote it.
-      switches: of each sample, (first token, version) pairs.
+      switches: of each sample, (first token, version) pairs; those of the greedy completion follow.
       tokens: (version, sampled tokens) pairs of all samples.
+      dropped: prompts before it in its place, of which the filter kept no row. They are not written again.
     """
 
     position: int
@@ -56,6 +57,7 @@ class LoggedGroup(NamedTuple):
     generator: int
     switches: Sequence[Sequence[tuple[int, int]]]
     tokens: Sequence[tuple[int, int]]
+    dropped: Sequence[DroppedPrompt] = ()
 
 
 class LoggedPart(NamedTuple):
@@ -63,7 +65,7 @@ class LoggedPart(NamedTuple):
 
     Attributes:
       group: of the completion or episode.
-      sample: its number in the group.
+      sample: its number in the group; that after the last one of a greedy completion or episode.
       turn: of an episode, as the log has it; None: a completion of the prompt.
       tokens: number of tokens; None: up to the end.
     """
@@ -105,14 +107,22 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
         groups = record.get("groups")
         if groups is None:
             return None
-        by_step[step] = [LoggedGroup(*group) for group in groups]
+        by_step[step] = [_logged_group(*group) for group in groups]
         if "agents" in record:
             episodes |= {logged.seed: logged for logged in read_episodes(folder, step)}
     return LoggedGroups(by_step, episodes) if by_step else None
 
 
+def _logged_group(*fields: Any) -> LoggedGroup:
+    """A group of the fields that a log has."""
+    group = LoggedGroup(*fields)
+    return group._replace(dropped=[DroppedPrompt(*prompt) for prompt in group.dropped])
+
+
 class LoggedWriter:
     """An `Elsewhere` that writes the groups of a log with the engine of this rank."""
+
+    refills = True
 
     def __init__(self, generation: Generation, log: LoggedGroups) -> None:
         """Begin before the first step.
@@ -138,52 +148,73 @@ class LoggedWriter:
         self._sample(generation.engine.engine.version or 0)
         groups = self.log.by_step[self.step]
         if generation.episodes is None:
-            self._completed = self._completions(groups)
+            self._completed = self._completions(groups, generation.sampling, first=0)
         else:
-            self._episodes = self._repeated_episodes(groups, generation.episodes)
+            environment = generation.episodes.environment
+            assert isinstance(environment, LoggedEnvironment)
+            environment.forget()
+            self._episodes = self._repeated_episodes(groups, generation.sampling, first=0)
         prompts, _, seed, _ = generation.schedule
         assert len(groups) == len(places)
         return np.concatenate([places_in_order(prompts, 1, seed, group.position) for group in groups])
 
-    def _completions(self, groups: Sequence[LoggedGroup]) -> Rollout:
-        """The completions of the groups of a batch. Collective."""
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """Rows of the greedy completions or episodes of some groups of the step; see `Elsewhere`."""
         generation = self.generation
-        samples = generation.sampling.samples
+        logged = [self.log.by_step[self.step][place] for place in groups.tolist()]
+        sampling = baseline_sampling(generation.sampling)
+        first = generation.sampling.samples
+        if generation.episodes is not None:
+            return self._repeated_episodes(logged, sampling, first)[1]
+        done = self._completions(logged, sampling, first)
+        return to_rows([self._example(group.position) for group in logged], done, sampling, generation.pad)
+
+    def _completions(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> Rollout:
+        """Completions of some groups. Collective.
+
+        Args:
+          groups: of a batch.
+          sampling: of the completions.
+          first: number of the first completion of each group.
+        """
+        generation = self.generation
+        samples = sampling.samples
         begin = time.perf_counter()
         examples = [self._example(group.position) for group in groups]
         pending = pending_rewards(generation.engine, examples, samples)
         completions = []
         for place, group in enumerate(groups):
             for sample in range(samples if self._is_own(group) else 0):
-                done = self._begun.pop((group.position, sample))._replace(number=place * samples + sample)
+                done = self._begun.pop((group.position, first + sample))._replace(number=place * samples + sample)
                 completions.append(done)
                 if pending is not None:
                     pending.add(done)
         rows = len(groups) * samples
         return collected_rollout(generation.engine, completions, pending, rows=rows, begin=begin)
 
-    def _repeated_episodes(self, groups: Sequence[LoggedGroup], setup: EpisodeSetup) -> tuple[Rollout, Rows]:
-        """The episodes of the groups of a batch, and their rows. Collective.
+    def _repeated_episodes(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
+        """Episodes of some groups, and their rows; the arguments are those of `_completions`. Collective.
 
         Each group is made into rows by itself, as where it was written: sums have the same bits then.
         """
         generation = self.generation
+        setup = generation.episodes
+        assert setup is not None
         environment = setup.environment
         assert isinstance(environment, LoggedEnvironment)
-        environment.forget()
         facts = []
         parts = []
         for group in groups:
             example = self._example(group.position)
             episodes = []
-            for sample in range(generation.sampling.samples if self._is_own(group) else 0):
-                logged = self._logged_episode(group, sample)
+            for sample in range(sampling.samples if self._is_own(group) else 0):
+                logged = self._logged_episode(group, first + sample)
                 turns = {node: self._begun.pop(node) for node in sampled_nodes(logged.episode)}
                 episodes.append((sample, environment.resampled(logged, example, turns)))
-            done, rows = rollout_of_episodes(setup, generation.engine, episodes, [example], generation.sampling)
+            done, rows = rollout_of_episodes(setup, generation.engine, episodes, [example], sampling)
             facts.append(done._asdict())
             parts.append(rows)
-        return join_groups(facts, parts, generation.engine.mesh, samples=generation.sampling.samples)
+        return join_groups(facts, parts, generation.engine.mesh, samples=sampling.samples)
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has completed; see `Elsewhere`."""
@@ -196,6 +227,10 @@ class LoggedWriter:
             rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
         version = generation.engine.engine.version
         return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+
+    def dropped(self) -> list[DroppedPrompt]:
+        """Prompts that were replaced in the run for the step's batch."""
+        return [prompt for group in self.log.by_step[self.step] for prompt in group.dropped]
 
     def samples(self, count: int) -> list[ShownSample]:
         """None: nothing is shown."""
@@ -219,7 +254,7 @@ class LoggedWriter:
         else:
             samples = [
                 (sample, node, switches_of(node))
-                for sample in range(self.generation.sampling.samples)
+                for sample in range(self.generation.sampling.samples + self.generation.greedy_baseline)
                 for node in sampled_nodes(self._logged_episode(group, sample).episode)
             ]
         for sample, node, switches in samples:
@@ -243,13 +278,15 @@ class LoggedWriter:
         if part.turn is not None:
             return turn_request(part.turn)
         prompt = self._example(part.group.position).tokens
-        return Request(0, prompt, self.generation.sampling, self._seed(part.group, part.sample))
+        sampling = self.generation.sampling
+        own = sampling if part.sample < sampling.samples else baseline_sampling(sampling)
+        return Request(0, prompt, own, self._seed(part.group, part.sample))
 
     def _seed(self, group: LoggedGroup, sample: int) -> int:
         """Seed of a sample of a group."""
-        schedule = self.generation.schedule
-        number = (group.position - group.first) * self.generation.sampling.samples + sample
-        return request_seed(derived_seed(schedule.seed, group.first), number)
+        prompt = GroupPrompt(group.position, group.first)
+        seeds = prompt.seeds(self.generation.schedule.seed, self.generation.sampling.samples)
+        return [*seeds, prompt.baseline_seed][sample]
 
     def _logged_episode(self, group: LoggedGroup, sample: int) -> LoggedEpisode:
         """The episode of a sample. Raises: MissingEpisodeError."""

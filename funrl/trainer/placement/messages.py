@@ -13,9 +13,11 @@ from torch import Tensor
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -73,12 +75,15 @@ class WrittenGroup(NamedTuple):
       generator: the replica, by its index over the row axes.
       written: its rows; None where there is a problem.
       tokens: version -> sampled tokens of the rows.
-      switches: of each row, (first sampled token, version) pairs.
+      switches: of each row, (first sampled token, version) pairs; those of `baseline` follow.
       waited_s: seconds in which the replica had nothing to write, since it delivered another group.
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
       ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
+      prompt: of the group; None where there is a problem.
+      dropped: prompts before it in this place, of which the filter kept no row.
+      baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
     """
 
     generator: int
@@ -90,6 +95,21 @@ class WrittenGroup(NamedTuple):
     notes: Sequence[str] = ()
     problem: str | None = None
     ended: tuple[int, int] = (0, 0)
+    prompt: GroupPrompt | None = None
+    dropped: Sequence[DroppedPrompt] = ()
+    baseline: WrittenRows | None = None
+
+
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Tensor]
+    further: dict[str, Field]
 
 
 class GroupFields(NamedTuple):

@@ -13,9 +13,11 @@ from funrl.mesh.pools.channel import Answers
 from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
+from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
+from funrl.trainer.steps.step_rows import Rows
 
 
 class EpisodePace(NamedTuple):
@@ -25,32 +27,37 @@ class EpisodePace(NamedTuple):
       programs: of the replica.
       group: number of the group.
       delay: iterations that an answer of the environment takes.
+      first: number of the first of the episodes among the programs of the group.
     """
 
     programs: PacedPrograms
     group: int
     delay: int
+    first: int = 0
 
     async def ask(self, number: int) -> None:
         """Wait until a call of the policy enters the engine; see `PacedPrograms`."""
-        await self.programs.ask(self.group, number)
+        await self.programs.ask(self.group, self.first + number)
 
     def answered(self, number: int) -> None:
         """Note that a call has been completed."""
-        self.programs.answered(self.group, number, self.delay)
+        self.programs.answered(self.group, self.first + number, self.delay)
 
     async def end(self, number: int) -> None:
         """Wait until an episode ends."""
-        await self.programs.end(self.group, number)
+        await self.programs.end(self.group, self.first + number)
 
 
 class PacedWriter(GroupWriter):
     """A `GroupWriter` of a run with --clock=tokens."""
 
+    paced = True
+
     def __init__(self, *args: Any) -> None:
         """Begin without groups; the arguments are those of `GroupWriter`."""
         super().__init__(*args)
-        self._programs = PacedPrograms(self.resident.wake if self.resident is not None else lambda: None)
+        moved = self.resident.wake if self.resident is not None else lambda: None
+        self._programs = PacedPrograms(moved, filtered=self._prompts.replaced)
         self._clock: ReplicaClock | None = None
         self._ended: dict[int, EngineTime] = {}  # of groups that have ended and are not delivered
         self._steps = False  # whether the engine is stepped next
@@ -125,6 +132,8 @@ class PacedWriter(GroupWriter):
         while self._programs.ended:
             number = self._programs.ended.pop(0)
             self._ended[number] = clock.end(number)
+        if not self._programs.settled:  # a group is filtered, or begins again
+            return None
         if clock.at_gate:
             return self._pass_gate(clock)
         self._begin_groups()
@@ -166,11 +175,10 @@ class PacedWriter(GroupWriter):
         """Begin the groups that may begin and for which the engine has room."""
         clock = self._clock
         assert clock is not None and self.resident is not None
-        samples = self._generation.sampling.samples
         while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
             number = clock.begin()
-            self._programs.begin(number, samples, self._delay)
-            self._tasks[number] = self._loop.create_task(self._write(number))
+            self._programs.begin(number, self._requests, self._delay)
+            self._start(number)
 
     @property
     def _delay(self) -> int:
@@ -192,11 +200,23 @@ class PacedWriter(GroupWriter):
         await self._programs.end(group, number)
         return done
 
-    def _runner(self, number: int) -> EpisodeRunner:
-        """Runner of the episodes of a group."""
-        runner = super()._runner(number)
+    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's, decided at the iteration at which its samples have ended."""
+        if not self._prompts.replaced:
+            return None
+        await self._programs.filter(group)
+        prompt = await super()._replacement(group, rows)
+        if prompt is None:
+            self._programs.ended.append(group)
+        else:
+            self._programs.begin(group, self._requests, self._delay)
+        return prompt
+
+    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
+        """Runner of episodes of a group."""
+        runner = super()._runner(group, part)
         runner.setup = runner.setup._replace(serve=refused_endpoint)
-        runner.pace = EpisodePace(self._programs, number, self._delay)
+        runner.pace = EpisodePace(self._programs, group, self._delay, part.first)
         return runner
 
 

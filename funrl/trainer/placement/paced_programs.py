@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from funrl.rollout.policy import RunEndingError
 
+FILTER = -1  # stands for the filter of a group among the numbers of its programs
+
 
 class PacedPrograms:
     """Programs of groups, each with at most one request in the engine.
@@ -15,17 +17,22 @@ class PacedPrograms:
     A program that has an answer computes for a given number of iterations. Only then its next request enters, or it
     ends; where it takes longer, the engine waits for it.
 
+    Where groups are filtered, the engine waits for the filter of a group whose programs have all ended, and so for its
+    rewards; the group may then begin again.
+
     Attributes:
       tick: iterations of the engine.
-      ended: groups whose programs have all ended, until they are taken.
+      ended: groups whose programs have all ended, until they are taken; of filtered ones, whoever filters adds them.
     """
 
-    def __init__(self, moved: Callable[[], None]) -> None:
+    def __init__(self, moved: Callable[[], None], filtered: bool = False) -> None:
         """Begin without programs.
 
         Args:
           moved: called when a program asks or ends.
+          filtered: whether groups are filtered.
         """
+        self._filtered = filtered
         self.tick = 0
         self.ended: list[int] = []
         self._moved = moved
@@ -65,7 +72,14 @@ class PacedPrograms:
         self._left[group] -= 1
         if not self._left[group]:
             del self._left[group]
-            self.ended.append(group)
+            if self._filtered:
+                self._due[group, FILTER] = self.tick
+            else:
+                self.ended.append(group)
+
+    async def filter(self, group: int) -> None:
+        """Wait for the iteration at which a group is filtered."""
+        await self._hold((group, FILTER))
 
     @property
     def outside(self) -> int:

@@ -60,6 +60,7 @@ def placed_source(
             early=early,
             schedule=schedule,
         )
+        generators.replaces = generation.selection.filter is not None and generation.selection.max_refills > 1
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()

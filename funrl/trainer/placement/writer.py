@@ -29,10 +29,10 @@ from funrl.mesh.pools.transfer import Arrived, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
 from funrl.rollout.policy import PolicySetup, RunEndingError
-from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
+from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.heldout import ProgramBeside
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -46,7 +46,8 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
-from funrl.trainer.sources.prompts import Generation
+from funrl.trainer.sources.prompts import Generation, baseline_sampling, failed_rows, filter_samples
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of, take
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
@@ -79,7 +80,10 @@ class GroupWriter:
       engine: of this rank.
       mesh: to generate on.
       beside: a program beside the groups.
+      paced: whether the engine is the clock; see `token_clock`.
     """
+
+    paced = False
 
     def __init__(
         self,
@@ -110,9 +114,12 @@ class GroupWriter:
         self._take_weights = take_weights
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
+        self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
+        most = generation.selection.max_refills if generation.selection.filter else 1
+        self._prompts = GroupPrompts(rule, most, self._board, self._replica if self.paced else None)
         self._loop = asyncio.new_event_loop()
         self.beside = ProgramBeside(self.resident, self._loop)
-        self._tasks: dict[int, asyncio.Task[tuple[Rollout, Rows]]] = {}
+        self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
@@ -273,11 +280,16 @@ class GroupWriter:
                 self._has_next = True
             if self._next is None or not self._may_begin(self._next):
                 break
-            self._tasks[self._next] = self._loop.create_task(self._write(self._next))
+            self._start(self._next)
             self._has_next = False
-            room -= self._generation.sampling.samples
+            room -= self._requests
         idle = not self._tasks and not self.beside.goes_on
         self._count_waiting(idle and not (self._has_next and self._next is None))
+
+    def _start(self, number: int) -> None:
+        assert self._plan is not None
+        prompt = self._prompts.begin(number, self._plan)
+        self._tasks[number] = self._loop.create_task(self._write(number, prompt))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -304,20 +316,21 @@ class GroupWriter:
         for number in ended:
             task = self._tasks.pop(number)
             try:
-                done, rows = task.result()
+                done, rows, prompt, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
             kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
-            shown = self._shown(number, done, rows)
-            written = written_rows(done, rows)
             tokens, switches = versions_of(rows)
-            self._board.deliver(
-                number, self._group(number)._replace(written=written, tokens=tokens, switches=switches, shown=shown)
-            )
+            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            if baseline is not None:
+                further = versions_of(baseline[1])[1]
+                group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
+            shown = self._shown(number, done, rows, prompt=prompt)
+            self._board.deliver(number, group._replace(shown=shown, prompt=prompt, dropped=dropped))
         return kept
 
-    def _shown(self, number: int, done: Rollout, rows: Rows) -> list[ShownSample]:
+    def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
         assert self._plan is not None
         batch, place = divmod(number, self._rule.places)
@@ -326,7 +339,7 @@ class GroupWriter:
             return []
         decode = generation.engine.decode
         samples = generation.sampling.samples
-        examples = [self._example(number)]
+        examples = [self._example(prompt)]
         return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
@@ -336,27 +349,46 @@ class GroupWriter:
         notes, self._notes = self._notes, []
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    def _example(self, number: int) -> Example:
-        assert self._plan is not None
+    def _example(self, prompt: GroupPrompt) -> Example:
         prompts, _, seed, _ = self._generation.schedule
-        place = int(places_in_order(prompts, 1, seed, self._plan.position + number)[0])
+        place = int(places_in_order(prompts, 1, seed, prompt.position)[0])
         return prompts[place]
 
-    def _seeds(self, number: int) -> list[int]:
-        """Seeds of a group's samples: those that the batch gives them where it is written at once."""
-        assert self._plan is not None
-        batch, place = divmod(number, self._rule.places)
-        seed = derived_seed(self._generation.schedule.seed, self._plan.position + batch * self._rule.places)
-        samples = self._generation.sampling.samples
-        return [request_seed(seed, place * samples + i) for i in range(samples)]
+    async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
+        """Write and reward a group, of further prompts as long as the filter drops them.
 
-    async def _write(self, group: int) -> tuple[Rollout, Rows]:
-        """Write and reward a group. Raises: RewardError, RunEndingError."""
-        example = self._example(group)
-        seeds = self._seeds(group)
-        if self._generation.episodes is None:
-            return await self._completed(group, example, seeds)
-        return await self._episodes(group, example, seeds)
+        Raises:
+          RewardError, RunEndingError: the run ends.
+        """
+        generation = self._generation
+        write = self._completed if generation.episodes is None else self._episodes
+        dropped: list[DroppedPrompt] = []
+        while True:
+            self._logged.pop(group, None)
+            example = self._example(prompt)
+            parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
+            done, rows = parts[0]
+            replacement = await self._replacement(group, rows)
+            if replacement is None:
+                return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
+            dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
+            prompt = replacement
+
+    def _parts(self, prompt: GroupPrompt) -> list[GroupPart]:
+        """The samples of a group, and the greedy completion that they are compared with, if there is one."""
+        generation = self._generation
+        samples = generation.sampling.samples
+        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples), 0)]
+        if generation.greedy_baseline:
+            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed], samples))
+        return parts
+
+    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
+        assert self._plan is not None
+        if not self._prompts.replaced or filter_samples(self._generation, rows, 1).any():
+            return None
+        return self._prompts.replace(group, self._plan)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""
@@ -364,13 +396,13 @@ class GroupWriter:
         assert self.resident is not None
         return await self.resident.ask(request)
 
-    async def _completed(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         generation = self._generation
-        sampling = generation.sampling
+        sampling, seeds, first = part
         pending = pending_rewards(generation.engine, [example], sampling.samples)
 
         async def complete(number: int, seed: int) -> Completion:
-            done = await self._ask(group, number, Request(0, example.tokens, sampling, seed))
+            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed))
             done = done._replace(number=number)
             if pending is not None:
                 pending.add(done)
@@ -384,26 +416,26 @@ class GroupWriter:
         rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
         return done, rows
 
-    def _runner(self, number: int) -> EpisodeRunner:
-        """Runner of the episodes of a group."""
-        del number
+    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
+        """Runner of episodes of a group."""
+        del group
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
-        policy = PolicySetup(self._generation.sampling, setup.chat, setup.models, serve_agent)
+        policy = PolicySetup(part.sampling, setup.chat, setup.models, serve_agent)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
         runner.resident = self.resident
         return runner
 
-    async def _episodes(self, group: int, example: Example, seeds: list[int]) -> tuple[Rollout, Rows]:
+    async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         setup = self._generation.episodes
         assert setup is not None
-        sampling = self._generation.sampling
-        runner = self._runner(group)
-        episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
+        runner = self._runner(group, part)
+        episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]
         if self._logs_episodes:
-            self._logged[group] = [LoggedEpisode(number, seeds[number], episode) for number, episode in episodes]
-        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], sampling, costs=costs)
+            logged = [LoggedEpisode(number, part.seeds[number], episode) for number, episode in episodes]
+            self._logged.setdefault(group, []).extend(logged)
+        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], part.sampling, costs=costs)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

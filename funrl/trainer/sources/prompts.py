@@ -137,7 +137,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     sampling = generation.sampling
     prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
-    most = batch_size * (selection.max_refills if selection.filter else 1)
+    refilled = generation.elsewhere is not None and generation.elsewhere.refills
+    most = batch_size * (selection.max_refills if selection.filter and not refilled else 1)
     log = [] if generation.episodes is None or generation.episodes.log is None else generation.episodes.log
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
@@ -159,14 +160,15 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             if not sampled and generation.shows(step):
                 show.samples(step, first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
             measured = weighing.measured(measured, taken.places, done.scores, done.failed)
-            failed += failed_rows(rows)
-            totals.append((done.entries, done.episodes))
+            replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
+            failed += failed_rows(rows) + sum(prompt.failed for prompt in replaced)
+            totals += [*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)]
             if spare is None or len(rows.owner):  # where all episodes failed there are no rows
                 spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
             useful = np.flatnonzero(kept_PS.any(1))
-            consumed = taken.end
-            sampled += len(selected)
+            consumed = taken.end + len(replaced)
+            sampled += len(selected) + len(replaced)
             room -= len(useful)
             batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
             dropped_rows += int((~kept_PS[useful]).sum())
@@ -374,13 +376,16 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     rows = join_rows([part.rows for part in chosen])
     counts = np.concatenate([part.counts for part in chosen])
     device = rows.batch.group.device
+    places = rows.batch.group.unique_consecutive().cpu().numpy()
     group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
     rows = rows.with_fields(group=group_B, failed=None, episode=_episode_numbers(chosen, device))
     if not baseline:
         return rows
-    examples = [example for part in chosen for example in part.examples]
-    sampling = dataclasses.replace(generation.sampling, greedy=True, samples=1)
-    _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+    greedy = None if generation.elsewhere is None else generation.elsewhere.baseline_rows(places)
+    if greedy is None:
+        examples = [example for part in chosen for example in part.examples]
+        sampling = baseline_sampling(generation.sampling)
+        _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -390,6 +395,11 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if greedy.batch.failed.all():
         raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
     return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+
+
+def baseline_sampling(sampling: Sampling) -> Sampling:
+    """Sampling of the greedy completion that the samples of a prompt are compared with."""
+    return dataclasses.replace(sampling, greedy=True, samples=1)
 
 
 def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Rows:

@@ -16,6 +16,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, moved
 from funrl.trainer.storage.row_shards import HeldRows
@@ -69,8 +70,29 @@ class Source(NamedTuple):
     begin_evaluation: Callable[[int], Callable[[], dict[str, float]]] | None = None
 
 
+class DroppedPrompt(NamedTuple):
+    """A prompt whose rows the filter dropped where they were written, and whose place another prompt took.
+
+    Attributes:
+      position: of the prompt in the order of prompts.
+      failed: rows on which a reward function failed.
+      entries, episodes: totals of its rows, as in `Rollout`.
+    """
+
+    position: int
+    failed: int
+    entries: Totals
+    episodes: Totals
+
+
 class Elsewhere(Protocol):
-    """Ranks that generate and reward, as a rank sees them that does not. All methods are collective."""
+    """Ranks that generate and reward, as a rank sees them that does not. All methods are collective.
+
+    Attributes:
+      refills: whether these ranks replace prompts that the filter drops, so that a step asks for rows once.
+    """
+
+    refills: bool
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Completions or episodes of prompts, without what only the ranks that made them have, and their rows."""
@@ -78,6 +100,14 @@ class Elsewhere(Protocol):
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places of the prompts whose rows come next, as many as these: others may have overtaken some."""
+        ...
+
+    def dropped(self) -> Sequence[DroppedPrompt]:
+        """Prompts that were replaced for the newest rows."""
+        ...
+
+    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+        """Rows of the greedy completions or episodes of some groups of the newest rows; None: they are asked for."""
         ...
 
     def samples(self, count: int) -> list[ShownSample]:

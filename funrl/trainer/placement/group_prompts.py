@@ -1,0 +1,163 @@
+"""The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
+
+Without replacements group i has the i-th prompt of the run. With them a replica takes the next prompt of the order when
+it begins a group, and again for the same place when the filter keeps no row of it. A batch has at most as many prompts
+as in a run by turns: replicas share the replacements, in equal parts where their engines are the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from funrl.asynchrony.admission import AdmissionRule
+from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.rollout.requests import request_seed
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.seeds import derived_seed
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.steps.step_rows import Rows
+
+BASELINE_SEED = 1 << 41  # no training step has it
+
+
+class GroupPrompt(NamedTuple):
+    """The prompt of a group.
+
+    Attributes:
+      position: in the order of prompts.
+      first: position from which the samples are numbered, whose seeds depend on both.
+    """
+
+    position: int
+    first: int
+
+    def seeds(self, seed: int, samples: int) -> list[int]:
+        """Seeds of the samples.
+
+        Args:
+          seed: of the run.
+          samples: their number.
+        """
+        own = derived_seed(seed, self.first)
+        begin = (self.position - self.first) * samples
+        return [request_seed(own, begin + sample) for sample in range(samples)]
+
+    @property
+    def baseline_seed(self) -> int:
+        """Seed of the greedy completion or episode."""
+        return request_seed(BASELINE_SEED, self.position)
+
+
+class GroupPart(NamedTuple):
+    """Completions or episodes of a group that are rewarded together: its samples, or its greedy baseline.
+
+    Attributes:
+      sampling: of them.
+      seeds: of each.
+      first: number of the first one among all of the group.
+    """
+
+    sampling: Sampling
+    seeds: list[int]
+    first: int
+
+
+class GroupResult(NamedTuple):
+    """A group that has ended.
+
+    Attributes:
+      done, rows: its completions or episodes, and their rows.
+      prompt: of the group.
+      dropped: the prompts before it in this place.
+      baseline: the greedy completion or episode of the prompt, with its rows; None: there is none.
+    """
+
+    done: Rollout
+    rows: Rows
+    prompt: GroupPrompt
+    dropped: Sequence[DroppedPrompt]
+    baseline: tuple[Rollout, Rows] | None
+
+
+class GroupPrompts:
+    """The prompts of a replica's groups.
+
+    Attributes:
+      replaced: whether a prompt may be replaced.
+    """
+
+    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
+        """Begin before the first group.
+
+        Args:
+          rule: of admission.
+          most: prompts of a batch for each of its places; 1: none is replaced.
+          board: of the run.
+          replica: number of this one, which takes every N-th prompt of the order; None: the next one that no replica
+            has taken.
+        """
+        self.replaced = most > 1
+        self._rule = rule
+        self._most = most
+        self._board = board
+        self._replica = replica
+        self._taken = 0
+        self._shares: dict[int, int] = {}  # batch -> prompts that this replica may still replace in it
+
+    def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
+        """The prompt of a new group."""
+        if self.replaced:
+            return self._next(plan)
+        places = self._rule.places
+        return GroupPrompt(plan.position + number, plan.position + number // places * places)
+
+    def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
+        """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
+        batch = number // self._rule.places
+        if not self._take_replacement(batch, plan):
+            return None
+        return self._next(plan)
+
+    def _take_replacement(self, batch: int, plan: GroupPlan) -> bool:
+        """True if another prompt of a batch may be replaced, which is then counted."""
+        places = range(batch * self._rule.places, (batch + 1) * self._rule.places)
+        if self._replica is None:
+            return self._board.take_replacement(batch) < len(places) * (self._most - 1)
+        if batch not in self._shares:
+            tickets = (plan.ticket_of(place) for place in places)
+            own = sum(ticket is not None and ticket % self._board.replicas == self._replica for ticket in tickets)
+            oldest = batch - self._rule.most_age - 1  # older batches are complete
+            self._shares = {earlier: left for earlier, left in self._shares.items() if earlier >= oldest}
+            self._shares[batch] = own * (self._most - 1)
+        self._shares[batch] -= 1
+        return self._shares[batch] >= 0
+
+    def _next(self, plan: GroupPlan) -> GroupPrompt:
+        if self._replica is None:
+            ticket = self._board.take_prompt()
+        else:
+            ticket = self._replica + self._taken * self._board.replicas
+            self._taken += 1
+        position = plan.position_of(ticket)
+        return GroupPrompt(position, first=position)
+
+
+def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) -> list[int]:
+    """Positions that were passed over, after a batch.
+
+    Args:
+      left: these positions before the batch.
+      consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
+      used: positions of the prompts of the batch and of those that they have replaced.
+
+    Returns: ascending.
+
+    Example:
+      >>> positions_left([3], consumed=5, used=[3, 7, 6, 9])
+      [8]
+    """
+    end = consumed + len(left)
+    passed = {*left, *range(end, max(used, default=0) + 1)}
+    return sorted(passed.difference(used))

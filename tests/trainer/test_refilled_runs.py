@@ -1,0 +1,183 @@
+"""Runs that write ahead, of an algorithm whose filter drops groups: other prompts take their places."""
+
+import functools
+import random
+import shutil
+import time
+import zlib
+
+import pytest
+from selection import quick
+from small_runs import small_job
+from test_asynchronous_replay import repeated, trained
+from test_clock_runs import differences, differing_files, slowed
+
+from funrl.algos import corrected, importance_weights
+from funrl.algos.recipes.dapo import dapo
+from funrl.data.order import places_in_order
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.jobs.row_source import open_rewards
+from funrl.trainer.placement.logged import read_groups
+
+pytestmark = pytest.mark.gloo
+STEPS, PLACES = 5, 4
+SETTINGS = {"minibatches": 1, "steps": STEPS, "max_new_tokens": 12, "eval_every": 9, "save_rollouts": 1}
+ONE = {"place": "train:dp1 generate:dp1", "staleness": 2}
+TWO = {"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}
+
+
+def stale_dapo():
+    return corrected(dapo(), importance_weights("token", high=2.0))
+
+
+def equal(prompt):
+    """True of two prompts out of five, whose completions all have the same reward."""
+    return zlib.crc32(prompt.encode()) % 5 < 2
+
+
+def reward(prompt, completion, **fields):
+    return 0.0 if equal(prompt) else zlib.crc32((prompt + completion).encode()) / 2**32
+
+
+def late_reward(prompt, completion, **fields):
+    time.sleep(random.SystemRandom().uniform(0, 0.02))
+    return reward(prompt, completion)
+
+
+def refilled_job(**settings):
+    return small_job(stale_dapo, reward=reward, **SETTINGS | settings)
+
+
+def positions_of(job, log, bound):
+    """Positions of the prompts of a run, after checks of its groups: those dropped, and those trained on."""
+    dropped, kept = [], []
+    for step, groups in log.by_step.items():
+        assert len(groups) == PLACES
+        ages = [step - version for group in groups for sample in group.switches for _, version in sample]
+        assert min(ages) >= 0 and max(ages) <= bound
+        kept += [group.position for group in groups]
+        dropped += [prompt.position for group in groups for prompt in group.dropped]
+    prompts = job.task.prompts
+    for positions, filtered in ((dropped, True), (kept, False)):
+        texts = [prompts[int(places_in_order(prompts, 1, 0, position)[0])].text for position in positions]
+        assert texts and all(equal(text) == filtered for text in texts)
+    return dropped, kept
+
+
+def check_metrics(steps, log):
+    """Each step learns from as many groups as a batch has places, and counts those that were replaced."""
+    for step, metrics in steps:
+        replaced = sum(len(group.dropped) for group in log.by_step[step])
+        assert metrics["filter_groups/dropped_prompts"] == replaced
+        assert metrics["filter_groups/sampled_prompts"] == PLACES + replaced
+        assert metrics["filter_groups/kept_share"] == PLACES / (PLACES + replaced)
+        assert metrics["filter_groups/skipped"] == metrics["filter_groups/dropped_rows"] == 0
+
+
+RUNS = {"strict": ONE, "window, two replicas": TWO, "clock": TWO | {"clock": "tokens"}}
+
+
+@pytest.mark.parametrize("name", quick(RUNS, ["strict"]))
+def test_a_refilled_run_is_repeated_with_the_same_bits(name, tmp_path):
+    job = refilled_job(**RUNS[name])
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None and [step for step, _ in steps] == [1, 2, 3, 4, 5]
+    log = read_groups(tmp_path)
+    check_metrics(steps, log)
+    dropped, kept = positions_of(job, log, bound=2)
+    assert len(kept) == len(set(kept)) == STEPS * PLACES and len({*kept, *dropped}) == len(kept) + len(dropped)
+    if name != "clock":  # where each replica has prompts of its own
+        assert sorted(kept + dropped) == list(range(len(kept + dropped)))
+    done = repeated(tmp_path, refilled_job(save_rollouts=0), single())
+    assert [one.step for one in done] == [1, 2, 3, 4, 5]
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    compared = {part.name for part in done[-1].differences}
+    assert {"tokens", "rollout_logp", "group", "filter_groups/dropped_prompts", "age/mean"} <= compared
+
+
+CLOCKS = {
+    "one replica": {"place": "train:dp1 generate:dp1", "staleness": 2},
+    "window": {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3},
+    "tp2, workers": {"place": "train:dp1 generate:tp2", "staleness": 1, "reward_workers": 2},
+}
+
+
+@pytest.mark.parametrize("name", quick(CLOCKS, ["window"]))
+def test_two_runs_by_the_clock_have_the_same_bits(name, tmp_path):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    late = "workers" in name
+    job = small_job(
+        stale_dapo, reward=late_reward if late else reward, clock="tokens", decode_rows=3, **SETTINGS | CLOCKS[name]
+    )
+    before = functools.partial(open_rewards, job) if late else None
+    runs = [
+        launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu", before=before)
+        for seed, folder in enumerate(folders, 1)
+    ]
+    assert differences(*runs) + differing_files(folders, STEPS) == []
+    log = read_groups(folders[0])
+    check_metrics(runs[0].observer.steps, log)
+    positions_of(job, log, bound=3)
+    assert max(metrics["age/max"] for _, metrics in runs[0].observer.steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_neither_loses_nor_repeats_a_prompt(name, tmp_path):
+    settings = RUNS[name] | {"save_every": "1", "keep_checkpoints": 5}
+    job = refilled_job(**settings)
+    launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    for step, path in complete_checkpoints(tmp_path / "checkpoints").items():
+        if step > 2:
+            shutil.rmtree(path)
+    again = refilled_job(**settings, resume=True, run_dir=str(tmp_path))
+    error, steps = launch(functools.partial(trained, tmp_path, again), again.launched, "cpu")
+    assert error is None and [step for step, _ in steps] == [3, 4, 5]
+    log = read_groups(tmp_path)
+    dropped, kept = positions_of(job, log, bound=2)
+    assert len(kept) == STEPS * PLACES and len({*kept, *dropped}) == len(kept) + len(dropped)
+    before = [
+        position
+        for step in (1, 2)
+        for group in log.by_step[step]
+        for position in (group.position, *(prompt.position for prompt in group.dropped))
+    ]
+    assert set(range(max(before))) <= {*kept, *dropped}, "a prompt was passed over and not begun again"
+
+
+def flat(prompt, completion, **fields):
+    return 0.0
+
+
+@pytest.mark.parametrize("name", quick(RUNS, []))
+def test_a_batch_has_at_most_as_many_prompts_as_in_a_run_by_turns(name):
+    settings = SETTINGS | {"max_refills": 3, "steps": 3, "save_rollouts": 0, "max_new_tokens": 4}
+    runs = []
+    for place in (RUNS[name], {}):
+        job = small_job(stale_dapo, reward=flat, **settings | place)
+        runs.append(launch(functools.partial(slowed, job, 0, None), job.launched, "cpu"))
+    apart, together = (run.observer for run in runs)
+    for (_, a), (_, b) in zip(apart.steps, together.steps, strict=True):
+        names = [name for name in b if name.startswith("filter_groups/")]
+        assert {name: a[name] for name in names} == {name: b[name] for name in names}
+        assert a["filter_groups/sampled_prompts"] == 12 and a["filter_groups/skipped"] == 1
+    assert [note for note in apart.notes if "dropped all of 12" in note]
+
+
+def fails_at_times(prompt, completion, **fields):
+    if equal(prompt):
+        raise ValueError(f"no score for {prompt}")
+    return reward(prompt, completion)
+
+
+@pytest.mark.slow
+def test_prompts_without_rewards_are_replaced_too():
+    settings = SETTINGS | ONE | {"on_reward_error": "skip", "save_rollouts": 0}
+    job = small_job(stale_dapo, reward=fails_at_times, **settings)
+    ended = launch(functools.partial(slowed, job, 0, None), job.launched, "cpu")
+    assert ended.outcome.error is None
+    dropped = [metrics["filter_groups/dropped_prompts"] for _, metrics in ended.observer.steps]
+    assert [metrics["reward/failed"] for _, metrics in ended.observer.steps] == [2 * count for count in dropped]
+    assert sum(dropped) > 0
