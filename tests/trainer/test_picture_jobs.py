@@ -205,20 +205,60 @@ def test_a_bad_picture_is_one_line_with_file_and_line(folder, tmp_path, images, 
     assert "\n" not in str(error.value)
 
 
-def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
+def test_an_evaluation_reads_pictures(folder):
     stored = find_stored_model(folder / "model")
     given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
     own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
     job = prepare_inference(settings_of_stored("evaluate", stored, own, given, 0), stored, given)
     assert [len(example.owned.values["grids"]) for example in job.task.heldout[:3]] == [1, 0, 2]
     assert picture_form_of(job.tokenizer).max_pixels == 1024
-    (folder / "model" / "chat_template.jinja").write_text(
+
+
+def messages_with(*images):
+    return [{"role": "user", "content": [*({"type": "image", "image": x} for x in images), text_part("a cab ?")]}]
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+    """The model with a chat template for pictures, and with the file of one."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for m in messages %}{% for c in m.content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}"
         "{% endfor %}{% endfor %}"
     )
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
-        funrl.generate(folder / "model", [prompt], max_new_tokens=2)
+    Image.fromarray(np.full((8, 16, 3), 200, dtype=np.uint8)).save(tmp_path / "a.png")
+    return tmp_path
+
+
+def test_a_prompt_of_generate_may_have_pictures(chat_folder):
+    file = chat_folder / "a.png"
+    record = {"prompt": "<image>a cab ?", "images": [str(file)]}
+    given = [messages_with(str(file)), messages_with(file.read_bytes()), messages_with(Image.open(file)), record]
+    other = Image.fromarray(np.zeros((8, 16, 3), dtype=np.uint8))
+    several = [*given, messages_with(other), messages_with(), "a cab ?", messages_with(str(file), other)]
+    texts = funrl.generate(chat_folder / "model", several, max_new_tokens=12)
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[:3] + texts[4:5])) == 2
+    assert texts == funrl.generate(chat_folder / "model", several, max_new_tokens=12, mesh="dp2")
+
+
+@pytest.mark.parametrize(
+    "prompt,words",
+    [
+        (messages_with("/no/such.png"), "the picture /no/such.png is not there"),
+        (messages_with(b"no picture"), "the picture of 10 bytes cannot be read"),
+        (messages_with(Image.new("RGB", (4000, 1))), "4000 x 1 pixels: one side is more than 200 times"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "1 places for pictures .* and 0 pictures"),
+        ({"prompt": "a", "images": "x.png"}, "'images' must be a list of pictures, not str"),
+    ],
+)
+def test_a_prompt_of_generate_with_a_bad_picture_is_refused_in_one_line(chat_folder, prompt, words):
+    with pytest.raises(ValueError, match=words) as error:
+        funrl.generate(chat_folder / "model", [prompt], max_new_tokens=2)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bound_on_pixels_makes_pictures_smaller_and_is_saved(folder, tmp_path):
