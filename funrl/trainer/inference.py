@@ -83,7 +83,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
         tokenizer = with_picture_form(tokenizer, stored_picture_form(stored, model))
     models, directories = models_of(algorithm, settings, model, tokenizer)
     check_code(settings, models, main_role_of(models, algorithm))
-    check_owned_values(settings, models, algorithm, given_objects(settings, given))
+    check_owned_values(settings, models, algorithm)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
     roles = Models(model, tokenizer, models, directories)

@@ -17,7 +17,7 @@ from funrl.kinds import OwnedLines
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
-from funrl.models.vision.grids import Grid, token_places
+from funrl.models.vision.grids import Grid, picture_tokens, token_places
 
 # ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each in patches
 PATCHES = "patches"
@@ -60,6 +60,21 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
 def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
     """Height and width of each picture as numbers of the host."""
     return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
+
+
+def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) -> list[int]:
+    """Token ids with one placeholder for each picture."""
+    ids: list[int] = []
+    sizes = iter([picture_tokens(grid, tower.merge) for grid in grids])
+    skipped = 0
+    for token in tokens:
+        if skipped:
+            skipped -= 1
+            continue
+        ids.append(token)
+        if token == tower.placeholder:
+            skipped = next(sizes) - 1
+    return ids
 
 
 def check_placeholders(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines | None) -> None:
