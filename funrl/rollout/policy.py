@@ -170,8 +170,9 @@ class Policy:
         self._check_agent(agent)
         tokens, messages = tokens_or_messages(content)
         if messages:
-            tokens, owned = self._chat().expanded(self._chat().opening(messages, tools), messages)
-        owned = None if owned is None or owned.empty else owned
+            tokens = self._chat().opening(messages, tools)
+        if messages or owned is None or owned.empty:
+            tokens, owned = self._expanded(tokens, messages)
         if self._first is None:
             self._first = tokens, owned
         node = Node(None, tokens, sampled=False, messages=messages, owned=owned)
@@ -191,7 +192,8 @@ class Policy:
         leaf = trajectory.leaf
         tokens, messages = tokens_or_messages(content)
         if tokens:
-            return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False))
+            tokens, owned = self._expanded(tokens, messages)
+            return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False, owned=owned))
         if not leaf.sampled:
             if not leaf.messages:
                 raise ValueError("messages cannot follow token ids of the environment: extend by token ids")
@@ -203,7 +205,8 @@ class Policy:
         chat = self._chat()
         last = leaf.tokens[-1] if leaf.finish == "stop" else None
         reply = leaf.messages[0] if leaf.messages else None
-        tokens, owned = chat.expanded(chat.continuation(messages, trajectory.tools, last, reply), messages)
+        tokens = chat.continuation(messages, trajectory.tools, last, reply)
+        tokens, owned = self._expanded(tokens, messages)
         node = Node(leaf, tokens, sampled=False, messages=messages, owned=owned)
         cause, forks = chat.fork_cause(exchange_of(node), trajectory.tools)
         forks = forks and all(earlier.messages for earlier in leaf.path())  # raw tokens cannot be rendered again
@@ -295,6 +298,10 @@ class Policy:
         The environments of `adapters` call it. An episode that goes on from a checkpoint compares it with what it was;
         see `ResumablePolicy`.
         """
+
+    def _expanded(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], OwnedLines | None]:
+        """Tokens with those of the pictures of messages; see `Chat.expanded`."""
+        return (tokens, None) if self.setup.chat is None else self.setup.chat.expanded(tokens, messages)
 
     def _fork(self, started: Trajectory, before: Trajectory) -> Trajectory:
         """A trajectory that has just been started, as a fork of another one."""

@@ -20,7 +20,7 @@ class UnseenPicturesError(DataError, RunEndingError):
 def without_pictures(message: Message) -> Message:
     """The message with parts that say where pictures are, and hold none."""
     content = message.get("content")
-    if not isinstance(content, list) or all(part.get("image") is None for part in content):
+    if not isinstance(content, list) or not inner_pictures([message]):
         return message
     return {**message, "content": [{"type": "image"} if part.get("type") == "image" else part for part in content]}
 

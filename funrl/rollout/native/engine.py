@@ -230,7 +230,7 @@ class NativeEngine:
                 )
             if request.owned is not None and self.model.owned is None:
                 raise ValueError(f"prompt {request.number} has pictures, and the model reads text only")
-            if self.model.owned is not None:
+            if request.owned is not None and self.model.owned is not None:
                 self.model.owned.check(request.prompt, request.owned)
             if request.sampling.stop_strings and self._sequences.decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
