@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_weights
 
-from funrl.data.tokenizer import character_tokenizer
+from funrl.data.tokenizer import END, character_tokenizer
 from funrl.kinds import owned_lines
 from funrl.models import decoder_config, decoder_model, with_fields
 from funrl.models.decoder.routing import Experts
@@ -43,6 +43,11 @@ GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
 
 
 SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
+    "{{ '" + END + "' if m.role == 'assistant' else '?' }}{% endfor %}"
+)  # of the directory's tokenizer
 
 
 def save_seeing_model(folder):

@@ -6,14 +6,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from picture_runs import picture_steps, save_seeing_model
+from picture_runs import TEMPLATE, picture_steps, save_seeing_model
 from PIL import Image
 from selection import quick
 from small_runs import GRPO, SMALL, Quiet, assert_same
 from test_replay import replayed, unlike
 
 from funrl.data.pictures import picture_url
-from funrl.data.tokenizer import END
 from funrl.environments.adapters import message_environment, single_turn
 from funrl.environments.chat import TemplateChat
 from funrl.environments.forms.picture_parts import UnseenPicturesError
@@ -31,12 +30,7 @@ from funrl.trainer.replay import replay
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo
-TEMPLATE = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
-    "{{ '" + END + "' if m.role == 'assistant' else '?' }}{% endfor %}"
-)
-REWARD = "def score(prompt, completion, images):\n    return len(completion) % 2\n"
+REWARD = "def score(prompt, completion, images, answer):\n    return len(completion) % 2\n"
 CELL, CELLS, TURNS = 8, 4, 3  # pixels of a cell of a strip, at most, turns of an episode
 
 
