@@ -95,13 +95,20 @@ MESHES = {
     "tp2": {"mesh": "tp2"},
     "fsdp2": {"mesh": "dp2", "fsdp": True, "token_budget": 128},
     "in workers": {"env_workers": 1},
-    "forks": {"history": "template"},
 }
 
 
 @pytest.mark.parametrize("mesh", quick(list(MESHES), ("fsdp2",)))
 def test_steps_are_those_of_one_process(folder, alone, mesh):
     assert_same(steps_on(folder, **MESHES[mesh]), alone, 1e-9)
+
+
+def test_forks_show_the_pictures_before_them_again(folder):
+    one = steps_on(folder, steps=1, history="template")
+    metrics = one["metrics"][0]
+    forks = {name: value for name, value in metrics.items() if name.startswith("episodes/forks/")}
+    assert list(forks) == ["episodes/forks/truncated"] and len(one["batches"][0].tokens) > 8
+    assert metrics["rollout/logprob_gap_max"] < 1e-12
 
 
 def test_a_prompt_with_pictures_is_an_episode_of_one_turn(folder, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funrl.batch import Batch, schema_of
-from funrl.kinds import OwnedLines
+from funrl.kinds import OwnedLines, owned_lines
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
@@ -75,6 +75,18 @@ def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) 
         if token == tower.placeholder:
             skipped = next(sizes) - 1
     return ids
+
+
+def token_contents(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) -> list[int]:
+    """Token ids, with a negative number at each placeholder, which the pixels of its picture make."""
+    grids = grids_of(owned.values[GRIDS])
+    patches = owned.values[PATCHES].split([height * width for height, width in grids])
+    numbers: list[int] = []
+    for own_patches, grid in zip(patches, grids, strict=True):
+        digest = owned_lines({PATCHES: own_patches, GRIDS: torch.tensor([grid])}).digest
+        numbers += [-1 - digest] * picture_tokens(grid, tower.merge)
+    left = iter(numbers)
+    return [next(left) if token == tower.placeholder else token for token in tokens]
 
 
 def check_placeholders(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines | None) -> None:
