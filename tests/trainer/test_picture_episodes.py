@@ -103,6 +103,7 @@ def test_steps_are_those_of_one_process(folder, alone, mesh):
     assert_same(steps_on(folder, **MESHES[mesh]), alone, 1e-9)
 
 
+@pytest.mark.slow
 def test_forks_show_the_pictures_before_them_again(folder):
     one = steps_on(folder, steps=1, history="template")
     metrics = one["metrics"][0]
@@ -172,6 +173,7 @@ def test_the_noise_of_a_turn_depends_on_the_pictures_before_it(folder):
     assert tokens == same and one != other and again == seeds[0]
 
 
+@pytest.mark.slow
 def test_saved_episodes_are_replayed_and_generated_again_with_the_same_bits(folder, tmp_path):
     saved = {"save_rollouts": 1, "save_every": "1", "eval_every": 9, "steps": 1}
     job = job_of(folder, **saved)
