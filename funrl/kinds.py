@@ -48,6 +48,14 @@ def owned_lines(values: Mapping[str, Tensor]) -> OwnedLines:
     return OwnedLines(values, int.from_bytes(digest.digest(), "little"))
 
 
+def joined_lines(parts: Sequence[OwnedLines | None]) -> OwnedLines | None:
+    """Lines of several parts of one row, end to end; None: no part has any."""
+    given = [part for part in parts if part is not None and not part.empty]
+    if len(given) < 2:
+        return given[0] if given else None
+    return owned_lines({name: torch.cat([part.values[name] for part in given]) for name in given[0].values})
+
+
 class Ragged(NamedTuple):
     """Values owned by rows, each row as many as it has, end to end.
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from funrl.algos.core import Algorithm
+from funrl.data.prompts import Example, Prompt, check_prompts, encode
 from funrl.environments.environment import Environment
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.flags.config_file import flag_text
@@ -28,6 +29,7 @@ from funrl.trainer.settings.settings import settings_flags
 
 # "FILE.py:NAME", or what `environment_from` takes
 GivenEnvironment = str | Path | Environment | Callable[..., Any] | Sequence[Callable[..., Any]]
+GivenPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]  # text, messages or a record
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -292,3 +294,15 @@ def given_in_python(**objects: object) -> dict[str, str]:
     given = [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]
     names = [name if name == "prompts" else f"the {name}" for name in given]
     return {"given_in_python": ", ".join(names)} if names else {}
+
+
+def given_example(tokenizer: Any, given: GivenPrompt) -> Example:
+    """A prompt in tokens, with its pictures. Raises: SettingsError."""
+    try:
+        if isinstance(given, Mapping):
+            (prompt,) = check_prompts([dict(given)])
+        else:
+            prompt = Prompt(given if isinstance(given, str) else list(map(dict, given)), {}, source=f"{given!r:.100}")
+        return encode(prompt, tokenizer)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error

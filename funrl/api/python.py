@@ -18,12 +18,14 @@ import torch
 from funrl.algos.core import Algorithm
 from funrl.api.arguments import (
     GivenEnvironment,
+    GivenPrompt,
     check_callable,
     check_place,
     check_recipe,
     check_source,
     checked_value,
     environment_given,
+    given_example,
     given_in_python,
     mesh_text,
     objects_given,
@@ -39,8 +41,9 @@ from funrl.api.warm_start import warm_started
 from funrl.cost.placement.place_search import chosen_devices
 from funrl.cost.search.node_groups import with_groups
 from funrl.cost.tracing.hardware import hardware_of
+from funrl.data.pictures import with_picture_form
 from funrl.data.prompts import Example
-from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.data.tokenizer import load_tokenizer
 from funrl.flags.arguments import find_recipe, full_source, recipe_name
 from funrl.mesh.launch import Waiting, check_devices, device_type, launch
 from funrl.mesh.mesh import Mesh, parse
@@ -61,7 +64,7 @@ from funrl.track.report.page import write_report
 from funrl.track.report.run_files import ReportError
 from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
-from funrl.trainer.inference import check_text_only, read_stored_model, stored_weights
+from funrl.trainer.inference import read_stored_model, stored_picture_form, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
@@ -90,11 +93,11 @@ class TrainedModel:
         return model_summary(self.directory)
 
     @with_keywords(SamplingKeywords)
-    def generate(self, texts: Sequence[str], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
+    def generate(self, texts: Sequence[GivenPrompt], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
         """Complete texts on this device.
 
         Args:
-          texts: prompts.
+          texts: prompts, as those of `funrl.generate`.
           seed: seed of the samples.
           sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`; greedy without a temperature.
 
@@ -110,7 +113,7 @@ class TrainedModel:
 @with_keywords(SamplingKeywords)
 def generate(
     model: str | Path | TrainedModel,
-    texts: Sequence[str | Sequence[Mapping[str, Any]]],
+    texts: Sequence[GivenPrompt],
     *,
     seed: int = 0,
     mesh: str = "dp1",
@@ -120,7 +123,9 @@ def generate(
 
     Args:
       model: a Hugging Face directory, the name of a model in the local cache, the directory of a run, or its model.
-      texts: prompts; messages go through the chat template of the model's tokenizer.
+      texts: prompts; messages go through the chat template of the model's tokenizer. For a model that sees pictures,
+        parts {"type": "image", "image": ...} of messages hold some; a prompt may also be a dict as the records of
+        --prompts are, with "prompt" and "images".
       seed: seed of the samples.
       mesh: devices per axis, such as "dp2"; a single device runs in this process.
       sampling: fields of `Sampling`, such as `max_new_tokens` and `temperature`. Defaults come from the model's
@@ -140,27 +145,17 @@ def generate(
     check_place("model", place)
     stored = find_stored_model(place)
     tokenizer = load_tokenizer(stored.directory)
-    examples = [_example(tokenizer, text) for text in texts]
     described = read_stored_model(stored, "auto")
     if not described.generates:
         raise SettingsError(f"model={stored.directory!r}: it has a value head and cannot generate")
     stop = tuple(sorted({*described.config.special_tokens.eos, *({tokenizer.eos_token_id} - {None})}))
     fields: dict[str, Any] = {"stop": stop} | sampling_of_model(described.config, "temperature" in values) | values
-    check_text_only(described, texts, examples)
+    tokenizer = with_picture_form(tokenizer, stored_picture_form(stored, described))
+    examples = [given_example(tokenizer, text) for text in texts]
     if not examples:
         return []
     task = _Completions(stored, described, examples, sampling=Sampling(**fields), seed=seed, tokenizer=tokenizer)
     return launch(functools.partial(_completed, task), sizes, device_type())
-
-
-def _example(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> Example:
-    """A prompt in tokens. Raises: ValueError."""
-    try:
-        return Example(*encode_prompt(tokenizer, text), {})
-    except ValueError:
-        raise
-    except Exception as error:  # such as from a tokenizer that lacks a character
-        raise SettingsError(f"{text!r}: the tokenizer refuses it: {error}") from error
 
 
 class _Completions(NamedTuple):

@@ -205,7 +205,7 @@ def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
     if named == "images" and (isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__")):
         raise DataError(f"'images' must be a list of pictures, not {type(given).__name__}")
     pictures = list(given) if named != "image" else [given]
-    inner = [x for name in ("prompt", "messages") for x in _inner_pictures(record.get(name))]
+    inner = [x for name in ("prompt", "messages") for x in inner_pictures(record.get(name))]
     if inner and pictures:
         raise DataError(f"the messages have pictures of their own, and so has the field {named!r}; leave one out")
     if (inner or pictures) and picture_form_of(tokenizer) is None:
@@ -213,7 +213,7 @@ def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
     return inner or pictures
 
 
-def _inner_pictures(messages: Any) -> list[Any]:
+def inner_pictures(messages: Any) -> list[Any]:
     """The pictures that parts of messages hold themselves."""
     contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -232,6 +232,34 @@ def marked(prompt: Any, tokenizer: Any) -> Any:
         ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
         return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
     return [{**message, "content": _parts(message["content"])} for message in prompt]
+
+
+def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages whose parts hold their pictures.
+
+    Args:
+      content: messages that say where they are, by parts without them; or a text, which becomes the user's message.
+      pictures: in the order of their places; without any place they come before the first text of a user.
+    """
+    if isinstance(content, str):
+        content = [{"role": "user", "content": _parts(content)}]
+    messages = [{**message} for message in content]
+    if not any(part["type"] == "image" for message in messages for part in _list_of(message)):
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"] = [*({"type": "image"} for _ in pictures), *_list_of(first)]
+    rest = iter(pictures)
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = [
+                {**part, "image": next(rest)} if part["type"] == "image" else part for part in message["content"]
+            ]
+    return messages
+
+
+def _list_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of a message."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _parts(content: Any) -> Any:
@@ -289,6 +317,13 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
         GRIDS: torch.tensor([grid for _, grid in read], dtype=torch.int64).reshape(-1, 2),
     }
     return Expanded(ids, owned_lines(values))
+
+
+def one_placeholder_each(tokens: Sequence[int], owned: OwnedLines, form: PictureForm) -> list[int]:
+    """Token ids as they were before `expand_placeholders`."""
+    from funrl.models.vision.inputs import GRIDS, collapsed, grids_of
+
+    return collapsed(form.tower, tokens, grids_of(owned.values[GRIDS]))
 
 
 def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, form: PictureForm) -> list[bool]:

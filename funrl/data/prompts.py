@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.pictures import expand_placeholders, marked, picture_form_of, pictures_of
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt
+from funrl.data.pictures import expand_placeholders, marked, picture_form_of, pictures_of, with_own_pictures
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, tools_of
 from funrl.data.records import FORMATS, read_records, source_problem
-from funrl.data.tokenizer import TokenizerError
+from funrl.data.tokenizer import TokenizerError, encode_prompt
 
 if TYPE_CHECKING:  # it imports torch
     from funrl.kinds import OwnedLines
@@ -51,6 +51,7 @@ class Example(NamedTuple):
       messages: messages of a chat prompt; None for a text.
       conversational: whether the record's own prompt is a chat, not a text that the format turns into one.
       owned: values that it owns, such as its pictures; with a model that reads such, all examples have some.
+      opening: messages whose parts hold its pictures, for environments; None: it has no pictures.
     """
 
     tokens: list[int]
@@ -60,6 +61,7 @@ class Example(NamedTuple):
     messages: Sequence[Mapping[str, Any]] | None = None
     conversational: bool = False
     owned: OwnedLines | None = None
+    opening: Sequence[Mapping[str, Any]] | None = None
 
 
 def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]:
@@ -115,9 +117,10 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     see = picture_form_of(tokenizer)
     try:
         pictures = pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
-        own = marked(prompt.prompt, tokenizer) if pictures else prompt.prompt
-        tokens, text = encoded(tokenizer, own, form, tools=prompt.fields.get("tools"))
-        content = format_prompt(own, form)
+        formatted = format_prompt(prompt.prompt, form)
+        content = marked(formatted, tokenizer) if pictures else formatted
+        tools = tools_of(prompt.fields.get("tools"), form)
+        tokens, text = encode_prompt(tokenizer, content, tools, arguments=form.arguments)
         tokens, owned = (tokens, None) if see is None else expand_placeholders(tokens, pictures, see)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
@@ -126,6 +129,7 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     if not tokens:
         raise PromptError(f"{where}prompt {prompt.prompt!r} has no tokens")
     messages = None if isinstance(content, str) else content
+    opening = with_own_pictures(formatted if messages is None else messages, pictures) if pictures else None
     return Example(
         tokens,
         text,
@@ -134,6 +138,7 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
         messages=messages,
         conversational=not isinstance(prompt.prompt, str),
         owned=owned,
+        opening=opening,
     )
 
 

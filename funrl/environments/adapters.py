@@ -22,6 +22,7 @@ from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
+from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
 from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
@@ -95,7 +96,9 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def example_messages(example: Example) -> list[Message]:
-    """Messages of an example; a text is the user's."""
+    """Messages of an example, with its pictures; a text is the user's."""
+    if example.opening is not None:
+        return list(example.opening)
     return [{"role": "user", "content": example.text}] if example.messages is None else list(example.messages)
 
 
@@ -104,6 +107,7 @@ class ToolOutput(NamedTuple):
 
     Attributes:
       text: that the policy reads.
+      content: parts of text and pictures that it reads instead; None: the text.
       succeeded: whether the tool gave it, and not an error.
       reward: that the call earned; None: nothing is known of it.
       ends: whether it ends the episode.
@@ -113,6 +117,7 @@ class ToolOutput(NamedTuple):
     succeeded: bool = True
     reward: float | None = None
     ends: bool = False
+    content: Sequence[Mapping[str, Any]] | None = None
 
 
 class ToolConversation(NamedTuple):
@@ -169,7 +174,7 @@ async def tool_conversation(
             rewards[trajectory.leaf] = math.fsum(earned)
         if any(output.ends for output in outputs):
             break
-        trajectory = policy.extend(trajectory, _tool_messages(reply.message, [output.text for output in outputs]))
+        trajectory = policy.extend(trajectory, _tool_messages(reply.message, outputs))
     return ToolConversation(to_last_turn(trajectory), status, all_outputs, rewards)
 
 
@@ -240,7 +245,9 @@ class _Tools:
         if problem := argument_problem(name, arguments, self.tools):
             return ToolOutput(f"error: {problem}", succeeded=False)
         try:
-            return ToolOutput(output_text(await call(self._tools[name], **arguments)))
+            value = await call(self._tools[name], **arguments)
+            content = picture_content(value)
+            return ToolOutput(output_text(value)) if content is None else ToolOutput("", content=content)
         except (Exception, SystemExit) as error:
             return ToolOutput(f"error: {error_text(error)}", succeeded=False)
 
@@ -277,7 +284,7 @@ class _SingleTurn:
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Complete the prompt once, and reward the completion."""
-        reply, trajectory = await policy.sample(policy.start(example.tokens))
+        reply, trajectory = await policy.sample(policy.start(example.tokens, owned=example.owned))
         if self._reward is None:
             return Episode([trajectory], {trajectory.agent: None})
         messages = example.messages if example.conversational else None
@@ -322,13 +329,17 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _tool_messages(reply: Message, texts: Sequence[str]) -> list[Message]:
+def _tool_messages(reply: Message, outputs: Sequence[ToolOutput]) -> list[Message]:
     """Outputs of a reply's calls, with their ids, else with some of nine characters, as Mistral's templates demand."""
     ids = [call.get("id") for call in reply.get("tool_calls") or ()]
-    ids += [None] * (len(texts) - len(ids))
+    ids += [None] * (len(outputs) - len(ids))
     return [
-        {"role": "tool", "tool_call_id": number or f"call{n:05}", "content": text}
-        for n, (number, text) in enumerate(zip(ids, texts, strict=True))
+        {
+            "role": "tool",
+            "tool_call_id": number or f"call{n:05}",
+            "content": output.text if output.content is None else list(output.content),
+        }
+        for n, (number, output) in enumerate(zip(ids, outputs, strict=True))
     ]
 
 

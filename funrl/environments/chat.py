@@ -21,8 +21,10 @@ from funrl.data.tokenizer import (
     render_chat,
 )
 from funrl.environments.forms.drift import SAME, NodeText, drift_cause
+from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens, without_pictures
 from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
 from funrl.environments.forms.tool_calls import read_message, read_reply
+from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, RunEndingError, Tools
 
@@ -128,6 +130,10 @@ class TemplateChat:
             return encode_rendered(self.tokenizer, rendered, begin)
         return encode_rendered(self.tokenizer, rendered, mark_begin + len(mark), before=mark)
 
+    def expanded(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], OwnedLines | None]:
+        """Rendered tokens of messages with those of their pictures; see `expanded_tokens`."""
+        return expanded_tokens(tokens, messages, self.tokenizer)
+
     def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools = ()) -> ReadReply:
         """Read a reply: by the tokenizer's own `response_template` if it has one, else by the form of its family.
 
@@ -178,7 +184,7 @@ class TemplateChat:
 
     def _part(self, node: Node) -> NodeText:
         end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
-        return NodeText(self._raw(node.tokens), node.sampled, end)
+        return NodeText(self._raw(collapsed_tokens(node, self.tokenizer)), node.sampled, end)
 
     def _own_template(self) -> bool:
         return not self.options.parser and getattr(self.tokenizer, "response_template", None) is not None
@@ -303,7 +309,10 @@ class TemplateChat:
         return not self._marks.isdisjoint(tokens)
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the template is given them: long results are cut, and thoughts are a field where it has one."""
+        """Messages as the template is given them.
+
+        Long results are cut, thoughts are a field where it has one, and parts of pictures only say where they are.
+        """
         limit = self.options.tool_tokens
         prepared: list[Message] = []
         for message in messages:
@@ -312,7 +321,7 @@ class TemplateChat:
                 message = {**message, "content": self._cut(content)}
             elif message.get("role") == "assistant" and isinstance(content, str) and END_THINK in content:
                 message = self._split_thoughts(message, content)
-            prepared.append(message)
+            prepared.append(without_pictures(message))
         return prepared
 
     def _split_thoughts(self, message: Message, content: str) -> Message:

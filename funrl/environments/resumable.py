@@ -175,9 +175,9 @@ class ResumablePolicy(LoggedPolicy):
             if most < 1:
                 return None
         computed = self._prefix(call.trajectory.leaf).computed if call.begun is None else len(tokens) + written - 1
-        completion = await self._hooks.ask(
-            Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
-        )
+        request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
+        owned = self._prefix(call.trajectory.leaf).owned
+        completion = await self._hooks.ask(request._replace(owned=owned))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
             call.begun = completion

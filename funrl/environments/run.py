@@ -8,7 +8,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -305,7 +305,7 @@ class EpisodeRunner:
         clock: EpisodeClock,
         prompt: Sequence[int],
         sampling: Sampling,
-        *request: int,
+        *request: Any,
         model: str = "",
     ) -> Completion:
         self._beginning.discard(number)

@@ -272,6 +272,8 @@ class OwnedValues(NamedTuple):
       read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
       encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
       check: `(token ids, lines)`; raises ModelError where the tokens do not stand for these values.
+      contents: `(token ids, lines)` -> the ids, with a negative number, which the values make, at tokens for these:
+        equal numbers mean equal keys and values.
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
     """
 
@@ -279,6 +281,7 @@ class OwnedValues(NamedTuple):
     read: Callable[[Batch, Inputs], Inputs]
     encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
     check: Callable[[Sequence[int], OwnedLines | None], None]
+    contents: Callable[[Sequence[int], OwnedLines], list[int]]
     frozen: Mapping[str, tuple[str, ...]] = {}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -93,6 +94,9 @@ def record_from_json(value: Any) -> EpisodeRecord:
         if isinstance(field, Mapping) and name != "rest"
     }
     nodes = [{name: _value(x) for name, x in fields.items()} for fields in record.nodes]
+    for fields in nodes:
+        if (owned := fields.get("owned")) is not None:
+            fields["owned"] = OwnedLines({name: _value(x) for name, x in owned[0].items()}, owned[1])
     return record._replace(nodes=nodes, ends=[(agent, leaf, tools) for agent, leaf, tools in record.ends], **by_node)
 
 

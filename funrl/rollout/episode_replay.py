@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from funrl.kinds import OwnedLines, joined_lines
 from funrl.rollout.engine import Engine, complete
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import EPISODE_LIMITS, Complete, EpisodeLimits, Policy, PolicySetup
@@ -59,7 +60,8 @@ def turn_request(node: Node) -> Request:
     """The request that sampled a node. Raises ValueError: it has no sampling parameters or no seed."""
     if node.sampling is None or node.seed is None:
         raise ValueError("a sampled node has no sampling parameters and seed, so it cannot be sampled again")
-    return Request(0, _tokens_before(node), node.sampling, node.seed)
+    owned = joined_lines([before.owned for before in node.path()[:-1]])
+    return Request(0, _tokens_before(node), node.sampling, node.seed, owned=owned)
 
 
 class EpisodeLog(NamedTuple):
@@ -160,5 +162,7 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
-async def _unlogged(prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
+async def _unlogged(
+    prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: OwnedLines | None
+) -> Completion:
     raise LogError(f"the environment asks for a turn after {len(prompt)} tokens that its log does not have")

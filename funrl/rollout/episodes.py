@@ -14,14 +14,16 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from funrl.kinds import OwnedLines, joined_lines
 from funrl.rollout.sampling_parameters import Sampling
 
 Message = Mapping[str, Any]  # of a chat: "role", "content", and perhaps "tool_calls" and others
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
 Status = Literal["done", "turns", "tokens", "time", "failed", "cancelled"]
 
 
@@ -58,6 +60,7 @@ class Node:
       sampling, seed: of the request that sampled it, whose prompt are the tokens before; None unless sampled.
       problems: why parts of a reply could not be read.
       turns_before: of a root that a fork begins with, turns of the policy before the fork, which it renders again.
+      owned: values that the tokens own, such as pictures; None: none.
     """
 
     parent: Node | None
@@ -73,6 +76,7 @@ class Node:
     seed: int | None = None
     problems: Sequence[str] = ()
     turns_before: int = 0
+    owned: OwnedLines | None = None
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -163,14 +167,69 @@ class Episode:
         return list(dict.fromkeys(end.agent for end in self.ends))
 
 
+class ReadReply(NamedTuple):
+    """Message that tokens of the policy say; see `Reply`."""
+
+    message: Message
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    problems: Sequence[str] = ()
+
+
+class Chat(Protocol):
+    """The rendering of messages as tokens, and the reading of replies."""
+
+    def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of a conversation, up to the begin of the policy's turn."""
+        ...
+
+    def continuation(
+        self, messages: Sequence[Message], tools: Tools, last: int | None, reply: Message | None
+    ) -> list[int]:
+        """Tokens from the end of a reply to the begin of the policy's next turn, with messages in between.
+
+        Args:
+          last: the stop token that ended the reply, which is not rendered again; None: the reply was cut off.
+          reply: what the reply says; its calls are those that tools answer.
+        """
+        ...
+
+    def expanded(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], OwnedLines | None]:
+        """Rendered tokens of messages with those of their pictures, and the values of these; None: there are none.
+
+        Raises:
+          ValueError: a picture cannot be used, or the tokens have other places for pictures.
+        """
+        ...
+
+    def fork_cause(self, nodes: Sequence[Node], tools: Tools) -> tuple[str, bool]:
+        """Cause why the template would render a history otherwise than it was sampled, and whether it forks there.
+
+        Args:
+          nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the
+            root is before them if nobody has. If tools answer, the last turn and the new messages.
+
+        Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
+        """
+        ...
+
+    def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools) -> ReadReply:
+        """Read a reply, given without the token that ended it. Raises nothing.
+
+        Args:
+          before: all tokens before the reply.
+        """
+        ...
+
+
 class PathPrefix(NamedTuple):
     """Tokens of a path, and what a call needs to know of them.
 
     Attributes:
       tokens: all token ids; never changed.
-      digest: of them.
+      digest: of them, and of what they own.
       computed: tokens up to the last one of the last sampled turn, which was never fed back.
       turns, sampled: turns of the policy, and tokens of these; those before a fork included.
+      owned: values that the tokens own, such as pictures; None: none.
     """
 
     tokens: list[int]
@@ -178,6 +237,7 @@ class PathPrefix(NamedTuple):
     computed: int
     turns: int
     sampled: int
+    owned: OwnedLines | None = None
 
     def extended(self, nodes: Sequence[Node]) -> PathPrefix:
         """The prefix with the tokens of further nodes."""
@@ -186,6 +246,9 @@ class PathPrefix(NamedTuple):
         new = [token for node in nodes for token in node.tokens]
         digest = self.digest.copy()
         digest.update(np.asarray(new, dtype="<i8").tobytes())
+        for node in nodes:
+            if node.owned is not None:
+                digest.update(node.owned.digest.to_bytes(16, "little"))
         sampled = [len(node.tokens) for node in nodes if node.sampled]
         behind = sum(len(node.tokens) for node in itertools.takewhile(lambda node: not node.sampled, nodes[::-1]))
         length = len(self.tokens) + len(new)
@@ -195,7 +258,15 @@ class PathPrefix(NamedTuple):
             computed=length - behind - 1 if sampled else self.computed,
             turns=self.turns + len(sampled),
             sampled=self.sampled + sum(sampled),
+            owned=joined_lines([self.owned, *(node.owned for node in nodes)]),
         )
+
+    def begins_as(self, first: tuple[Sequence[int], OwnedLines | None] | None) -> bool:
+        """True if it is a begin, given by its tokens and what they own."""
+        if first is None or self.tokens != first[0]:
+            return False
+        own, given = ((None if owned is None else owned.digest) for owned in (self.owned, first[1]))
+        return own == given
 
     def key(self, asked: Sampling, model: str) -> bytes:
         """Digest of what a call asks for: all tokens of the path, its sampling parameters, and which model it is of."""

@@ -16,15 +16,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
+from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import (
+    Chat,
     Endpoint,
     Message,
     Node,
     PathPrefix,
+    ReadReply,
     Reply,
     Status,
+    Tools,
     Trajectory,
     call_seed,
     exchange_of,
@@ -33,10 +37,9 @@ from funrl.rollout.episodes import (
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
-# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed)
-Complete = Callable[[Sequence[int], Sampling, int, int], Awaitable[Completion]]
+# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed, values that the prompt owns)
+Complete = Callable[[Sequence[int], Sampling, int, int, OwnedLines | None], Awaitable[Completion]]
 Serve = Callable[["Policy", str], AbstractAsyncContextManager[Endpoint]]
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templates take them
 
 
 class LimitReached(Exception):
@@ -57,52 +60,6 @@ class RunEndingError(ValueError):
 
 class UnknownAgentError(RunEndingError):
     """An environment starts an agent that the run does not know."""
-
-
-class ReadReply(NamedTuple):
-    """Message that tokens of the policy say; see `Reply`."""
-
-    message: Message
-    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
-    problems: Sequence[str] = ()
-
-
-class Chat(Protocol):
-    """The rendering of messages as tokens, and the reading of replies."""
-
-    def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a conversation, up to the begin of the policy's turn."""
-        ...
-
-    def continuation(
-        self, messages: Sequence[Message], tools: Tools, last: int | None, reply: Message | None
-    ) -> list[int]:
-        """Tokens from the end of a reply to the begin of the policy's next turn, with messages in between.
-
-        Args:
-          last: the stop token that ended the reply, which is not rendered again; None: the reply was cut off.
-          reply: what the reply says; its calls are those that tools answer.
-        """
-        ...
-
-    def fork_cause(self, nodes: Sequence[Node], tools: Tools) -> tuple[str, bool]:
-        """Cause why the template would render a history otherwise than it was sampled, and whether it forks there.
-
-        Args:
-          nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the
-            root is before them if nobody has. If tools answer, the last turn and the new messages.
-
-        Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
-        """
-        ...
-
-    def read(self, before: Sequence[int], tokens: Sequence[int], tools: Tools) -> ReadReply:
-        """Read a reply, given without the token that ended it. Raises nothing.
-
-        Args:
-          before: all tokens before the reply.
-        """
-        ...
 
 
 class PolicySetup(NamedTuple):
@@ -181,7 +138,7 @@ class Policy:
         self.limits = limits
         self.chat = setup.chat
         self.sampling = setup.sampling
-        self._first: list[int] | None = None
+        self._first: tuple[list[int], OwnedLines | None] | None = None
         self._calls: Counter[bytes] = Counter()
         self._sampled: list[Trajectory] = []
         self._begin = time.monotonic()
@@ -191,13 +148,20 @@ class Policy:
         self._prefixes: dict[Node, PathPrefix] = {}
         self.served = AsyncExitStack()
 
-    def start(self, content: Sequence[Message] | Sequence[int], tools: Tools = (), agent: str = "policy") -> Trajectory:
+    def start(
+        self,
+        content: Sequence[Message] | Sequence[int],
+        tools: Tools = (),
+        agent: str = "policy",
+        owned: OwnedLines | None = None,
+    ) -> Trajectory:
         """Begin a trajectory.
 
         Args:
           content: messages or token ids, at least one.
           tools: descriptions that the chat template shows.
           agent: whose trajectory it is.
+          owned: values that token ids own, such as the pictures of `Example.tokens`; messages have their own.
 
         Raises:
           ValueError: there is no content, or messages cannot be rendered.
@@ -207,9 +171,11 @@ class Policy:
         tokens, messages = tokens_or_messages(content)
         if messages:
             tokens = self._chat().opening(messages, tools)
+        if messages or owned is None or owned.empty:
+            tokens, owned = self._expanded(tokens, messages)
         if self._first is None:
-            self._first = tokens
-        node = Node(None, tokens, sampled=False, messages=messages)
+            self._first = tokens, owned
+        node = Node(None, tokens, sampled=False, messages=messages, owned=owned)
         return Trajectory(agent, node, tools)
 
     def extend(self, trajectory: Trajectory, content: Sequence[Message] | Sequence[int]) -> Trajectory:
@@ -226,7 +192,8 @@ class Policy:
         leaf = trajectory.leaf
         tokens, messages = tokens_or_messages(content)
         if tokens:
-            return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False))
+            tokens, owned = self._expanded(tokens, messages)
+            return dataclasses.replace(trajectory, leaf=Node(leaf, tokens, sampled=False, owned=owned))
         if not leaf.sampled:
             if not leaf.messages:
                 raise ValueError("messages cannot follow token ids of the environment: extend by token ids")
@@ -239,7 +206,8 @@ class Policy:
         last = leaf.tokens[-1] if leaf.finish == "stop" else None
         reply = leaf.messages[0] if leaf.messages else None
         tokens = chat.continuation(messages, trajectory.tools, last, reply)
-        node = Node(leaf, tokens, sampled=False, messages=messages)
+        tokens, owned = self._expanded(tokens, messages)
+        node = Node(leaf, tokens, sampled=False, messages=messages, owned=owned)
         cause, forks = chat.fork_cause(exchange_of(node), trajectory.tools)
         forks = forks and all(earlier.messages for earlier in leaf.path())  # raw tokens cannot be rendered again
         self._causes[leaf] = cause, forks
@@ -331,6 +299,10 @@ class Policy:
         see `ResumablePolicy`.
         """
 
+    def _expanded(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], OwnedLines | None]:
+        """Tokens with those of the pictures of messages; see `Chat.expanded`."""
+        return (tokens, None) if self.setup.chat is None else self.setup.chat.expanded(tokens, messages)
+
     def _fork(self, started: Trajectory, before: Trajectory) -> Trajectory:
         """A trajectory that has just been started, as a fork of another one."""
         root = dataclasses.replace(started.leaf, turns_before=self._prefix(before.leaf).turns)
@@ -339,8 +311,8 @@ class Policy:
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""
-        computed = self._prefix(trajectory.leaf).computed
-        return await self.completer(trajectory.agent)(tokens, sampling, seed, computed)
+        prefix = self._prefix(trajectory.leaf)
+        return await self.completer(trajectory.agent)(tokens, sampling, seed, prefix.computed, prefix.owned)
 
     def completer(self, agent: str) -> Complete:
         """The function that completes the prompts of an agent."""
@@ -408,7 +380,7 @@ class Policy:
             root = new[-1]
             before = self._forked.get(root)
             forked = None if before is None else self._prefix(before.leaf)
-            prefix = PathPrefix([], hashlib.blake2b(digest_size=16), 0, *((0, 0) if forked is None else forked[3:]))
+            prefix = PathPrefix([], hashlib.blake2b(digest_size=16), 0, *((0, 0) if forked is None else forked[3:5]))
         else:
             prefix = self._prefixes[current]
             if new and current.sampled:
@@ -443,6 +415,6 @@ class Policy:
         ordinal = self._calls[key]
         self._calls[key] += 1
         default = dataclasses.replace(self.setup.sampling, samples=1)
-        if ordinal == 0 and not model and asked == default and prefix.tokens == self._first:
+        if ordinal == 0 and not model and asked == default and prefix.begins_as(self._first):
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+from funrl.kinds import OwnedLines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes.heartbeat import beat
@@ -89,14 +90,21 @@ class ResidentEngine:
         self._progress = asyncio.Event()
 
     async def complete(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int = 0, model: str = ""
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        computed: int = 0,
+        owned: OwnedLines | None = None,
+        *,
+        model: str = "",
     ) -> Completion:
         """Complete a prompt; see `Request`. If the caller is cancelled, so is the request.
 
         Raises:
           ValueError: as in `Engine.submit`; other requests are not affected.
         """
-        return await self.ask(Request(0, prompt, sampling, seed, computed=computed, model=model))
+        return await self.ask(Request(0, prompt, sampling, seed, computed=computed, model=model, owned=owned))
 
     async def ask(self, request: Request) -> Completion:
         """Complete a request, whose number is replaced; as `complete`."""

@@ -29,6 +29,7 @@ from funrl.serve.asks import (
     named_choice,
     plain_content,
 )
+from funrl.serve.pictures import message_content
 from funrl.serve.session import DecodeIds, Exchange
 
 OPENAI_IGNORED = (
@@ -279,16 +280,18 @@ def _message(value: Any) -> dict[str, Any]:
     role = value.get("role") if isinstance(value, dict) else None
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise BadRequest(f"a message has the role {role!r}; system, user, assistant and tool are known", "messages")
-    kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    content = plain_content(value.get("content"), "messages", kinds)
     if role == "assistant":
+        content = plain_content(value.get("content"), "messages", ("text", "refusal"))
         calls = value.get("tool_calls") or []
         if not isinstance(calls, list):
             raise BadRequest("the tool_calls of a message must be a list", "messages")
         message = call_message(content, [_given_call(call) for call in calls], "messages")
         thoughts = value.get("reasoning") or value.get("reasoning_content")
         return {**message, "reasoning_content": thoughts} if isinstance(thoughts, str) else message
-    message = {"role": "system" if role == "developer" else role, "content": content}
+    if role in ("user", "tool"):
+        message = {"role": role, "content": message_content(value.get("content"), "messages")}
+    else:
+        message = {"role": "system", "content": plain_content(value.get("content"), "messages")}
     for name in ("name", "tool_call_id"):
         if isinstance(value.get(name), str):
             message[name] = value[name]

@@ -19,6 +19,7 @@ from funrl.serve.asks import (
     function_tool,
     plain_content,
 )
+from funrl.serve.pictures import message_content
 from funrl.serve.session import DecodeIds, Exchange
 
 # Type of `thinking` -> whether the client gets it; it does not change how much the policy thinks.
@@ -166,12 +167,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise BadRequest("the content of a message must be a text or a list of blocks", "messages")
     kinds = [block.get("type") for block in blocks]
-    known = ("text", "tool_use", "thinking") if role == "assistant" else ("text", "tool_result")
+    known = ("text", "tool_use", "thinking") if role == "assistant" else ("text", "image", "tool_result")
     others = [kind for kind in kinds if kind not in known]
     if others:
-        raise BadRequest(f"a block of type {others[0]!r} is not served; only text and tools are", "messages")
-    texts = plain_content([block for block in blocks if block["type"] == "text"], "messages")
+        raise BadRequest(f"a block of type {others[0]!r} is not served; only text, pictures and tools are", "messages")
     if role == "assistant":
+        texts = plain_content([block for block in blocks if block["type"] == "text"], "messages")
         uses = [block for block in blocks if block["type"] == "tool_use"]
         calls = [(str(use.get("id", "")), str(use.get("name", "")), use.get("input") or {}) for use in uses]
         message = call_message(texts, calls, "messages")
@@ -180,13 +181,14 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     results = [
         {
             "role": "tool",
-            "content": plain_content(block.get("content"), "messages"),
+            "content": message_content(block.get("content"), "messages"),
             "tool_call_id": str(block.get("tool_use_id", "")),
         }
         for block in blocks
         if block["type"] == "tool_result"
     ]
-    return [*results, *([{"role": "user", "content": texts}] if texts or not results else [])]
+    content = message_content([block for block in blocks if block["type"] != "tool_result"], "messages")
+    return [*results, *([{"role": "user", "content": content}] if content or not results else [])]
 
 
 def _tool(value: Any) -> dict[str, Any]:

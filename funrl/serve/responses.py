@@ -20,6 +20,7 @@ from funrl.serve.asks import (
     named_choice,
     plain_content,
 )
+from funrl.serve.pictures import message_content
 from funrl.serve.session import DecodeIds, Exchange
 
 RESPONSES_FIELDS = KnownFields(
@@ -215,7 +216,7 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
         raise BadRequest("the input must be a text or a list of items", "input")
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        output = plain_content(item.get("output"), "input", _PARTS)
+        output = message_content(item.get("output"), "input", _PARTS)
         messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id", ""))})
     elif kind == "function_call":
         call = str(item.get("call_id", "")), str(item.get("name", "")), item.get("arguments")
@@ -228,7 +229,8 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
         role = item.get("role")
         if role not in ("system", "developer", "user", "assistant"):
             raise BadRequest(f"a message has the role {role!r}; system, user and assistant are known", "input")
-        content = plain_content(item.get("content"), "input", _PARTS)
+        read = message_content if role == "user" else plain_content
+        content = read(item.get("content"), "input", _PARTS)
         messages.append({"role": "system" if role == "developer" else role, "content": content})
     elif kind != "reasoning":
         raise BadRequest(f"an item of type {kind!r} is not served; messages and functions are", "input")

@@ -178,8 +178,11 @@ class Session:
         return self._speech.thinks and (calls or ask.reasoning is not None)
 
     def count(self, ask: Ask) -> int:
-        """Tokens of a request's prompt."""
-        return len(self._begin(self._policy_for(ask), ask).token_ids())
+        """Tokens of a request's prompt. Raises: BadRequest, it cannot be served."""
+        try:
+            return len(self._begin(self._policy_for(ask), ask).token_ids())
+        except ValueError as error:
+            raise _refused(error) from error
 
     async def _answer(self, ask: Ask, hear: Hear | None) -> list[Exchange]:
         try:
@@ -200,9 +203,7 @@ class Session:
             self.limit = limit.status
             raise BadRequest(str(limit), code="context_length_exceeded") from limit
         except ValueError as error:
-            if isinstance(error, BadRequest):
-                raise
-            raise BadRequest(str(error)) from error
+            raise _refused(error) from error
         exchanges = []
         for reply, end in sampled:
             exchange = self._exchange(ask, reply, end, forced)
@@ -294,10 +295,11 @@ class Session:
         )
 
     def _remember(self, ask: Ask, exchange: Exchange, end: Trajectory) -> None:
-        ids = np.asarray([*exchange.prompt, *exchange.tokens], dtype="<i8")
-        self._by_tokens[hashlib.blake2b(ids.tobytes(), digest_size=16).digest()] = end
-        self._lengths.add(len(ids))
-        _bound(self._by_tokens, self._kept)
+        if not any(node.owned for node in end.nodes()):  # the ids of pictures do not tell these apart
+            ids = np.asarray([*exchange.prompt, *exchange.tokens], dtype="<i8")
+            self._by_tokens[hashlib.blake2b(ids.tobytes(), digest_size=16).digest()] = end
+            self._lengths.add(len(ids))
+            _bound(self._by_tokens, self._kept)
         if ask.messages:
             functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in exchange.calls]
             reply = {"role": "assistant", "content": exchange.content, "tool_calls": functions}
@@ -305,6 +307,10 @@ class Session:
             _bound(self._by_history, self._kept)
         if self._kept is not None:
             del self._sampled[: -self._kept]
+
+
+def _refused(error: ValueError) -> BadRequest:
+    return error if isinstance(error, BadRequest) else BadRequest(str(error))
 
 
 async def _reply(

@@ -21,6 +21,7 @@ from funrl.environments.attempt import CLEAN_UP_S, EpisodeClock, attempt_episode
 from funrl.environments.builtin.load import environment_from
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
+from funrl.kinds import OwnedLines
 from funrl.rollout.episode_records import to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
@@ -239,7 +240,9 @@ class _Replies:
         self._next = subject.replies[seed % len(subject.replies)]
         self._left = hang_after
 
-    async def __call__(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
+    async def __call__(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: OwnedLines | None
+    ) -> Completion:
         if self._left is not None:
             if not self._left:
                 self.hanging.set()

@@ -6,7 +6,7 @@ run's held-out prompts is the one that the run made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ import torch
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
 from funrl.data.pictures import PROCESSOR_FILES, PictureForm, picture_form, with_most_pixels, with_picture_form
-from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
-from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
@@ -82,18 +80,22 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
         model = read_stored_model(stored, settings.models.model_code)
     tokenizer = with_chat_template(load_tokenizer(stored.directory), settings)
     with blaming("model"):
-        tokenizer = with_picture_form(tokenizer, _picture_form(stored, model))
+        tokenizer = with_picture_form(tokenizer, stored_picture_form(stored, model))
     models, directories = models_of(algorithm, settings, model, tokenizer)
     check_code(settings, models, main_role_of(models, algorithm))
-    check_owned_values(settings, models, algorithm, given_objects(settings, given))
+    check_owned_values(settings, models, algorithm)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
     roles = Models(model, tokenizer, models, directories)
     return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
 
 
-def _picture_form(stored: StoredModel, model: Model) -> PictureForm | None:
-    """The form in which the model takes pictures, with the bound that its run had."""
+def stored_picture_form(stored: StoredModel, model: Model) -> PictureForm | None:
+    """The form in which the model takes pictures, with the bound that its run had; None: it sees none.
+
+    Raises:
+      DataError: the files of its processor cannot be used.
+    """
     form = picture_form(model.config, _processor_directory(stored))
     most = stored.flags.get("max_pixels")
     return form if form is None or not isinstance(most, int) else with_most_pixels(form, most)
@@ -171,19 +173,6 @@ def read_stored_model(stored: StoredModel, code: str) -> Model:
     """The model without its weights, of which everything but the numbers is checked. Raises: ModelError."""
     read = hf.check_directory if stored.checkpoint is None else hf.load_model
     return read(stored.directory, code)
-
-
-def check_text_only(model: Model, texts: Sequence[Any], examples: Sequence[Example]) -> None:
-    """Raise SettingsError where a prompt has places of pictures, which its text alone does not bring."""
-    owned = model.owned
-    if owned is None:
-        return
-    for text, example in zip(texts, examples, strict=True):
-        try:
-            owned.check(example.tokens, None)
-        except ModelError as error:
-            problem = f"{text!r:.100} has pictures, but `generate` reads text; give them to `evaluate`"
-            raise SettingsError(problem) from error
 
 
 def stored_weights(

@@ -39,7 +39,7 @@ class Writer:
         self.tokenizer, self.reply, self.ends, self.chance = tokenizer, reply, ends, chance
         self.wrote = ""
 
-    async def __call__(self, prompt, sampling, seed, computed):
+    async def __call__(self, prompt, sampling, seed, computed, owned):
         chance = self.chance
         calls = [
             (chance.choice(["find", "add_1", "unknown"]), self.arguments())

@@ -5,7 +5,8 @@ import json
 import time
 
 import pytest
-from small_chats import SETUP, ScriptedEngine, examples_of, text
+from PIL import Image
+from small_chats import CHAT, SETUP, ScriptedEngine, examples_of, text
 
 from funrl.environments.adapters import (
     function_environment,
@@ -17,7 +18,7 @@ from funrl.environments.adapters import (
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rewards.call import Score as RewardScore
-from funrl.rollout.policy import EpisodeLimits
+from funrl.rollout.policy import EpisodeLimits, RunEndingError
 from funrl.rollout.sampling_parameters import Sampling
 
 LONG = SETUP._replace(sampling=Sampling(max_new_tokens=200, stop=(1,)))
@@ -184,3 +185,39 @@ def test_one_completion_is_rewarded_by_a_function_of_any_form():
         "part": 2.0
     }
     assert [episode.status for episode in run(single_turn(wrong), engine, *examples)] == ["failed"] * 2
+
+
+def test_a_tool_may_return_a_picture(monkeypatch):
+    picture = Image.new("RGB", (8, 8))
+
+    def draw(boxed: bool):
+        """Draw.
+
+        Args:
+          boxed: whether a text goes with it.
+        """
+        return ["a box", picture] if boxed else picture
+
+    shown = []
+
+    def expanded(tokens, messages):
+        shown.extend(message["content"] for message in messages if message["role"] == "tool")
+        return tokens, None
+
+    monkeypatch.setattr(CHAT, "expanded", expanded)
+    replies = [call_text("draw", boxed=True) + call_text("draw", boxed=False), "a box"]
+    environment = tool_environment([draw], lambda messages: 1.0)
+    engine = ScriptedEngine(lambda prompt: replies.pop(0))
+    (episode,) = run(environment, engine, *examples_of("what?"))
+    part = {"type": "image", "image": picture}
+    assert shown == [[{"type": "text", "text": "a box"}, part], [part]] and episode.rewards == {"policy": 1.0}
+
+
+def test_pictures_of_a_tool_for_a_model_of_text_end_the_run():
+    def draw():
+        """Draw."""
+        return Image.new("RGB", (8, 8))
+
+    engine = ScriptedEngine(lambda prompt: call_text("draw"))
+    with pytest.raises(RunEndingError, match="the model reads text only"):
+        run(tool_environment([draw], lambda messages: 1.0), engine, *examples_of("what?"))

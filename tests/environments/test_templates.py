@@ -229,7 +229,7 @@ class Scripted:
     def __init__(self, tokenizer, texts):
         self.tokenizer, self.texts, self.prompts = tokenizer, list(texts), []
 
-    async def __call__(self, prompt, sampling, seed, computed):
+    async def __call__(self, prompt, sampling, seed, computed, owned):
         import torch
 
         self.prompts.append((list(prompt), computed))

@@ -14,7 +14,7 @@ from funrl.rollout.sampling_parameters import Sampling
 SETUP = PolicySetup(Sampling(max_new_tokens=4))
 
 
-async def completed(prompt, sampling, seed, computed):
+async def completed(prompt, sampling, seed, computed, owned):
     """Tokens that depend on all of the request."""
     tokens = torch.tensor([len(prompt), seed % 97, sampling.max_new_tokens])
     logp = torch.arange(3.0)

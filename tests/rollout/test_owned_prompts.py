@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from funrl.batch import Batch, declare
-from funrl.kinds import owned_lines
+from funrl.kinds import joined_lines, owned_lines
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.model import with_vision
@@ -99,6 +99,21 @@ def test_prompts_of_equal_tokens_share_keys_only_with_equal_pictures(seeing):
     before = engine.cost().cached
     complete(engine, [first])
     assert engine.cost().cached > before
+
+
+def test_a_conversation_that_shows_another_picture_continues_from_its_pages(seeing):
+    model, params = seeing
+    first = Request(0, prompt((6, 8), text=range(3, 20)), GREEDY, seed=0, owned=pictures(1, (6, 8)))
+    for shown, found in ((1, True), (2, False)):  # the second conversation had another first picture
+        engine = engine_of(model, params, max_rows=1)
+        complete(engine, [Request(0, [3] * 200, GREEDY, seed=0)])  # the cache begins anew when it grows
+        (done,) = complete(engine, [first])
+        before = [*first.prompt, *done.tokens.tolist()]
+        both = joined_lines([pictures(shown, (6, 8)), pictures(3, (2, 2))])
+        longer = Request(1, [*before, *prompt((2, 2))], GREEDY, seed=1, owned=both, computed=len(before) - 1)
+        (more,) = complete(engine, [longer])
+        assert (more.raw_logp - trainer_logp(model, params, longer, more)).abs().max() < 1e-11
+        assert (more.recomputed == 0) == found and (engine.cost().cached >= len(before) - 1) == found
 
 
 def test_new_weights_see_anew(seeing):

@@ -28,6 +28,9 @@ class Digits:
     def fork_cause(self, nodes, tools):
         return "", False
 
+    def expanded(self, tokens, messages):
+        return tokens, None
+
     def read(self, before, tokens, tools):
         return ReadReply({"role": "assistant", "content": "".join(map(str, tokens))})
 
@@ -38,7 +41,7 @@ class Asked:
     def __init__(self):
         self.requests = []
 
-    async def __call__(self, prompt, sampling, seed, computed):
+    async def __call__(self, prompt, sampling, seed, computed, owned):
         self.requests.append((list(prompt), sampling, seed, computed))
         await asyncio.sleep(0)
         tokens = [int(digit) % 8 for digit in str(abs(seed))][: sampling.max_new_tokens - 1]

@@ -12,13 +12,14 @@ from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.errors import ModelError
 from funrl.models.vision.config import TowerConfig, TowerForm
+from funrl.models.vision.inputs import collapsed
 from funrl.models.vision.model import with_vision
 from funrl.rollout.engine import complete
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
-from funrl.rollout.vllm.pictures import collapsed, torchvision_problem, vllm_prompt
+from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt
 from funrl.trainer.steps.owned_rows import owned_fields, ragged
 
 NO_PICTURES = NO_VLLM or torchvision_problem()

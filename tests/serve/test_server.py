@@ -52,7 +52,7 @@ WRONG = [
     (400, {"body": GOOD | {"messages": [{"role": "assistant", "tool_calls": 5}]}}, "must be a list"),
     (400, {"body": GOOD | {"tool_choice": "required"}}, "there are no tools"),
     (400, {"body": GOOD | {"messages": [{"role": "robot", "content": "x"}]}}, "role 'robot'"),
-    (400, {"body": GOOD | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "only text"),
+    (400, {"body": GOOD | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "in base64"),
     (400, {"path": "/v1/completions", "body": {"prompt": [1 << 30]}}, "vocab"),
     (400, {"path": "/v1/completions", "body": {"prompt": [5] * 2000}}, "limit"),
 ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import torch
 from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_weights
 
+from funrl.data.tokenizer import END, character_tokenizer
 from funrl.kinds import owned_lines
-from funrl.models import decoder_model, with_fields
+from funrl.models import decoder_config, decoder_model, with_fields
 from funrl.models.decoder.routing import Experts
+from funrl.models.huggingface.directories import save
 from funrl.models.lora import with_lora
 from funrl.models.vision.config import TowerConfig, TowerForm
 from funrl.models.vision.model import with_vision
@@ -37,6 +40,47 @@ FORM = TowerForm(
 DEEP_TOWER = dataclasses.replace(TOWER, window=None, whole_layers=(), form=FORM)  # as that of Qwen3-VL
 EXPERTS = Experts(count=4, per_token=2, mlp=8)
 GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
+
+
+SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
+    "{{ '" + END + "' if m.role == 'assistant' else '?' }}{% endfor %}"
+)  # of the directory's tokenizer
+
+
+def save_seeing_model(folder):
+    """Write a directory of a tiny Qwen2.5-VL, whose pictures have 64 to 1,024 pixels."""
+    tokenizer = character_tokenizer("abcdefgh ?")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    pad, video, begin, end = tokenizer.convert_tokens_to_ids(list(SPECIAL))
+    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6}
+    config = decoder_config(
+        **sizes,
+        vocab=len(tokenizer),
+        attention_bias=True,
+        rope_axes=(0, 0, 1, 2),
+        max_positions=256,
+        eos=(1,),
+        pad=0,
+        family="qwen2_5_vl",
+    )
+    tower = TowerConfig(
+        layers=1,
+        embed=16,
+        heads=1,
+        inner=16,
+        patch=4,
+        window=16,
+        placeholder=pad,
+        banned=(video,),
+        begin=begin,
+        end=end,
+    )
+    model = with_vision(decoder_model(config), tower)
+    save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 64, "max_pixels": 1024}))
 
 
 def with_pictures(example, number, grids=GRIDS):

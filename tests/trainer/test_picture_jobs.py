@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from picture_runs import save_seeing_model
 from PIL import Image
 from small_runs import GRPO, SMALL
 
@@ -37,11 +38,10 @@ from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
 from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.prompts import check_text_prompts
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
 from funrl.trainer.settings.settings import settings_of
-
-SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 def data_url(width, height, mode="RGB"):
@@ -56,35 +56,7 @@ def data_url(width, height, mode="RGB"):
 def folder(tmp_path_factory):
     """A directory of a tiny Qwen2.5-VL, files of prompts and demonstrations, and a reward."""
     path = tmp_path_factory.mktemp("pictures")
-    tokenizer = character_tokenizer("abcdefgh ?")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    pad, video, begin, end = tokenizer.convert_tokens_to_ids(list(SPECIAL))
-    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6}
-    config = decoder_config(
-        **sizes,
-        vocab=len(tokenizer),
-        attention_bias=True,
-        rope_axes=(0, 0, 1, 2),
-        max_positions=256,
-        eos=(1,),
-        pad=0,
-        family="qwen2_5_vl",
-    )
-    tower = TowerConfig(
-        layers=1,
-        embed=16,
-        heads=1,
-        inner=16,
-        patch=4,
-        window=16,
-        placeholder=pad,
-        banned=(video,),
-        begin=begin,
-        end=end,
-    )
-    model = with_vision(decoder_model(config), tower)
-    save(path / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
-    (path / "model" / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 64, "max_pixels": 1024}))
+    save_seeing_model(path / "model")
     pictures = [[data_url(16, 8)], [], [data_url(40, 40, "LA"), data_url(8, 8)]]
     prompts = [{"prompt": "a cab ?", "images": pictures[i % 3], "answer": "b"} for i in range(12)]
     write(path / "prompts.jsonl", prompts)
@@ -171,14 +143,14 @@ def test_devices_of_torch_xla_are_refused(folder):
         check_owned_values(settings_of(**SMALL | {"device": "xla"}), {"policy": job.model}, job.algorithm)
 
 
-def test_an_environment_given_in_python_is_refused(folder):
-    class Silent:
-        async def run(self, policy, example, seed):
-            raise AssertionError
-
-    settings = settings_of(**SMALL, model=str(folder / "model"), prompts=str(folder / "prompts.jsonl"))
-    with pytest.raises(ValueError, match=r"Silent.*: the policy sees pictures; environments give text"):
-        prepare(settings, GRPO, Given(environment=Silent()))
+def test_an_environment_of_another_framework_takes_no_prompts_with_pictures(folder):
+    prompts = rl(folder).task.prompts
+    check_text_prompts("agents.py:Counts", prompts)
+    check_text_prompts("verl:agents.py:Counts", [example for example in prompts if example.owned.empty])
+    with pytest.raises(
+        ValueError, match=r"--env=verl:a.py:B: environments of verl get text, and .*jsonl.* has pictures"
+    ):
+        check_text_prompts("verl:a.py:B", prompts)
 
 
 def test_rows_whose_placeholders_are_not_those_of_their_pictures_are_refused_on_the_host(folder):
@@ -205,20 +177,60 @@ def test_a_bad_picture_is_one_line_with_file_and_line(folder, tmp_path, images, 
     assert "\n" not in str(error.value)
 
 
-def test_an_evaluation_reads_pictures_and_generate_refuses_them(folder):
+def test_an_evaluation_reads_pictures(folder):
     stored = find_stored_model(folder / "model")
     given = Given(rewards=(lambda prompt, completion, images, **fields: float(len(images)),))
     own = {"data": str(folder / "prompts.jsonl"), "max_new_tokens": 2}
     job = prepare_inference(settings_of_stored("evaluate", stored, own, given, 0), stored, given)
     assert [len(example.owned.values["grids"]) for example in job.task.heldout[:3]] == [1, 0, 2]
     assert picture_form_of(job.tokenizer).max_pixels == 1024
-    (folder / "model" / "chat_template.jinja").write_text(
+
+
+def messages_with(*images):
+    return [{"role": "user", "content": [*({"type": "image", "image": x} for x in images), text_part("a cab ?")]}]
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+@pytest.fixture
+def chat_folder(folder, tmp_path):
+    """The model with a chat template for pictures, and with the file of one."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for m in messages %}{% for c in m.content %}{{ '<|image_pad|>' if c.type == 'image' else c.text }}"
         "{% endfor %}{% endfor %}"
     )
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-    with pytest.raises(ValueError, match="has pictures, but `generate` reads text"):
-        funrl.generate(folder / "model", [prompt], max_new_tokens=2)
+    Image.fromarray(np.full((8, 16, 3), 200, dtype=np.uint8)).save(tmp_path / "a.png")
+    return tmp_path
+
+
+def test_a_prompt_of_generate_may_have_pictures(chat_folder):
+    file = chat_folder / "a.png"
+    record = {"prompt": "<image>a cab ?", "images": [str(file)]}
+    given = [messages_with(str(file)), messages_with(file.read_bytes()), messages_with(Image.open(file)), record]
+    other = Image.fromarray(np.zeros((8, 16, 3), dtype=np.uint8))
+    several = [*given, messages_with(other), messages_with(), "a cab ?", messages_with(str(file), other)]
+    texts = funrl.generate(chat_folder / "model", several, max_new_tokens=12)
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[:3] + texts[4:5])) == 2
+    assert texts == funrl.generate(chat_folder / "model", several, max_new_tokens=12, mesh="dp2")
+
+
+@pytest.mark.parametrize(
+    "prompt,words",
+    [
+        (messages_with("/no/such.png"), "the picture /no/such.png is not there"),
+        (messages_with(b"no picture"), "the picture of 10 bytes cannot be read"),
+        (messages_with(Image.new("RGB", (4000, 1))), "4000 x 1 pixels: one side is more than 200 times"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "1 places for pictures .* and 0 pictures"),
+        ({"prompt": "a", "images": "x.png"}, "'images' must be a list of pictures, not str"),
+    ],
+)
+def test_a_prompt_of_generate_with_a_bad_picture_is_refused_in_one_line(chat_folder, prompt, words):
+    with pytest.raises(ValueError, match=words) as error:
+        funrl.generate(chat_folder / "model", [prompt], max_new_tokens=2)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bound_on_pixels_makes_pictures_smaller_and_is_saved(folder, tmp_path):

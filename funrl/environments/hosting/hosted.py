@@ -20,6 +20,7 @@ from funrl.environments.attempt import guarded_episode
 from funrl.environments.environment import Environment, ScoringEnvironment
 from funrl.environments.worker import asker
 from funrl.environments.workers import CLOSE_S, WorkerClient, open_workers
+from funrl.kinds import OwnedLines
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Chat, EpisodeLimits, Policy, PolicySetup, RunEndingError, Serve
@@ -45,6 +46,7 @@ class _Question(NamedTuple):
     sampling: Sampling
     seed: int
     computed: int
+    owned: OwnedLines | None
 
 
 class HostedEnvironment:
@@ -153,22 +155,15 @@ class _Host:
         return "", to_record(episode)
 
 
-async def _ask(
-    ask: Callable[[Any], Awaitable[Any]],
-    agent: str,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    seed: int,
-    computed: int,
-) -> Completion:
+async def _ask(ask: Callable[[Any], Awaitable[Any]], agent: str, prompt: Sequence[int], *request: Any) -> Completion:
     """Complete a prompt of a policy in a worker; "" is any agent that the policy answers for."""
-    arrays, fields = await ask(_Question(agent, np.asarray(prompt, np.int64), sampling, seed, computed))
+    arrays, fields = await ask(_Question(agent, np.asarray(prompt, np.int64), *request))
     return Completion(**{name: torch.from_numpy(array) for name, array in arrays.items()}, **fields)
 
 
 async def _complete(policy: Policy, question: _Question) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The completion that a worker asks for, as arrays and other fields."""
-    agent, prompt, sampling, seed, computed = question
-    values = (await policy.completer(agent)(prompt.tolist(), sampling, seed, computed))._asdict()
+    agent, prompt, sampling, seed, computed, owned = question
+    values = (await policy.completer(agent)(prompt.tolist(), sampling, seed, computed, owned))._asdict()
     arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
     return arrays, {name: value for name, value in values.items() if name not in arrays}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from funrl.batch import Batch, schema_of
-from funrl.kinds import OwnedLines
+from funrl.kinds import OwnedLines, owned_lines
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
-from funrl.models.vision.grids import Grid, token_places
+from funrl.models.vision.grids import Grid, picture_tokens, token_places
 
 # ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each in patches
 PATCHES = "patches"
@@ -60,6 +60,33 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
 def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
     """Height and width of each picture as numbers of the host."""
     return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
+
+
+def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) -> list[int]:
+    """Token ids with one placeholder for each picture."""
+    ids: list[int] = []
+    sizes = iter([picture_tokens(grid, tower.merge) for grid in grids])
+    skipped = 0
+    for token in tokens:
+        if skipped:
+            skipped -= 1
+            continue
+        ids.append(token)
+        if token == tower.placeholder:
+            skipped = next(sizes) - 1
+    return ids
+
+
+def token_contents(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) -> list[int]:
+    """Token ids, with a negative number at each placeholder, which the pixels of its picture make."""
+    grids = grids_of(owned.values[GRIDS])
+    patches = owned.values[PATCHES].split([height * width for height, width in grids])
+    numbers: list[int] = []
+    for own_patches, grid in zip(patches, grids, strict=True):
+        digest = owned_lines({PATCHES: own_patches, GRIDS: torch.tensor([grid])}).digest
+        numbers += [-1 - digest] * picture_tokens(grid, tower.merge)
+    left = iter(numbers)
+    return [next(left) if token == tower.placeholder else token for token in tokens]
 
 
 def check_placeholders(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines | None) -> None:

@@ -24,6 +24,7 @@ from funrl.models.vision.inputs import (
     grids_of,
     picture_inputs,
     place_tokens,
+    token_contents,
 )
 from funrl.models.vision.tower import apply_tower, init_tower, tower_axes, tower_shapes
 
@@ -66,6 +67,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             read=functools.partial(picture_inputs, tower),
             encode=functools.partial(_encode, tower),
             check=functools.partial(check_placeholders, tower),
+            contents=functools.partial(token_contents, tower),
             frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
         ),
     )

@@ -90,7 +90,8 @@ class CellPool:
             sequence.cell = self._take()
             return
         whole = known // self._page
-        prefix = self._prefix(sequence.text[:known].tolist(), shared[:whole], sequence.root)
+        text = sequence.contents_of(sequence.text[:known].tolist())
+        prefix = self._prefix(text, shared[:whole], sequence.root)
         if known % self._page:  # only one sequence can fill the page that ends it
             sequence.cell = self._snapshots.pop(prefix)
             return

@@ -230,6 +230,8 @@ class NativeEngine:
                 )
             if request.owned is not None and self.model.owned is None:
                 raise ValueError(f"prompt {request.number} has pictures, and the model reads text only")
+            if request.owned is not None and self.model.owned is not None:
+                self.model.owned.check(request.prompt, request.owned)
             if request.sampling.stop_strings and self._sequences.decode is None:
                 raise ValueError("stop_strings need a tokenizer: this engine was made without `decode`")
 
@@ -329,9 +331,13 @@ class NativeEngine:
 
     def _begin(self, request: Request) -> RunningSequence:
         if request.adapter is None:
-            return self._sequences.begin(request, self.version)
-        adapter = self.adapters[request.adapter]
-        return self._sequences.begin(request, adapter.version, adapter.number)
+            sequence = self._sequences.begin(request, self.version)
+        else:
+            adapter = self.adapters[request.adapter]
+            sequence = self._sequences.begin(request, adapter.version, adapter.number)
+        if request.owned is not None and self.model.owned is not None:
+            sequence.contents = self.model.owned.contents(request.prompt, request.owned)
+        return sequence
 
     def _decoded_by_static_pass(self) -> bool:
         """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""

@@ -128,7 +128,7 @@ class Scheduler:
         for sequence in gone:
             self._lacking = 0
             if sequence.computed:
-                text = sequence.text[:-1].tolist()
+                text = sequence.contents_of(sequence.text[:-1].tolist())
                 self.pool.remember_tail(text, sequence.pages, sequence.root)
                 self.cells.keep(sequence, text)
             self._leave(sequence)
@@ -329,7 +329,7 @@ class Scheduler:
         known = int(self._known[sequence.slot])
         count = self.cells.cut(known, min(left, budget), known + left)
         chunks.append((sequence, count))
-        text = self._sequences.text_of(sequence, known + count)
+        text = sequence.contents_of(self._sequences.text_of(sequence, known + count))
         self.pool.remember(text, sequence.pages, sequence.root)
         self.cells.chunk(sequence, text, known + left)
         return count
@@ -343,7 +343,7 @@ class Scheduler:
         if not self.cells.has_room:
             return None
         sequence = self._waiting[0]
-        text = sequence.text.tolist()
+        text = sequence.contents_of(sequence.text.tolist())
         root = sequence.root
         shared = self.pool.find(text[:-1], root)
         known = len(shared) * self._page

@@ -32,6 +32,7 @@ class RunningSequence:
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
       epoch: of the sequences when it began; see `RunningSequences`.
+      contents: those of its prompt's tokens, as `OwnedValues.contents`, if it owns values; None: its ids.
     """
 
     request: Request
@@ -48,12 +49,18 @@ class RunningSequence:
     lookup: PromptLookup | None = None
     adapter: int = -1
     epoch: int = 0
+    contents: list[int] | None = None
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter, epoch and of the same owned values share pages."""
-        owned = self.request.owned
-        return ROOT - 1 - self.adapter - (self.epoch << 32) - (0 if owned is None else (1 + owned.digest) << 64)
+        """Content before its first page: texts of one adapter and epoch share pages."""
+        return ROOT - 1 - self.adapter - (self.epoch << 32)
+
+    def contents_of(self, text: list[int]) -> list[int]:
+        """Numbers by which pages of the first tokens of its text are found: other pictures have others."""
+        if self.contents is None:
+            return text
+        return [*self.contents[: len(text)], *text[len(self.contents) :]]
 
     @property
     def untouched(self) -> bool:
@@ -63,7 +70,7 @@ class RunningSequence:
     def is_sibling(self, other: RunningSequence) -> bool:
         """True if `other` has the same prompt, owned values and adapter, and has sampled nothing yet."""
         equal = other.untouched and self.root == other.root and len(self.text) == len(other.text)
-        return equal and bool((self.text == other.text).all())
+        return equal and self.contents == other.contents and bool((self.text == other.text).all())
 
     @property
     def limit(self) -> int:

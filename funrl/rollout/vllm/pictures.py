@@ -18,8 +18,8 @@ from torch import Tensor
 
 from funrl.kinds import OwnedLines
 from funrl.models.vision.config import FRAMES, TowerConfig
-from funrl.models.vision.grids import Grid, picture_tokens
-from funrl.models.vision.inputs import GRIDS, PATCHES, grids_of
+from funrl.models.vision.grids import Grid
+from funrl.models.vision.inputs import GRIDS, PATCHES, collapsed, grids_of
 
 PROCESSOR_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -79,21 +79,6 @@ def vllm_prompt(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) ->
         "prompt_token_ids": collapsed(tower, tokens, grids),
         "multi_modal_data": {"image": [_picture(tower, x, grid) for x, grid in zip(patches, grids, strict=True)]},
     }
-
-
-def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) -> list[int]:
-    """Token ids with one placeholder for each picture."""
-    ids: list[int] = []
-    sizes = iter([picture_tokens(grid, tower.merge) for grid in grids])
-    skipped = 0
-    for token in tokens:
-        if skipped:
-            skipped -= 1
-            continue
-        ids.append(token)
-        if token == tower.placeholder:
-            skipped = next(sizes) - 1
-    return ids
 
 
 def _picture(tower: TowerConfig, patches_PCHW: Tensor, grid: Grid) -> Any:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from funrl.environments.forms.picture_parts import without_pictures
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.episode_records import EpisodeRecord, from_record, record_from_json, to_json, to_record
@@ -39,6 +40,8 @@ def write_episodes(folder: Path, episodes: Sequence[LoggedEpisode], mesh: Mesh) 
 
 def _line(logged: LoggedEpisode) -> str:
     record = to_record(logged.episode)
+    nodes = [{**fields, "messages": [*map(without_pictures, fields["messages"])]} for fields in record.nodes]
+    record = record._replace(nodes=nodes)  # a node owns what the model saw of pictures
     try:
         return to_json((logged.number, logged.seed, record))
     except TypeError:  # a message with an object of the environment's: its tokens say what the model saw

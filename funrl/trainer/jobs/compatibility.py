@@ -271,13 +271,8 @@ def _check_states(settings: Settings, model: Model) -> None:
             raise SettingsError(f"{given[option]}: {reason}; leave it out")
 
 
-def check_owned_values(
-    settings: Settings, models: Mapping[str, Model], algorithm: Algorithm, given: GivenObjects = NO_OBJECTS
-) -> None:
+def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
     """Check what models that see pictures cannot do yet, and flags of pictures of models that see none.
-
-    Args:
-      given: in Python, instead of flags.
 
     Raises:
       SettingsError: naming the flag.
@@ -291,8 +286,6 @@ def check_owned_values(
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
         raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
-    if has_environment(settings, given):
-        raise SettingsError(f"{environment_flag(settings, given)}: {what}; environments give text: leave it out")
     blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
     if blind:
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")

@@ -39,6 +39,7 @@ from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.prompts import (
+    check_text_prompts,
     chosen_places,
     format_of,
     given_prompts,
@@ -161,7 +162,8 @@ def eval_prompts(
 def episode_task(
     name: str, train: Sequence[Example], heldout: Sequence[Example], settings: Settings, environment: Environment
 ) -> Task:
-    """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot run in workers."""
+    """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot take them."""
+    check_text_prompts(settings.environments.env, (*train, *heldout))
     most = _new_tokens(settings)
     hosted = in_workers(environment, settings)
     return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=most, environment=hosted)

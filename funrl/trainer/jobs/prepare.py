@@ -99,7 +99,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
         hf.check_savable(models[main_role])
     check_code(settings, models, main_role if kind == "rl" else None)
     check_driven(settings, models)
-    check_owned_values(settings, models, algorithm, given.objects)
+    check_owned_values(settings, models, algorithm)
     check_freeze(settings, {name: x for name, x in models.items() if name in algorithm.losses})
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     roles = Models(model, tokenizer, models, directories)

@@ -27,6 +27,7 @@ from funrl.data.prompt_format import (
 from funrl.data.prompts import Example, check_prompts, encode_prompts, load_prompts
 from funrl.data.supervised import TextExample, TextFile
 from funrl.data.text_lengths import pick
+from funrl.foreign.load import FRAMEWORKS
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 
@@ -34,6 +35,21 @@ LEAST_TO_SPLIT = 10  # examples, of which one is held out
 MOST_COMPARED = 5000  # texts to train on that are compared with those held out
 PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of a command of LaTeX
 SPLIT = 0x5917  # sets the numbers that hold prompts out apart from those that shuffle
+
+
+def check_text_prompts(env: str | None, examples: Sequence[Example]) -> None:
+    """Refuse prompts with pictures for an environment of another framework. Raises: SettingsError.
+
+    Args:
+      env: value of --env; None: it is not given.
+    """
+    framework = (env or "").partition(":")[0]
+    seeing = next((example for example in examples if example.opening is not None), None)
+    if framework in FRAMEWORKS and seeing is not None:
+        raise SettingsError(
+            f"--env={env}: environments of {framework} get text, and {seeing.source or 'a prompt'} has pictures; leave "
+            "these out, or give an environment of FILE.py:NAME"
+        )
 
 
 def format_of(settings: Settings, fields: Fields) -> PromptFormat:

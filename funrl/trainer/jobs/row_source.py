@@ -278,7 +278,8 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     frozen = tuple(agent for agent in models if agent not in agents.trained)
     in_parts = job.settings.sampling.new_tokens_per_step is not None  # such episodes cannot be repeated
     versions = in_parts or job.settings.asynchrony.staleness > 0
-    form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices)
+    owned = None if job.model.owned is None else job.model.owned.none
+    form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(
         environment,

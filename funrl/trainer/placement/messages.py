@@ -112,18 +112,6 @@ class GroupFields(NamedTuple):
     further: dict[str, Field]
 
 
-class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
-
-    Attributes:
-      fields: of the rows.
-      further: declarations of fields that are not among `FIELDS`.
-    """
-
-    fields: dict[str, Tensor]
-    further: dict[str, Field]
-
-
 class EpisodesRequest(NamedTuple):
     """Write the episodes of the newest step to files. Its answer is `WrittenFiles`.
 

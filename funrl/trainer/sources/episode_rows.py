@@ -34,6 +34,7 @@ from funrl.environments.run import (
     episode_groups,
     run_episodes,
 )
+from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -52,6 +53,7 @@ from funrl.trainer.sources.episode_totals import (
 )
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
@@ -69,6 +71,7 @@ class RowForm(NamedTuple):
         of the one sampled from.
       versions: whether rows get the version of the weights that sampled each token.
       choices: experts recorded for each token; 0: none.
+      owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -78,6 +81,7 @@ class RowForm(NamedTuple):
     raw: bool = False
     versions: bool = False
     choices: int = 0
+    owned: Mapping[str, Tensor] | None = None
 
 
 class EpisodeSetup(NamedTuple):
@@ -309,7 +313,8 @@ def rows_of_episodes(
         score=reward_B.nan_to_num(nan=0.0).to(form.dtype),
         truncated=~table.finished[episode_B],
     )
-    rows = rows_of(batch, owner_B, mesh)
+    owned = [joined_lines([node.owned for node in path.nodes]) for _, path in flat]
+    rows = with_owned(rows_of(batch, owner_B, mesh), owned, form.owned)
     units = units_of(rows.batch)
     assert units is not None
     return rows.with_fields(**episode_fields(rows.batch, units)), table
@@ -406,6 +411,8 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 read.add(node)
                 author[row, here] = _author(node)
             context = [] if node.sampled else [*context, *node.tokens]
+            if node.owned is not None:
+                context.append(node.owned.digest)
             if node.routes is not None and form.choices:
                 routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
             begin = here.stop
