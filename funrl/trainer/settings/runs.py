@@ -136,6 +136,14 @@ class EstimateSettings:
         requires="dry_run",
         effect="output",
     )
+    assume_pictures: int | None = flag(
+        None,
+        "pictures of a prompt or a text that --dry_run assumes, of at most --max_pixels and together no longer than it",
+        at_least(0),
+        chosen="the embedded task's, else 1 where the model sees pictures",
+        requires="dry_run",
+        effect="output",
+    )
     assume_turns: int | None = flag(
         None,
         "replies of an episode that --dry_run assumes",
