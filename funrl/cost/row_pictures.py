@@ -142,6 +142,13 @@ def picture_tokens_of(job: Job, tokens: int) -> int:
     return len(leading_tokens(job.model.config.tower, grids)) if grids else 0
 
 
+def pictures_text(job: Job, tokens: int) -> str:
+    """Describe the pictures of a row in words; "": it has none."""
+    grids = row_grids(job, tokens)
+    patches = sum(height * width for height, width in grids)
+    return f" with {len(grids)} picture{'s' * (len(grids) > 1)} of {patches:,} patches" if grids else ""
+
+
 def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
     """Bytes of each ragged field of a row; (): rows have none.
 
@@ -169,7 +176,7 @@ def with_owned_bytes(phases: dict[str, Costs], nbytes: float, local: int) -> dic
       local: rows of a rank.
     """
     again = MOVES[1] in phases  # the step keeps the rows as scored
-    copies = {name: MOVED_COPIES for name in MOVES} | {name: 1 + again for name in phases if name.startswith(UPDATES)}
+    copies = dict.fromkeys(MOVES, MOVED_COPIES) | {name: 1 + again for name in phases if name.startswith(UPDATES)}
     copies["generate"] = 0  # prompts are on the host
     return {name: plus(costs, {"batch": copies.get(name, 1) * local * nbytes}) for name, costs in phases.items()}
 

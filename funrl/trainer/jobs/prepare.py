@@ -15,9 +15,9 @@ from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model
-from funrl.models.model import ModelConfig
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.model import ModelConfig
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.agents import with_policies
