@@ -150,7 +150,7 @@ def bound_segments(offsets: Tensor, bounds: SegmentBounds) -> Tensor:
 
 
 def segment_bounds(offsets: Tensor) -> SegmentBounds | None:
-    """What `bound_segments` has attached to offsets; None: nothing."""
+    """Bounds that `bound_segments` has attached to offsets; None: there are none."""
     return _BOUNDS.get(offsets)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.cost.row_pictures import assumed_prompt, encode_prompt
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures
 from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
@@ -166,7 +166,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         with tracer.phase("encode"):
             pictured = assumed_prompt(job, prompt_tokens)
             if pictured is not None:
-                state_bytes = encode_prompt(model, params, pictured)
+                state_bytes = encode_pictures(model, params, pictured)
         with tracer.phase("prefill"):
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):

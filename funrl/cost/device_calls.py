@@ -11,7 +11,7 @@ import torch
 from funrl import trees
 from funrl.cost.decoding import own_prompts
 from funrl.cost.full_rows import full_rows
-from funrl.cost.row_pictures import assumed_prompt, encode_prompt, owned_bytes, with_assumed_pictures
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
 from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCalls, DeviceCounter, calls_along
@@ -181,7 +181,7 @@ def encoding_calls(job: RLJob, built: NativeEngine, tokens: int) -> dict[str, De
         if request is None:
             return {}
         with counter.phase(ENCODE):
-            encode_prompt(built.model, empty_weights(built.weights.layouts, job.dtype), request)
+            encode_pictures(built.model, empty_weights(built.weights.layouts, job.dtype), request)
     return {ENCODE: counter.phases[ENCODE]}
 
 

@@ -23,7 +23,7 @@ from funrl.data.prompts import encode
 from funrl.kinds import OwnedLines
 from funrl.models import Model
 from funrl.models.model import Inputs, ModelConfig
-from funrl.models.vision.config import CHANNELS, TowerConfig
+from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
 from funrl.models.vision.grids import Grid, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, place_tokens
 from funrl.rollout.requests import Request
@@ -35,7 +35,7 @@ from funrl.trainer.jobs.prepare import form_of_pictures
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
 
-PROMPTS = 64  # of the embedded task that are read
+TASK_PROMPTS = 64  # of the embedded task that are read
 MOVED_COPIES = 4  # of its rows that a rank holds in a move: those before, those after, and what it sends and receives
 
 
@@ -66,7 +66,7 @@ def task_texts(settings: Settings, config: ModelConfig, kind: str | None) -> tup
 def _task_prompts(task: str, form: PictureForm | None) -> tuple[TaskText, ...]:
     embedded = embedded_task(task)
     tokenizer = with_picture_form(embedded.tokenizer(), form)
-    examples = [encode(prompt, tokenizer) for prompt in embedded.heldout_prompts(PROMPTS)]
+    examples = [encode(prompt, tokenizer) for prompt in embedded.heldout_prompts(TASK_PROMPTS)]
     return tuple(TaskText(len(x.tokens), x.owned) for x in examples)
 
 
@@ -139,7 +139,7 @@ def leading_tokens(tower: TowerConfig, grids: tuple[Grid, ...]) -> list[int]:
 def picture_tokens_of(job: Job, tokens: int) -> int:
     """Tokens with which a row begins that pictures take; `tokens` are of a prompt or text."""
     grids = row_grids(job, tokens)
-    return len(leading_tokens(job.model.config.tower, grids)) if grids else 0
+    return len(leading_tokens(_tower(job.model), grids)) if grids else 0
 
 
 def pictures_text(job: Job, tokens: int) -> str:
@@ -160,6 +160,11 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
         return ()
     lines = {PATCHES: sum(height * width for height, width in grids), GRIDS: len(grids)}
     return tuple(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
+
+
+def _tower(model: Model) -> TowerConfig:
+    assert isinstance(model.config, VisionLanguageConfig)
+    return model.config.tower
 
 
 def _one_line(model: Model) -> dict[str, torch.Tensor]:
@@ -203,7 +208,7 @@ def with_assumed_pictures(job: Job, parts: Parts, tokens: int) -> Parts:
 
 def _assuming(model: Model, grids: tuple[Grid, ...]) -> Model:
     assert model.owned is not None
-    read = functools.partial(assumed_inputs, model.config.tower, grids)
+    read = functools.partial(assumed_inputs, _tower(model), grids)
     return dataclasses.replace(model, owned=model.owned._replace(read=read))
 
 
@@ -244,7 +249,7 @@ def assumed_prompt(job: RLJob, tokens: int) -> Request | None:
     grids = row_grids(job, tokens)
     if not grids:
         return None
-    tower: TowerConfig = job.model.config.tower
+    tower = _tower(job.model)
     first = leading_tokens(tower, grids)
     text = [0 if tower.placeholder else 1] * (tokens - len(first))
     patches = sum(height * width for height, width in grids)
@@ -252,7 +257,7 @@ def assumed_prompt(job: RLJob, tokens: int) -> Request | None:
     return Request(0, [*first, *text], job.sampling, seed=0, owned=OwnedLines(values, 0))
 
 
-def encode_prompt(model: Model, params: trees.Tree, request: Request) -> int:
+def encode_pictures(model: Model, params: trees.Tree, request: Request) -> int:
     """Compute the states of a prompt with pictures as an engine does; return their bytes."""
     assert model.owned is not None and request.owned is not None
     states = model.owned.encode(params, torch.tensor(request.prompt), request.owned.values)
@@ -262,4 +267,4 @@ def encode_prompt(model: Model, params: trees.Tree, request: Request) -> int:
 def unread_patches(tower: TowerConfig, count: int, device: torch.device) -> torch.Tensor:
     """Patches [count, 3, patch, patch] uint8; a tracer computes no numbers of them, for it takes them for floats."""
     shape = (count, CHANNELS, tower.patch, tower.patch)
-    return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device).to(torch.uint8)
+    return torch.empty(shape, dtype=torch.float8_e5m2, device=device).to(torch.uint8)

@@ -16,7 +16,7 @@ from funrl.cost.device_calls import ENCODE, PICTURES, device_calls
 from funrl.cost.full_rows import full_rows
 from funrl.cost.row_pictures import (
     assumed_prompt,
-    encode_prompt,
+    encode_pictures,
     leading_tokens,
     owned_bytes,
     row_grids,
@@ -79,7 +79,7 @@ def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     params = job.model.init(torch.Generator().manual_seed(0))
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        encode_prompt(job.model, params, request)
+        encode_pictures(job.model, params, request)
     tower = counter.get_total_flops()
     assert tower > 1e6
     given = {"samples_per_prompt": 8}
