@@ -138,9 +138,9 @@ class EstimateSettings:
     )
     assume_pictures: int | None = flag(
         None,
-        "pictures of a prompt or a text that --dry_run assumes, of at most --max_pixels and together no longer than it",
+        "pictures of a prompt or text that --dry_run assumes",
         at_least(0),
-        chosen="the embedded task's, else 1 where the model sees pictures",
+        chosen="the embedded task's, else 1",
         requires="dry_run",
         effect="output",
     )
