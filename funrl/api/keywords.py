@@ -97,6 +97,7 @@ class TrainKeywords(SharedKeywords, total=False):
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None
+    assume_pictures: WholeValue | None
     lengths: TextValue | None
     json: TruthValue
     hardware: TextValue | None

@@ -149,6 +149,11 @@ def bound_segments(offsets: Tensor, bounds: SegmentBounds) -> Tensor:
     return offsets
 
 
+def segment_bounds(offsets: Tensor) -> SegmentBounds | None:
+    """Bounds that `bound_segments` has attached to offsets; None: there are none."""
+    return _BOUNDS.get(offsets)
+
+
 def planned_segments(offsets: Tensor, longest: int) -> tuple[Tensor, int]:
     """Offsets of a power of two of segments, among them all used ones, and a bound on the tokens of a segment.
 
@@ -156,7 +161,7 @@ def planned_segments(offsets: Tensor, longest: int) -> tuple[Tensor, int]:
       offsets: [S + 1]; without bounds of `bound_segments` all of them are returned.
       longest: a bound that is known otherwise.
     """
-    bounds: SegmentBounds | None = _BOUNDS.get(offsets)
+    bounds = segment_bounds(offsets)
     if bounds is None:
         return offsets, longest
     segments = 1 << max(bounds.segments - 1, 0).bit_length()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures
 from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
@@ -29,7 +30,9 @@ from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.cache_sizes import page_tokens, pass_tokens
 from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.owned_prompts import MOST_STATE_BYTES
 from funrl.rollout.native.passes import PassWork
+from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
@@ -133,6 +136,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(model, mesh, job.dtype, None, page)
     table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
+    pictured: Request | None = None  # a prompt with pictures, if they have some
+    state_bytes = 0
     most = pass_tokens(_device(hardware))
     at_once = min(prompt_tokens, most)
     fresh = count / sampling.samples  # prompts of a wave: their completions share one prefill
@@ -145,7 +150,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
         adapters = np.zeros(rows, dtype=np.int64) if generator.base is not None else None
         numbers = np.arange(rows) if cells else None
         lengths = [tokens] * rows, [end] * rows
-        return PassWork(zeros_N, *lengths, table_SP[:rows], draws, adapters=adapters, cells=numbers)
+        requests = None if pictured is None else [pictured] * rows
+        return PassWork(zeros_N, *lengths, table_SP[:rows], draws, adapters=adapters, cells=numbers, requests=requests)
 
     def draw(logits: Tensor) -> None:
         noise_R = torch.zeros(len(logits), dtype=torch.float64)
@@ -157,6 +163,11 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             if isinstance(generator.engine, AdapterEngine):
                 backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
             backend.resize(count * each, cells)
+        with tracer.phase("encode"):
+            pictured = assumed_prompt(job, prompt_tokens)
+            if pictured is not None:
+                state_bytes = encode_pictures(model, params, pictured)
+        with tracer.phase("prefill"):
             draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
         with tracer.phase("decode"):
             draw(backend.forward(pass_work(count, 1, middle)))
@@ -166,6 +177,13 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
     steps = turns.replies * sampling.max_new_tokens
     whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], steps))
+    if pictured is not None:
+        most_held = MOST_STATE_BYTES // state_bytes
+        own = own_prompts(job, mesh)
+        known = sampling is not job.sampling and own <= most_held  # from the completions of the same prompts before
+        # The traced prefill encodes one prompt, as all of its prompts are the same.
+        whole = after(whole, times(tracer.phases["encode"], fresh * (not known) - passes))
+        whole = plus(whole, {"cache": float(state_bytes * (max(prompts, min(own, most_held)) - 1))})
     if "extend" in tracer.phases:
         extends = turns.gaps * math.ceil(count / answered) * -(-turns.context // most)
         whole = after(whole, times(tracer.phases["extend"], extends))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from funrl.cost.row_pictures import pictures_text
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS
@@ -17,14 +18,15 @@ def step_text(job: Job, tokens: int) -> str:
     count = job.settings.run.batch_prompts
     if isinstance(job, TextJob):
         texts = len(TEXT_FIELDS[job.task.kind])
-        each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens"
+        each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens{pictures_text(job, tokens)}"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
     rows = count * job.sampling.samples
     turns = turns_of(job.settings)
     width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
     if turns.gaps:
         return f"{rows:,} episodes of {turns.replies} replies, {width:,} tokens each, all of full length"
-    return f"{rows:,} completions, prompt and completion {width:,} tokens, all of full length"
+    seen = pictures_text(job, tokens)
+    return f"{rows:,} completions, prompt and completion {width:,} tokens{seen}, all of full length"
 
 
 def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
@@ -40,7 +42,7 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
     if job.model.owned is not None:
-        out.append("the work of the vision tower, and patches of pictures")
+        out.append("reading and resizing pictures")
     if isinstance(job, RLJob) and not job.models[job.main_role].pages:
         out.append("generation, which runs transformers' own code")
     if isinstance(job, RLJob) and settings.engines.probe_sync_every:

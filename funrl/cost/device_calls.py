@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from funrl import trees
 from funrl.cost.decoding import own_prompts
 from funrl.cost.full_rows import full_rows
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
+from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCalls, DeviceCounter, calls_along
 from funrl.cost.tracing.estimate import TracedClock, of_all_layers, pretended, rows_of_a_pass
@@ -28,6 +31,8 @@ from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import mapped
 
 DECODE = "generate: a decoding iteration"
+ENCODE = "generate: the pictures of a prompt"
+PICTURES = "the pictures of a step's rows"
 AS_GRAPH = "generate: the same as a CUDA graph"
 WARM = 3  # iterations after which nothing is new: a prefill, the first decoding and one more
 PROMPT = 2  # tokens of a prompt that is decoded
@@ -50,11 +55,16 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
 
 
 def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
-    parts = build(job, mesh, lambda _: None)
+    parts = with_assumed_pictures(job, build(job, mesh, lambda _: None), tokens)
     once = dataclasses.replace(job, settings=with_flags(job.settings, epochs=1, minibatches=1))
     calls = training_calls(once, parts, tokens)
+    if nbytes := sum(owned_bytes(job, tokens)):
+        rows = math.ceil(rows_of_step(job) / mesh.size(mesh.row_axes))
+        calls[PICTURES] = DeviceCalls(to_device=rows * nbytes)
     if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.whole, NativeEngine):
-        calls |= decoding_calls(job, parts.generator.whole, job.lora)
+        calls |= decoding_calls(job, parts.generator.whole, job.lora) | encoding_calls(
+            job, parts.generator.whole, tokens
+        )
     return calls
 
 
@@ -155,6 +165,24 @@ def decoding_calls(job: RLJob, built: NativeEngine, lora: Lora | None = None) ->
     if graph is not None:
         calls[AS_GRAPH] = calls[DECODE]._replace(launches=calls[DECODE].launches - graph.launches + 1)
     return calls
+
+
+def encoding_calls(job: RLJob, built: NativeEngine, tokens: int) -> dict[str, DeviceCalls]:
+    """Calls of the states of a prompt's pictures, which an engine computes once; none where prompts have no pictures.
+
+    Args:
+      job: of the run.
+      built: its engine, on `DEVICE`.
+      tokens: of a prompt.
+    """
+    counter = DeviceCounter()
+    with counter, torch.no_grad():
+        request = assumed_prompt(job, tokens)
+        if request is None:
+            return {}
+        with counter.phase(ENCODE):
+            encode_pictures(built.model, empty_weights(built.weights.layouts, job.dtype), request)
+    return {ENCODE: counter.phases[ENCODE]}
 
 
 def _empty_weights(spec: WeightSpec) -> Iterator[tuple[str, torch.Tensor]]:

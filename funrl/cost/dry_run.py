@@ -28,6 +28,7 @@ from funrl.cost.episode_turns import with_waiting
 from funrl.cost.full_rows import full_rows, rows_to_read
 from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
 from funrl.cost.pool_phases import pool_phases
+from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
@@ -47,7 +48,6 @@ from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes, resharding, role_weights, verifying, without_offloaded
-from funrl.data.prompts import encode
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
 from funrl.mesh.mesh import Mesh
@@ -63,8 +63,7 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer import loop
 from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import Parts, build, first_state
-from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes
-from funrl.trainer.jobs.datasets import embedded_texts
+from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
@@ -102,6 +101,7 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_algorithm(algorithm, settings)
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models, directories = models_of(algorithm, settings, model, None, read_model)
+    check_owned_values(settings, models, algorithm)
     generating = check_meshes(settings, models, sizes, memory)
     stop = model.config.special_tokens.eos
     fields: dict[str, Any] = {
@@ -178,18 +178,13 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
             # A value head reads one more token.
             reads_end = algorithm.role_kinds.generating(algorithm.losses) is None
             return min(TEXT_TOKENS, plain_model(located(settings)).config.max_positions - reads_end)
-        texts = embedded_texts(settings, texts_kind(algorithm), embedded_task(settings.examples.task).tokenizer())
-        return max(len(text.tokens) for example in (*texts.examples, *texts.heldout) for text in example.texts)
+        return max(x.tokens for x in task_texts(settings, plain_model(settings).config, texts_kind(algorithm)))
     if settings.estimate.prompt_tokens is not None:
         return settings.estimate.prompt_tokens
-    own = settings.models.model, settings.examples.prompts, settings.environments.env
-    if any(x is not None for x in own):
+    if not reads_task(settings, None):
         positions = plain_model(located(settings)).config.max_positions
         return max(1, min(PROMPT_TOKENS, positions - new_tokens(settings)))
-    embedded = embedded_task(settings.examples.task)
-    tokenizer = embedded.tokenizer()
-    prompts = embedded.heldout_prompts(64)
-    return max(len(encode(prompt, tokenizer).tokens) for prompt in prompts)
+    return max(x.tokens for x in task_texts(settings, plain_model(settings).config, None))
 
 
 def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: Collection[str] = ()) -> Estimate:
@@ -316,7 +311,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
     mesh = whole.mesh
-    parts = _parts(job, mesh, generates=whole.generator is not None)
+    parts = with_assumed_pictures(job, _parts(job, mesh, generates=whole.generator is not None), tokens)
     settings = job.settings
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
@@ -356,13 +351,15 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
             caches = (engines - 1) * phases["generate"].peak.get("cache", 0.0)  # of frozen agents, as much each
             phases["generate"] = plus(phases["generate"], {"cache": caches})
     scores = at_rows(scored, local, scoring)
-    phases |= with_moves(job, plan, scores, some.token_bytes)
+    owned = owned_bytes(job, tokens)
+    phases |= with_moves(job, plan, scores, some.token_bytes, owned)
     again = MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
     for name, costs in at_rows(learned, mini, piece).items():
         if name.startswith(UPDATES):
             updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
             phases[name] = plus(updates, {"batch": kept * some.row_bytes})
+    phases = with_owned_bytes(phases, sum(owned), local)
     if parts.generator is not None:
         phases["generate"] = plus(phases["generate"], some.resting)
     return phases | {"rests": Costs({"other": some.resting})}

@@ -10,6 +10,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.batch import TOKEN_INT, Batch
+from funrl.cost.row_pictures import picture_tokens_of
 from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
@@ -57,10 +58,11 @@ def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batc
     """
     own = rows if own is None else own
     if isinstance(job, TextJob):
-        text = Text([i % job.model.config.vocab for i in range(tokens)], [i > 0 for i in range(tokens)])
+        first = max(1, picture_tokens_of(job, tokens))  # the first of all tokens that is trained
+        text = Text([i % job.model.config.vocab for i in range(tokens)], [i >= first for i in range(tokens)])
         needed = reads(job.algorithm)
         margin = 0.0 if "margin" in needed.required | needed.optional else None
-        labels = {"ratings": (1.0,), "steps": (1.0,) * (tokens - 1)}.get(job.task.kind, ())
+        labels = {"ratings": (1.0,), "steps": (1.0,) * (tokens - first)}.get(job.task.kind, ())
         example = TextExample((text,) * len(TEXT_FIELDS[job.task.kind]), margin, labels)
         row = text_batch([example], job.pad, job.main_role in SCORING_ROLES, steps=job.task.kind == "steps")
         if margin is not None:

@@ -87,15 +87,22 @@ def rows_of_step(job: Job) -> int:
     return job.settings.run.batch_prompts * samples
 
 
-def with_moves(job: Job, plan: RowPlan, phases: Mapping[str, Costs], token_bytes: tuple[int, int]) -> dict[str, Costs]:
+def with_moves(
+    job: Job,
+    plan: RowPlan,
+    phases: Mapping[str, Costs],
+    token_bytes: tuple[int, int],
+    owned_bytes: Sequence[float] = (),
+) -> dict[str, Costs]:
     """Replace the traced traffic of moves by that of the moves of all rows.
 
     Args:
       phases: costs by phase; those of a move are of one move.
       token_bytes: bytes that a move sends per token, before and after scoring.
+      owned_bytes: of each ragged field of a row.
     """
-    first = _traffic_before(job, plan, token_bytes[0])
-    again = _moves(plan.lengths, plan.again, token_bytes[1])
+    first = _traffic_before(job, plan, token_bytes[0], owned_bytes)
+    again = _moves(plan.lengths, plan.again, token_bytes[1], owned_bytes)
     traffic: dict[str, Any] = dict(zip(MOVES, (first, again), strict=True))
     often: dict[str, int] = dict(zip(MOVES, (_count(plan.before), _count(plan.again)), strict=True))
     return {
@@ -105,18 +112,23 @@ def with_moves(job: Job, plan: RowPlan, phases: Mapping[str, Costs], token_bytes
     }
 
 
-def _traffic_before(job: Job, plan: RowPlan, token_bytes: int) -> dict[tuple[str, str], Traffic]:
+def _traffic_before(
+    job: Job, plan: RowPlan, token_bytes: int, owned_bytes: Sequence[float]
+) -> dict[tuple[str, str], Traffic]:
     """Traffic of the busiest rank before scoring: the shared row table, and the moves of rows.
 
     Args:
       token_bytes: bytes sent per token.
+      owned_bytes: as in `with_moves`.
     """
     source = plan.before[0].mesh
     table = {}
     if source.size(source.row_axes) > 1:
         nbytes = float(WORD * table_columns(job) * len(plan.lengths))
         table["all_reduce", source.group_name(source.row_axes)] = Traffic(1, nbytes)
-    return table | _moves(plan.lengths, plan.before, token_bytes)
+    for key, (count, nbytes) in _moves(plan.lengths, plan.before, token_bytes, owned_bytes).items():
+        add_traffic(table, key, count, nbytes)
+    return table
 
 
 def table_columns(job: Job) -> int:
@@ -137,8 +149,13 @@ def _count(stops: Sequence[Holders]) -> int:
     return sum(a.mesh.sizes != b.mesh.sizes or not np.array_equal(a.owner, b.owner) for a, b in pairwise(stops))
 
 
-def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> dict[tuple[str, str], Traffic]:
-    """Traffic of the moves between consecutive holders."""
+def _moves(
+    lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int, owned_bytes: Sequence[float]
+) -> dict[tuple[str, str], Traffic]:
+    """Traffic of the moves between consecutive holders.
+
+    Tokens travel together and each ragged field by itself, once all ranks know how much of it each row has.
+    """
     traffic: dict[tuple[str, str], Traffic] = {}
     for (owner, source), (to, target) in pairwise(stops):
         same = source.sizes == target.sizes
@@ -147,7 +164,12 @@ def _moves(lengths: np.ndarray, stops: Sequence[Holders], token_bytes: int) -> d
         tokens = int(np.maximum(sent.sent, sent.received).max())
         if tokens:
             key = MOVE, target.group_name(axes)
-            add_traffic(traffic, key, int(sent.messages.max()), float(tokens * token_bytes))
+            rows = tokens / int(lengths[0])
+            messages = int(sent.messages.max()) * (1 + len(owned_bytes))
+            add_traffic(traffic, key, messages, tokens * token_bytes + rows * sum(owned_bytes))
+            if owned_bytes and source.size(source.row_axes) > 1:
+                table = float(WORD * len(owned_bytes) * len(lengths))
+                add_traffic(traffic, ("all_reduce", source.group_name(source.row_axes)), 1, table)
     return traffic
 
 

@@ -79,19 +79,16 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels)
     present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
-    got = _processor_fields(dict(files), form.tower)
+    name, got = _processor_fields(dict(files), form.tower)
     if got is not None:
-        size = got.get("size") or {}
-        low = got.get("min_pixels") or size.get("shortest_edge") or form.min_pixels
-        high = got.get("max_pixels") or size.get("longest_edge") or form.max_pixels
-        form = form._replace(min_pixels=low, max_pixels=high)
+        form = _with_bounds(form, name, got)
     elif config.source.family in PROCESSOR_CLASSES:
         files = (*files, (PROCESSOR, _processor_text(form, PROCESSOR_CLASSES[config.source.family])))
     return _checked_bounds(form._replace(files=files))
 
 
-def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[str, Any] | None:
-    """Fields of the processor of pictures, in the file that transformers prefers; None: no file has them.
+def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> tuple[str, Mapping[str, Any] | None]:
+    """Name of the file that transformers prefers, and its fields of the processor of pictures; None: no file has them.
 
     Args:
       texts: of the files, by name.
@@ -119,8 +116,39 @@ def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> Mapping[s
                 raise DataError(
                     f"{name} has {field} {got[field]}, but the model takes {value}; write that, or leave it out"
                 )
-        return got
-    return None
+        return name, got
+    return "", None
+
+
+def _with_bounds(form: PictureForm, name: str, got: Mapping[str, Any]) -> PictureForm:
+    """The form with the bounds on pixels that a file gives; each may stand in one of two places.
+
+    Args:
+      name: of the file.
+      got: its fields.
+
+    Raises:
+      DataError: a bound is no whole number from 1, or the lower one is above the upper one.
+    """
+    size = got.get("size")
+    if size is not None and not isinstance(size, Mapping):
+        raise DataError(f"{name} has size {size!r}, not an object with shortest_edge and longest_edge in pixels")
+    bounds = {"min_pixels": form.min_pixels, "max_pixels": form.max_pixels}
+    words = {bound: f"the {value} that {bound} is by default" for bound, value in bounds.items()}
+    for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        places = {bound: got.get(bound), f"size/{edge}": (size or {}).get(edge)}
+        place, value = next(((x, y) for x, y in places.items() if y is not None), (bound, bounds[bound]))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"{name} has {place} {value!r}; it must be a whole number of pixels from 1, or be left out")
+        if any(x is not None for x in places.values()):
+            words[bound] = f"{place} {value}"
+        bounds[bound] = value
+    if bounds["min_pixels"] > bounds["max_pixels"]:
+        raise DataError(
+            f"{name} has bounds the wrong way round: {words['min_pixels']} is above {words['max_pixels']}; write a "
+            "max_pixels of at least min_pixels"
+        )
+    return form._replace(**bounds)
 
 
 def _about_equal(got: Any, expected: Any) -> bool:

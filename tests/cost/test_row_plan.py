@@ -76,12 +76,16 @@ RUNS = [
     ("grpo", 6, {"mesh": "dp2,tp2", "generate_mesh": "dp4", "samples_per_prompt": 3, "max_new_tokens": 1}),
     ("otb", 6, {"mesh": "dp2", "samples_per_prompt": 4, "max_new_tokens": 1}),  # whole groups are scored together
     ("dpo", 9, {"mesh": "dp2"}),
+    ("grpo", 13, {"mesh": "sp2", "task": "shapes", "samples_per_prompt": 2, "max_new_tokens": 1}),
+    ("ppo", 13, {"mesh": "dp2", "task": "shapes", "epochs": 3, "minibatches": 2, "max_new_tokens": 1}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "tokens", "given"), RUNS, ids=[name for name, *_ in RUNS])
+@pytest.mark.parametrize(
+    ("name", "tokens", "given"), RUNS, ids=[given.get("task", "") + name for name, _, given in RUNS]
+)
 def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given):
     job = real_job(name, tokens, **given)
     job = dataclasses.replace(job, settings=with_flags(job.settings, queue="fixed"))

@@ -205,6 +205,14 @@ def test_bounds_are_those_of_the_file_that_transformers_prefers(tmp_path):
             "preprocessor_config.json has patch_size 14, but the model takes 4; write that, or leave it out",
         ),
         ('{"image_mean": [0.5, 0.5, 0.5]}', r"image_mean \[0.5, 0.5, 0.5\], but the model takes \[0.48"),
+        ('{"min_pixels": "64"}', "preprocessor_config.json has min_pixels '64'; it must be a whole number of pixels"),
+        ('{"max_pixels": 1024.0}', "preprocessor_config.json has max_pixels 1024.0; it must be a whole number"),
+        ('{"max_pixels": true}', "preprocessor_config.json has max_pixels True; it must be"),
+        ('{"min_pixels": 0}', "preprocessor_config.json has min_pixels 0; it must be a whole number of pixels from 1"),
+        ('{"size": {"longest_edge": -5}}', "preprocessor_config.json has size/longest_edge -5; it must be"),
+        ('{"size": 448}', "preprocessor_config.json has size 448, not an object with shortest_edge and longest_edge"),
+        ('{"min_pixels": 512, "size": {"longest_edge": 256}}', "min_pixels 512 is above size/longest_edge 256; write"),
+        ('{"min_pixels": 100000}', "min_pixels 100000 is above the 81920 that max_pixels is by default; write"),
     ],
 )
 def test_files_of_another_processor_are_refused(text, words, tmp_path):

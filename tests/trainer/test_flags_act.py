@@ -174,6 +174,7 @@ TESTED = {  # flag: the test that fails where it does nothing
         ("assume_turns", "assume_turn_tokens"),
         "trainer/test_episode_dry_run.py::test_tokens_and_turns_are_those_of_a_real_run",
     ),
+    "assume_pictures": "cost/test_dry_pictures.py::test_pictures_are_bounded_by_pixels_and_by_the_row",
     "assume_tool_seconds": "cost/test_dry_turns.py::test_seconds_of_tools_lengthen_generation",
     **dict.fromkeys(
         ("staleness", "window", "lengths"), "cost/test_schedule_report.py::test_flags_decide_what_is_simulated"

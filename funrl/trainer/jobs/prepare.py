@@ -17,6 +17,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.model import ModelConfig
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.agents import with_policies
@@ -89,7 +90,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     check_backend(settings, device)
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
-    tokenizer = with_picture_form(tokenizer, _picture_form(settings, model))
+    tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -115,10 +116,10 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     return text_job(settings, algorithm, roles, devices=devices, texts=texts, warmstart_steps=steps)
 
 
-def _picture_form(settings: Settings, model: Model) -> PictureForm | None:
-    """The form in which the model takes pictures, with the bound of --max_pixels."""
+def form_of_pictures(settings: Settings, config: ModelConfig) -> PictureForm | None:
+    """The form in which a model takes pictures, with the bound of --max_pixels; None: it sees none."""
     with blaming(f"model={settings.models.model}"):
-        form = picture_form(model.config, settings.models.model)
+        form = picture_form(config, settings.models.model)
     most = settings.examples.max_pixels
     if form is None or most is None:
         return form

@@ -136,6 +136,14 @@ class EstimateSettings:
         requires="dry_run",
         effect="output",
     )
+    assume_pictures: int | None = flag(
+        None,
+        "pictures of a prompt or text that --dry_run assumes",
+        at_least(0),
+        chosen="the embedded task's, else 1",
+        requires="dry_run",
+        effect="output",
+    )
     assume_turns: int | None = flag(
         None,
         "replies of an episode that --dry_run assumes",

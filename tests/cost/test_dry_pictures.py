@@ -1,0 +1,225 @@
+"""The tower, patches and their moves in a dry run, beside what a step and an engine compute."""
+
+import json
+import math
+
+import pytest
+import torch
+from dry_jobs import CPU, plain
+from selection import quick
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from funrl.cost import dry_run
+from funrl.cost.descriptions import left_out
+from funrl.cost.device_calls import ENCODE, PICTURES, device_calls
+from funrl.cost.full_rows import full_rows
+from funrl.cost.row_pictures import (
+    assumed_prompt,
+    encode_pictures,
+    leading_tokens,
+    owned_bytes,
+    row_grids,
+    with_assumed_pictures,
+    with_owned_bytes,
+)
+from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
+from funrl.kinds import owned_lines
+from funrl.mesh.mesh import single
+from funrl.models.vision.inputs import GRIDS, PATCHES
+from funrl.trainer.jobs.build import build
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.owned_rows import with_owned
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 1e4, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TOWER = {
+    "depth": 4, "hidden_size": 48, "intermediate_size": 96, "patch_size": 8, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 32,
+}  # fmt: skip
+TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+FAMILIES = {
+    "qwen2_5_vl": {
+        **TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+        "vision_config": TOWER | {"hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | {"head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        "vision_config": TOWER | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 2]},
+    },
+}  # fmt: skip
+CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+
+
+@pytest.fixture(params=quick(FAMILIES, ["qwen2_5_vl"]))
+def folder(request, tmp_path):
+    """The directory of a small model without weights."""
+    raw = {"model_type": request.param, "architectures": [CLASSES[request.param]], **TOKENS, **FAMILIES[request.param]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 256, "max_pixels": 128 * 128}))
+    return str(tmp_path)
+
+
+def own_job(folder, algorithm="grpo", **given):
+    return plain(algorithm, model=folder, dry_run=True, hardware="cpu", **given)
+
+
+def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
+    """torch counts the products of a tower that computes, with attention as plain products."""
+    tokens = 80
+    job = own_job(folder)
+    assert row_grids(job, tokens) == ((16, 16),)  # 128 x 128 pixels
+    request = assumed_prompt(job, tokens)
+    params = job.model.init(torch.Generator().manual_seed(0))
+    counter = FlopCounterMode(display=False)
+    with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        encode_pictures(job.model, params, request)
+    tower = counter.get_total_flops()
+    assert tower > 1e6
+    given = {"samples_per_prompt": 8}
+    found = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
+    without, with_one = (one.phases["generate"] for one in found)
+    prompts = job.settings.run.batch_prompts
+    assert with_one.flops - without.flops == pytest.approx(prompts * tower, rel=0.01)
+    held = with_one.peak["cache"] - without.peak["cache"]
+    layers = 1 + len(job.model.config.tower.form.deep_layers)
+    assert held >= (prompts - 1) * layers * 64 * job.model.config.embed * 4  # states of 64 tokens
+    assert "with 1 picture of 256 patches" in found[1].step and "picture" not in found[0].step
+
+
+def seen_rows(job, parts, tokens, count):
+    """Rows of random pixels as the source makes them."""
+    rows = full_rows(job, parts, tokens, count)
+    tower = job.model.config.tower
+    grids = row_grids(job, tokens)
+    ids = rows.batch.tokens.clone()
+    ids[ids == tower.placeholder] = 3
+    first = torch.tensor(leading_tokens(tower, grids), dtype=ids.dtype)
+    ids[:, : len(first)] = first
+    patches = torch.randint(0, 256, (sum(map(math.prod, grids)), 3, tower.patch, tower.patch), dtype=torch.uint8)
+    own = owned_lines({PATCHES: patches, GRIDS: torch.tensor(grids)})
+    return with_owned(rows.with_fields(tokens=ids), [own] * len(rows.own), job.model.owned.none)
+
+
+def pretended_step(job, tokens, count):
+    """The trace of a step on rows with assumed pictures."""
+    parts = with_assumed_pictures(job, build(job, single(), lambda _: None), tokens)
+    return dry_run.trace_step(job, parts, full_rows(job, parts, tokens, count), tracer_of(job, parts, CPU))
+
+
+STEPS = {
+    "frozen": ("grpo", {}),
+    "learning": ("grpo", {"freeze": "none"}),
+    "remat": ("grpo", {"freeze": "none", "remat": "full"}),
+    "demonstrations": ("sft", {}),
+    "critic": ("ppo", {"minibatches": 2}),
+}
+
+
+@pytest.mark.parametrize("case", quick(STEPS, ["frozen", "learning"]))
+def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
+    algorithm, given = STEPS[case]
+    tokens, count = 80, 8
+    job = own_job(folder, algorithm, token_budget=512, **given)
+    parts = build(job, single(), lambda _: None)
+    rows = seen_rows(job, parts, tokens, count)
+    real = dry_run.trace_step(job, parts, rows, tracer_of(job, parts, CPU, real=True))
+    fake = pretended_step(job, tokens, count)
+    own = owned_bytes(job, tokens)
+    assert sum(own) == 256 * 3 * 8 * 8 + 2 * 8
+    assert fake.row_bytes + sum(own) == pytest.approx(real.row_bytes, rel=1e-3)
+    phases = with_owned_bytes(fake.phases, sum(own), count)
+    assert set(phases) == set(real.phases)
+    for name, costs in real.phases.items():
+        assert phases[name].flops == pytest.approx(costs.flops, rel=1e-6), name
+        assert phases[name].total == pytest.approx(costs.total, rel=0.05), name
+
+
+def test_a_frozen_tower_has_no_backward_pass(folder):
+    """Of a product, a weight that learns takes another one of its size, and an input that learns too."""
+    rows, tokens = 4, 80
+    flops = {}
+    for freeze in ("vision", "none"):
+        for count in (0, 1):
+            phases = pretended_step(own_job(folder, freeze=freeze, assume_pictures=count), tokens, rows).phases
+            flops[freeze, count] = phases["update_policy"].flops, phases["score_reference"].flops
+    (frozen, forward), (learning, _) = (
+        (more - less for more, less in zip(flops[freeze, 1], flops[freeze, 0], strict=True))
+        for freeze in ("vision", "none")
+    )
+    assert forward < frozen < 1.6 * forward  # and the backward pass of the projector
+    assert 2.5 * forward < learning < 3.2 * forward
+
+
+@pytest.mark.parametrize("mesh", quick(["dp2", "sp2"], ["sp2"]))
+def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
+    """Task pictures of 6 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows."""
+    own = {"dp2": 8, "sp2": 16}[mesh]  # rows of a rank
+    row = 6 * 3 * 8 * 8 + 2 * 8
+    flags = {"task": "shapes", "dry_run": True, "hardware": "cpu", "batch_prompts": 8, "samples_per_prompt": 2}
+    no, yes = ({"assume_pictures": 0}, {})
+    blind, seeing = (
+        dry_run.estimate(plain("grpo", **flags, **given, mesh=mesh), 13, CPU).phases for given in (no, yes)
+    )
+    assert seeing["advantage"].peak["batch"] - blind["advantage"].peak["batch"] == own * row
+    before, after = (
+        next(t for (op, _), t in phases[MOVES[0]].traffic.items() if op == MOVE) for phases in (blind, seeing)
+    )
+    sent = {"dp2": 3, "sp2": 8}[mesh]  # to balance, and the half that the other rank has generated
+    assert after.nbytes - before.nbytes == sent * row and after.count == 3 * before.count
+    alone = [
+        pretended_step(plain("grpo", **flags, **given), 13, own).phases["score_reference"].flops for given in (no, yes)
+    ]
+    assert seeing["score_reference"].flops - blind["score_reference"].flops == pytest.approx(alone[1] - alone[0])
+
+
+def test_pictures_are_bounded_by_pixels_and_by_the_row(folder):
+    assert row_grids(own_job(folder), 2000) == ((16, 16),)
+    assert row_grids(own_job(folder, max_pixels=64 * 96), 2000) == ((8, 12),)
+    assert row_grids(own_job(folder, max_pixels=64 * 64), 2000) == ((8, 8),)
+    assert row_grids(own_job(folder, assume_pictures=3), 2000) == ((16, 16),) * 3
+    assert row_grids(own_job(folder, assume_pictures=3), 64) == ((6, 12),) * 3  # of at most 19 tokens, with 2 around
+    assert row_grids(own_job(folder, assume_pictures=0), 2000) == ()
+    assert row_grids(own_job(folder, "dpo"), 2000) == ()
+    with pytest.raises(SettingsError, match="--prompt_tokens=8: 3 pictures take 9 tokens or more; give a larger"):
+        row_grids(own_job(folder, assume_pictures=3), 8)
+    with pytest.raises(SettingsError, match="--assume_pictures=1: preferences have no pictures; leave it out"):
+        row_grids(own_job(folder, "dpo", assume_pictures=1), 80)
+
+
+def test_flags_of_pictures_are_refused_where_the_model_reads_text():
+    job = plain("grpo", dry_run=True, assume_pictures=1)
+    with pytest.raises(SettingsError, match="--assume_pictures=1: the model reads text only; leave it out"):
+        dry_run.estimate(job, 8, CPU)
+    with pytest.raises(SettingsError, match="--max_pixels=4096: the model reads text only"):
+        plain("grpo", dry_run=True, max_pixels=4096)
+
+
+@pytest.mark.parametrize("algorithm", quick(["grpo", "sft"], ["grpo"]))
+def test_pictures_of_the_task_are_its_own(algorithm):
+    job = plain(algorithm, task="shapes")
+    tokens = {"grpo": 13, "sft": 15}[algorithm]
+    assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((1, 6),)
+
+
+def test_device_calls_have_the_launches_of_the_tower_and_the_bytes_of_patches():
+    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
+    blind, seeing = (device_calls(plain("grpo", **flags, **more), 13) for more in ({"assume_pictures": 0}, {}))
+    row = 6 * 3 * 8 * 8 + 2 * 8
+    assert seeing[PICTURES].to_device == 16 * row and PICTURES not in blind and ENCODE not in blind
+    tower = seeing[ENCODE].launches
+    assert tower > 50 and seeing[ENCODE].to_device > 6 * 3 * 8 * 8
+    for name in ("score_reference: a micro-batch", "update_policy: a micro-batch"):
+        assert seeing[name].launches > blind[name].launches + tower, name
+
+
+def test_what_is_not_counted_is_said():
+    said = "reading and resizing pictures"
+    assert said in left_out(plain("grpo", task="shapes"), None, CPU)
+    assert said not in left_out(plain("grpo"), None, CPU)
