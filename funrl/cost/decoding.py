@@ -92,7 +92,7 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     generator = work.whole
     assert isinstance(generator.whole, NativeEngine)
     model = generator.whole.model
-    page = _page_tokens(work.hardware)
+    page = hardware_page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
     row_bytes = pages * model.page_bytes(generator.mesh, page, job.dtype)
     row_bytes += model.cell_bytes(generator.mesh, job.dtype)
@@ -105,6 +105,44 @@ def own_prompts(job: RLJob, mesh: Mesh) -> int:
     return -(-job.settings.run.batch_prompts // mesh.size(mesh.row_axes))
 
 
+class WaveSizes(NamedTuple):
+    """Sizes of the passes of a wave.
+
+    Attributes:
+      rows: rows that are decoded together.
+      row_pages: pages of a row of full length.
+      fresh: prompts of the wave: their completions share one prefill.
+      prompts, prompt_tokens: prompts of a prefill, and new tokens of each.
+      answered: rows that read the context of a later turn together.
+      most: bound on the new tokens of a pass.
+    """
+
+    rows: int
+    row_pages: int
+    fresh: float
+    prompts: int
+    prompt_tokens: int
+    answered: int
+    most: int
+
+
+def wave_sizes(work: EngineWork, sampling: Sampling, count: int) -> WaveSizes:
+    """Sizes of the passes of a wave of `count` rows."""
+    turns = work.turns
+    most = pass_tokens(_device(work.hardware))
+    fresh = count / sampling.samples
+    length = turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens)
+    return WaveSizes(
+        rows=count,
+        row_pages=-(-length // hardware_page_tokens(work.hardware)),
+        fresh=fresh,
+        prompts=min(max(1, most // work.prompt_tokens), math.ceil(fresh)),
+        prompt_tokens=min(work.prompt_tokens, most),
+        answered=min(max(1, most // max(1, turns.context)), count),
+        most=most,
+    )
+
+
 def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     """Costs of a wave, from traces of a prefill and of a decoding iteration at half the length.
 
@@ -113,17 +151,44 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
       sampling: of its completions.
       count: rows that are decoded together.
     """
+    turns = work.turns
+    sizes = wave_sizes(work, sampling, count)
+    length = turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens)
+    middle = work.prompt_tokens + (length - work.prompt_tokens) // 2
+    phases, weights = traced_passes(work, sampling, sizes, middle)
+    fresh = sizes.fresh
+    passes = (fresh if fresh < 1 else math.ceil(fresh / sizes.prompts)) * -(-work.prompt_tokens // sizes.prompt_tokens)
+    steps = turns.replies * sampling.max_new_tokens
+    whole = after(times(phases["prefill"], passes), times(phases["decode"], steps))
+    if "extend" in phases:
+        extends = turns.gaps * math.ceil(count / sizes.answered) * -(-turns.context // sizes.most)
+        whole = after(whole, times(phases["extend"], extends))
+    return plus(whole, {"weights": -weights})
+
+
+def traced_passes(
+    work: EngineWork, sampling: Sampling, sizes: WaveSizes, length: int
+) -> tuple[dict[str, Costs], float]:
+    """Costs of one pass of each kind: a prefill, a decoding iteration and, with turns, reading a later context.
+
+    Args:
+      work: of the engine.
+      sampling: of its completions.
+      sizes: of the passes.
+      length: tokens of a row that the later two read.
+
+    Returns: costs by kind, and the bytes of the weights in them.
+    """
     job, generator, _, prompt_tokens, _, hardware, turns = work
     model = job.model
     mesh = generator.mesh
     wanted = generator.whole.weights.layouts
-    page = _page_tokens(hardware)
-    length = turns.row_tokens(prompt_tokens, sampling.max_new_tokens)
-    middle = prompt_tokens + (length - prompt_tokens) // 2
-    each = -(-length // page)
+    page = hardware_page_tokens(hardware)
+    count = sizes.rows
+    pages = count * sizes.row_pages
     assert model.init_cache is not None
     cells = count if model.cell_bytes(mesh, job.dtype) else 0
-    cache = model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta"), cells)
+    cache = model.init_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells)
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
     adapted = () if generator.base is None else generator.engine.weights.layouts
@@ -132,12 +197,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     params = make_weights(tracer, wanted, job.dtype)
     factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(model, mesh, job.dtype, None, page)
-    table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
-    most = pass_tokens(_device(hardware))
-    at_once = min(prompt_tokens, most)
-    fresh = count / sampling.samples  # prompts of a wave: their completions share one prefill
-    prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
-    answered = min(max(1, most // max(1, turns.context)), count)  # rows that read the context of a later turn together
+    table_SP = torch.arange(pages, dtype=torch.int32).view(count, sizes.row_pages)
 
     def pass_work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
@@ -156,25 +216,20 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             backend.load(params)
             if isinstance(generator.engine, AdapterEngine):
                 backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
-            backend.resize(count * each, cells)
-            draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
+            backend.resize(pages, cells)
+            draw(backend.forward(pass_work(sizes.prompts, sizes.prompt_tokens, prompt_tokens)))
         with tracer.phase("decode"):
-            draw(backend.forward(pass_work(count, 1, middle)))
+            draw(backend.forward(pass_work(count, 1, length)))
         if turns.gaps and turns.context:
             with tracer.phase("extend"):
-                draw(backend.forward(pass_work(answered, min(turns.context, most), middle)))
-    passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
-    steps = turns.replies * sampling.max_new_tokens
-    whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], steps))
-    if "extend" in tracer.phases:
-        extends = turns.gaps * math.ceil(count / answered) * -(-turns.context // most)
-        whole = after(whole, times(tracer.phases["extend"], extends))
-    return plus(whole, {"weights": -float(trees.nbytes((params, factors)))})
+                draw(backend.forward(pass_work(sizes.answered, min(turns.context, sizes.most), length)))
+    return tracer.phases, float(trees.nbytes((params, factors)))
 
 
 def _device(hardware: Hardware) -> str:
     return "cuda" if hardware.accelerator else "cpu"
 
 
-def _page_tokens(hardware: Hardware) -> int:
+def hardware_page_tokens(hardware: Hardware) -> int:
+    """Tokens of a page of the engine on some hardware."""
     return page_tokens(_device(hardware))
