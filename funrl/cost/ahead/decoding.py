@@ -24,6 +24,7 @@ from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh
+from funrl.mesh.text import text
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.native.cache_sizes import FREE_SHARE
@@ -69,6 +70,13 @@ class DecodingPlan(NamedTuple):
         return trees.nbytes(trees.map(torch.Tensor.to, empty, weight_dtypes(self.weights, self.job.dtype)))
 
     @property
+    def text(self) -> str:
+        """What is compiled, for people."""
+        sizes = self.sizes
+        pages = f"{sizes.row_pages} page{'s' * (sizes.row_pages > 1)} of {self.page_tokens} tokens"
+        return f"generation on {text(self.job.generate_sizes)}: each engine decodes {sizes.rows} rows of {pages}"
+
+    @property
     def slots(self) -> int:
         """Slots of an engine, without the spare one."""
         return self.job.settings.engines.decode_rows
@@ -87,13 +95,12 @@ def decoding_problem(job: Job) -> str | None:
         "--router_replay records experts in torch": settings.routers.router_replay,
         "the model has no pages": not model.pages,
         "prompts may own pictures, whose positions are made on the host": model.owned is not None,
-        "the model has states beside pages": model.pages
-        and model.cell_bytes(Mesh(job.generate_sizes), job.dtype) > 0,
+        "the model has states beside pages": model.pages and model.cell_bytes(Mesh(job.generate_sizes), job.dtype) > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: int) -> DecodingPlan | str:
+def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
     """The plan of a job's engines; or a reason why there is none.
 
     Args:
@@ -181,7 +188,7 @@ class EnginePasses:
         slots = self.engines * (plan.slots + 1)  # the last one of an engine is spare
         numbers = _empty(STOP + len(plan.job.stop), slots)
         state = DecodeState(_empty(slots), numbers, _empty(slots, row_pages, dtype=torch.int32))
-        state_specs = DecodeState(OWN_ROWS, PartitionSpec(None, ROW_AXES), OWN_ROWS)
+        state_specs = trees.fill(state, (OWN_ROWS, PartitionSpec(None, ROW_AXES), OWN_ROWS))
         return self._compiled(
             "decoding iteration",
             lambda backend: backend.decode_function(form, self.spare),
