@@ -25,7 +25,7 @@ def findings(temporary=50, flops=1000, nbytes=100):
     expected = report.Expected(100.0, 1000.0, report.sent_of(costs, AXES))
     sent = (Sent("all-reduce", ("tensor",), 1, nbytes),)
     program = AheadProgram("scores", 1.0, 50, 0, 0, temporary, 0, flops, sent)
-    return report.differences({"score_policy": report.Phase((program,), 50, expected)})
+    return report.differences({"score_policy": report.CompiledPhase((program,), 50, expected)})
 
 
 @pytest.mark.parametrize("ratio", [0.86, 1.0, 1.14])

@@ -34,12 +34,12 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.lowered.decoding import CACHE, XlaBackend, pass_places
+from funrl.trainer.lowered.mesh_programs import OWN_ROWS
 from funrl.xla.ahead import AheadProgram, topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of
 
 ON_EACH = PartitionSpec(AXES)
-OWN_ROWS = PartitionSpec(ROW_AXES)
 
 
 class DecodingPlan(NamedTuple):

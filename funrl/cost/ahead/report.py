@@ -109,10 +109,7 @@ class Expected(NamedTuple):
     sent: Mapping[tuple[str, ...], float]
 
 
-NOTHING = Expected(0.0, 0.0, {})
-
-
-class Phase(NamedTuple):
+class CompiledPhase(NamedTuple):
     """The programs of a phase, and what a dry run says of it.
 
     Attributes:
@@ -128,7 +125,7 @@ class Phase(NamedTuple):
     @property
     def dry(self) -> Expected:
         """What the dry run says, or nothing."""
-        return self.expected or NOTHING
+        return self.expected or Expected(0.0, 0.0, {})
 
     @property
     def memory(self) -> float:
@@ -150,7 +147,7 @@ def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> Decod
     return decoding_plan(job, tokens, hardware, resident)
 
 
-def phases_of(steps: CompiledSteps, expected: Estimate, resident: float) -> dict[str, Phase]:
+def phases_of(steps: CompiledSteps, expected: Estimate, resident: float) -> dict[str, CompiledPhase]:
     """Phases of the roles, by their names in a dry run.
 
     Args:
@@ -164,13 +161,13 @@ def phases_of(steps: CompiledSteps, expected: Estimate, resident: float) -> dict
     for name, some in programs.items():
         costs = expected.phases.get(name)
         dry = None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, expected.axes))
-        phases[name] = Phase(some, resident, dry)
+        phases[name] = CompiledPhase(some, resident, dry)
     return phases
 
 
 def phases_of_engine(
     plan: DecodingPlan, passes: Mapping[str, tuple[AheadProgram, ...]], resident: float
-) -> dict[str, Phase]:
+) -> dict[str, CompiledPhase]:
     """One pass of each kind of an engine, beside whose weights its cache and its slots stay on the chip.
 
     Args:
@@ -182,7 +179,7 @@ def phases_of_engine(
     for name, programs in passes.items():
         costs = plan.costs[name]
         dry = Expected(resident + costs.total - plan.weight_bytes, costs.flops, sent_of(costs, plan.axes))
-        phases[name] = Phase(programs, resident + programs[0].arguments - plan.weight_bytes, dry)
+        phases[name] = CompiledPhase(programs, resident + programs[0].arguments - plan.weight_bytes, dry)
     return phases
 
 
@@ -201,7 +198,7 @@ def program_table(programs: Sequence[AheadProgram]) -> list[str]:
     return table(head, rows)
 
 
-def phase_table(phases: Mapping[str, Phase]) -> list[str]:
+def phase_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about memory and FLOPs of a chip in each phase, beside the dry run's."""
     rows = []
     for name, phase in phases.items():
@@ -233,7 +230,7 @@ def sent_of(
     return dict(totals)
 
 
-def traffic_table(phases: Mapping[str, Phase]) -> list[str]:
+def traffic_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about the collectives of each phase by kind and axes, and the dry run's bytes over the same axes."""
     rows = []
     for name, phase in phases.items():
@@ -249,7 +246,7 @@ def short(axes: Sequence[str]) -> str:
     return ",".join(names[axis] for axis in axes)
 
 
-def differences(phases: Mapping[str, Phase]) -> list[str]:
+def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about numbers that differ from the dry run's by more than `FINDING`."""
     lines = []
     for name, phase in phases.items():
