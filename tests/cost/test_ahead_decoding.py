@@ -79,7 +79,7 @@ def operators(program):
 
 
 def test_the_iteration_is_the_engine_s(monkeypatch):
-    """What is compiled ahead has the operators, one by one, of what an engine runs in JAX on the same shapes."""
+    """The pass that is compiled ahead has the operators, one by one, of an engine that runs in JAX."""
     ahead = []
     monkeypatch.setattr(decoding, "compile_program", lambda program, args, *_: (ahead.append((program, args)),))
     job = small("grpo", decode_rows=4, batch_prompts=2)

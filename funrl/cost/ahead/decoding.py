@@ -1,4 +1,4 @@
-"""The passes of a run's engine, compiled ahead of time for chips that are not here, and what a dry run says of them.
+"""Passes of a run's engine, compiled ahead of time for chips that are not here, and their costs by a dry run.
 
 They are the functions that the lowered engine traces: a prefill, the sampling after it, and a decoding iteration. On a
 mesh each replica of the engine is the chips that share a row index; it has slots and pages of its own.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -71,7 +71,7 @@ class DecodingPlan(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is compiled, for people."""
+        """Description for people."""
         sizes = self.sizes
         pages = f"{sizes.row_pages} page{'s' * (sizes.row_pages > 1)} of {self.page_tokens} tokens"
         return f"generation on {text(self.job.generate_sizes)}: each engine decodes {sizes.rows} rows of {pages}"
@@ -111,7 +111,7 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
     job = dataclasses.replace(job, judge=None)
 
     def quiet(line: str) -> None:
-        """A dry run has said it."""
+        """Print nothing: the dry run has."""
 
     with pretended(job.sizes) as mesh:
         whole = build(job, mesh, quiet)
@@ -123,7 +123,7 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
         engines = 1 + len(generator.frozen) + len(generator.policies)
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resident - own_bytes) / engines
         turns = turns_of(job.settings)
-        work = EngineWork(job, generator, generator, tokens, room, hardware, turns)
+        work = EngineWork(job, generator, generator, tokens, room=room, hardware=hardware, turns=turns)
         sizes = wave_sizes(work, job.sampling, max(rows for number, rows in waves(work, job.sampling) if number))
         length = turns.row_tokens(tokens, job.sampling.max_new_tokens)
 
@@ -137,7 +137,13 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
         costs = of_all_layers(job, costs_of)
         weights = generator.whole.weights.layouts
         return DecodingPlan(
-            job, weights, sizes, hardware_page_tokens(hardware), own_bytes, costs, axes_of(generator.mesh)
+            job=job,
+            weights=weights,
+            sizes=sizes,
+            page_tokens=hardware_page_tokens(hardware),
+            own_bytes=own_bytes,
+            costs=costs,
+            axes=axes_of(generator.mesh),
         )
 
 
@@ -164,19 +170,19 @@ class EnginePasses:
     def __init__(self, plan: DecodingPlan, mesh: jax.sharding.Mesh, note: Callable[[str], None]) -> None:
         """Describe the engines' weights and caches, which have no memory."""
         job = plan.job
-        model = job.models[job.main_role]
+        model = job.model
         dtypes = weight_dtypes(plan.weights, job.dtype)
-        one = Mesh(dict(mesh.shape))
+        chips = Mesh(dict(mesh.shape))
         assert model.init_cache is not None
         pages = plan.sizes.rows * plan.sizes.row_pages
-        own = model.init_cache(one, pages + 1, plan.page_tokens, job.dtype, torch.device("meta"))
+        own = model.init_cache(chips, pages + 1, plan.page_tokens, job.dtype, torch.device("meta"))
         self.plan = plan
         self.mesh = mesh
         self.note = note
-        self.engines = one.size(ROW_AXES)
+        self.engines = chips.size(ROW_AXES)
         self.spare = Spare(pages)
         self.params = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
-        self.cache = trees.map(lambda x: x.new_empty(x.shape[0] * one.world, *x.shape[1:]), own)
+        self.cache = trees.map(lambda x: x.new_empty(x.shape[0] * chips.world, *x.shape[1:]), own)
         self.specs = trees.map(spec_of, plan.weights)
         self.cache_specs = trees.map(lambda _: ON_EACH, self.cache)
 
@@ -232,11 +238,11 @@ class EnginePasses:
         function_of: Callable[[XlaBackend], Callable[..., trees.Tree]],
         args: Sequence[trees.Tree],
         given: Sequence[trees.Tree],
-        results: Any,
+        results: trees.Tree,
     ) -> AheadProgram:
         """Compile a function of an engine's backend for whole arguments; the cache among them is donated."""
         job = self.plan.job
-        model = job.models[job.main_role]
+        model = job.model
 
         def make(place: Mesh) -> Callable[..., trees.Tree]:
             return function_of(XlaBackend(model, place, job.dtype, self.plan.page_tokens))

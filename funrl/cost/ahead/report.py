@@ -96,7 +96,7 @@ GroupAxes = Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
 
 
 class Expected(NamedTuple):
-    """What a dry run says of a phase.
+    """Costs of a phase by a dry run.
 
     Attributes:
       memory: bytes of a chip at the peak.
@@ -124,7 +124,7 @@ class CompiledPhase(NamedTuple):
 
     @property
     def dry(self) -> Expected:
-        """What the dry run says, or nothing."""
+        """Costs by the dry run; zeros where it has no such phase."""
         return self.expected or Expected(0.0, 0.0, {})
 
     @property
