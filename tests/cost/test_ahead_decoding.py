@@ -62,14 +62,14 @@ def test_the_plan_has_the_rows_and_the_costs_of_the_dry_run(plan):
     assert plan.costs["prefill"].flops > plan.costs["decode"].flops > 0
 
 
-def test_a_pass_has_memory_beside_all_weights(plan):
-    """The engine's weights are arguments of its passes, and stay on the chip in every phase."""
+def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(plan):
+    """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
     sent = (Sent("all-reduce", ("data",), 1, 40),)
     program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, sent)
-    phase = report.phases_of_engine(plan, {"decode": (program,)}, 1000.0)["decode"]
-    assert phase.memory == 1000 + 100 + (90 - 80 + 5) and phase.flops == 1000
+    phase = report.phases_of_engine(plan._replace(own_bytes=7), {"decode": (program,)}, 1000.0)["decode"]
+    assert phase.memory == 1007 + 100 + (90 - 80 + 5) and phase.flops == 1000
     costs = plan.costs["decode"]
-    assert phase.expected == (1000 + costs.total - plan.weight_bytes, costs.flops, {})
+    assert phase.expected == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
 
 
 def operators(program):

@@ -59,13 +59,12 @@ def compile_report(
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
     plan = plan_of(job, tokens, hardware, steps.resident)
     passes = plan if isinstance(plan, str) else compile_decoding(plan, target, note)
-    resident = steps.resident + (0 if isinstance(plan, str) else plan.own_bytes)
-    phases = phases_of(steps, expected, resident)
+    phases = phases_of(steps, expected)
     if isinstance(plan, str) or isinstance(passes, str):
         generation = f"decoding is not compiled: {passes}"
     else:
         generation = plan.text
-        phases = phases_of_engine(plan, passes, resident) | phases
+        phases = phases_of_engine(plan, passes, steps.resident) | phases
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
     programs = [program for phase in phases.values() for program in phase.programs]
     parts = [
@@ -147,21 +146,15 @@ def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> Decod
     return decoding_plan(job, tokens, hardware, resident)
 
 
-def phases_of(steps: CompiledSteps, expected: Estimate, resident: float) -> dict[str, CompiledPhase]:
-    """Phases of the roles, by their names in a dry run.
-
-    Args:
-      steps: compiled.
-      expected: the dry run.
-      resident: bytes of a chip that weights and optimizer states take in every phase.
-    """
+def phases_of(steps: CompiledSteps, expected: Estimate) -> dict[str, CompiledPhase]:
+    """Phases of the roles, by their names in a dry run."""
     programs = {f"score_{name}": (program,) for name, program in steps.scores.items()}
     programs |= {f"update_{name}": (x, steps.updates[name]) for name, x in steps.gradients.items()}
     phases = {}
     for name, some in programs.items():
         costs = expected.phases.get(name)
         dry = None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, expected.axes))
-        phases[name] = CompiledPhase(some, resident, dry)
+        phases[name] = CompiledPhase(some, steps.resident, dry)
     return phases
 
 
@@ -173,8 +166,9 @@ def phases_of_engine(
     Args:
       plan: of the engine.
       passes: its programs, by kind.
-      resident: bytes of a chip that weights and optimizer states take in every phase, the engine's weights included.
+      resident: bytes of a chip that weights and optimizer states of the roles take.
     """
+    resident += plan.own_bytes
     phases = {}
     for name, programs in passes.items():
         costs = plan.costs[name]
