@@ -95,7 +95,7 @@ def rows_in_cache(work: EngineWork, sampling: Sampling) -> tuple[int, int]:
     generator = work.whole
     assert isinstance(generator.whole, NativeEngine)
     model = generator.whole.model
-    page = _page_tokens(work.hardware)
+    page = hardware_page_tokens(work.hardware)
     pages = -(-work.turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens) // page)
     row_bytes = pages * model.page_bytes(generator.mesh, page, job.dtype)
     row_bytes += model.cell_bytes(generator.mesh, job.dtype)
@@ -108,6 +108,44 @@ def own_prompts(job: RLJob, mesh: Mesh) -> int:
     return -(-job.settings.run.batch_prompts // mesh.size(mesh.row_axes))
 
 
+class WaveSizes(NamedTuple):
+    """Sizes of the passes of a wave.
+
+    Attributes:
+      rows: rows that are decoded together.
+      row_pages: pages of a row of full length.
+      fresh: prompts of the wave: their completions share one prefill.
+      prompts, prompt_tokens: prompts of a prefill, and new tokens of each.
+      answered: rows that read the context of a later turn together.
+      most: bound on the new tokens of a pass.
+    """
+
+    rows: int
+    row_pages: int
+    fresh: float
+    prompts: int
+    prompt_tokens: int
+    answered: int
+    most: int
+
+
+def wave_sizes(work: EngineWork, sampling: Sampling, count: int) -> WaveSizes:
+    """Sizes of the passes of a wave of `count` rows."""
+    turns = work.turns
+    most = pass_tokens(_device(work.hardware))
+    fresh = count / sampling.samples
+    length = turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens)
+    return WaveSizes(
+        rows=count,
+        row_pages=-(-length // hardware_page_tokens(work.hardware)),
+        fresh=fresh,
+        prompts=min(max(1, most // work.prompt_tokens), math.ceil(fresh)),
+        prompt_tokens=min(work.prompt_tokens, most),
+        answered=min(max(1, most // max(1, turns.context)), count),
+        most=most,
+    )
+
+
 def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     """Costs of a wave, from traces of a prefill and of a decoding iteration at half the length.
 
@@ -116,17 +154,63 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
       sampling: of its completions.
       count: rows that are decoded together.
     """
+    turns = work.turns
+    sizes = wave_sizes(work, sampling, count)
+    length = turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens)
+    middle = work.prompt_tokens + (length - work.prompt_tokens) // 2
+    phases, weights, state_bytes = traced_passes(work, sampling, sizes, middle)
+    fresh = sizes.fresh
+    passes = (fresh if fresh < 1 else math.ceil(fresh / sizes.prompts)) * -(-work.prompt_tokens // sizes.prompt_tokens)
+    steps = turns.replies * sampling.max_new_tokens
+    whole = after(times(phases["prefill"], passes), times(phases["decode"], steps))
+    if state_bytes:
+        most_held = MOST_STATE_BYTES // state_bytes
+        own = own_prompts(work.job, work.whole.mesh)
+        known = (
+            sampling is not work.job.sampling and own <= most_held
+        )  # from the completions of the same prompts before
+        # The traced prefill encodes one prompt, as all of its prompts are the same.
+        whole = after(whole, times(phases["encode"], fresh * (not known) - passes))
+        whole = plus(whole, {"cache": float(state_bytes * (max(sizes.prompts, min(own, most_held)) - 1))})
+    if "extend" in phases:
+        extends = turns.gaps * math.ceil(count / sizes.answered) * -(-turns.context // sizes.most)
+        whole = after(whole, times(phases["extend"], extends))
+    return plus(whole, {"weights": -weights})
+
+
+class TracedPasses(NamedTuple):
+    """Costs of one pass of each kind.
+
+    Attributes:
+      phases: costs by kind: "prefill", "decode", "encode" of a prompt's pictures, "extend" by the context of a turn.
+      weights: bytes of the weights in them.
+      state_bytes: of what the engine keeps of a prompt's pictures; 0: prompts have none.
+    """
+
+    phases: dict[str, Costs]
+    weights: float
+    state_bytes: int
+
+
+def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length: int) -> TracedPasses:
+    """Trace one pass of each kind: a prefill, a decoding iteration and, with turns, reading a later context.
+
+    Args:
+      work: of the engine.
+      sampling: of its completions.
+      sizes: of the passes.
+      length: tokens of a row that the later two read.
+    """
     job, generator, _, prompt_tokens, _, hardware, turns = work
     model = job.model
     mesh = generator.mesh
     wanted = generator.whole.weights.layouts
-    page = _page_tokens(hardware)
-    length = turns.row_tokens(prompt_tokens, sampling.max_new_tokens)
-    middle = prompt_tokens + (length - prompt_tokens) // 2
-    each = -(-length // page)
+    page = hardware_page_tokens(hardware)
+    count = sizes.rows
+    pages = count * sizes.row_pages
     assert model.init_cache is not None
     cells = count if model.cell_bytes(mesh, job.dtype) else 0
-    cache = model.init_cache(mesh, count * each, page, job.dtype, torch.device("meta"), cells)
+    cache = model.init_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells)
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
     adapted = () if generator.base is None else generator.engine.weights.layouts
@@ -135,14 +219,9 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     params = make_weights(tracer, wanted, job.dtype)
     factors = make_weights(tracer, adapted, job.dtype)
     backend = TorchBackend(model, mesh, job.dtype, None, page)
-    table_SP = torch.arange(count * each, dtype=torch.int32).view(count, each)
+    table_SP = torch.arange(pages, dtype=torch.int32).view(count, sizes.row_pages)
     pictured: Request | None = None  # a prompt with pictures, if they have some
     state_bytes = 0
-    most = pass_tokens(_device(hardware))
-    at_once = min(prompt_tokens, most)
-    fresh = count / sampling.samples  # prompts of a wave: their completions share one prefill
-    prompts = min(max(1, most // prompt_tokens), math.ceil(fresh))
-    answered = min(max(1, most // max(1, turns.context)), count)  # rows that read the context of a later turn together
 
     def pass_work(rows: int, tokens: int, end: int) -> PassWork:
         draws = list(range(tokens - 1, rows * tokens, tokens))
@@ -162,37 +241,25 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
             backend.load(params)
             if isinstance(generator.engine, AdapterEngine):
                 backend.load_adapter(0, Adapter(factors, scale_of(generator.engine.lora)))
-            backend.resize(count * each, cells)
+            backend.resize(pages, cells)
         with tracer.phase("encode"):
             pictured = assumed_prompt(job, prompt_tokens)
             if pictured is not None:
                 state_bytes = encode_pictures(model, params, pictured)
         with tracer.phase("prefill"):
-            draw(backend.forward(pass_work(prompts, at_once, prompt_tokens)))
+            draw(backend.forward(pass_work(sizes.prompts, sizes.prompt_tokens, prompt_tokens)))
         with tracer.phase("decode"):
-            draw(backend.forward(pass_work(count, 1, middle)))
+            draw(backend.forward(pass_work(count, 1, length)))
         if turns.gaps and turns.context:
             with tracer.phase("extend"):
-                draw(backend.forward(pass_work(answered, min(turns.context, most), middle)))
-    passes = (fresh if fresh < 1 else math.ceil(fresh / prompts)) * -(-prompt_tokens // at_once)
-    steps = turns.replies * sampling.max_new_tokens
-    whole = after(times(tracer.phases["prefill"], passes), times(tracer.phases["decode"], steps))
-    if pictured is not None:
-        most_held = MOST_STATE_BYTES // state_bytes
-        own = own_prompts(job, mesh)
-        known = sampling is not job.sampling and own <= most_held  # from the completions of the same prompts before
-        # The traced prefill encodes one prompt, as all of its prompts are the same.
-        whole = after(whole, times(tracer.phases["encode"], fresh * (not known) - passes))
-        whole = plus(whole, {"cache": float(state_bytes * (max(prompts, min(own, most_held)) - 1))})
-    if "extend" in tracer.phases:
-        extends = turns.gaps * math.ceil(count / answered) * -(-turns.context // most)
-        whole = after(whole, times(tracer.phases["extend"], extends))
-    return plus(whole, {"weights": -float(trees.nbytes((params, factors)))})
+                draw(backend.forward(pass_work(sizes.answered, min(turns.context, sizes.most), length)))
+    return TracedPasses(tracer.phases, float(trees.nbytes((params, factors))), state_bytes)
 
 
 def _device(hardware: Hardware) -> str:
     return "cuda" if hardware.accelerator else "cpu"
 
 
-def _page_tokens(hardware: Hardware) -> int:
+def hardware_page_tokens(hardware: Hardware) -> int:
+    """Tokens of a page of the engine on some hardware."""
     return page_tokens(_device(hardware))

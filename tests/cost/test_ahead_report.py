@@ -1,7 +1,6 @@
 """The report of `funrl compile`: what counts as a difference, and the mesh that it takes."""
 
 import math
-import types
 
 import pytest
 
@@ -22,11 +21,11 @@ AXES = {"0": ("tp2", ("tensor",), {"tensor": 2})}
 
 def findings(temporary=50, flops=1000, nbytes=100):
     """Findings about a phase that the dry run gives 100 bytes, 1000 FLOPs and 100 bytes sent; 50 bytes are resident."""
-    dry = Costs({"forward": {"weights": 100.0}}, flops=1000.0, traffic={("all_reduce", "0"): Traffic(1, 100.0)})
+    costs = Costs(traffic={("all_reduce", "0"): Traffic(1, 100.0)})
+    expected = report.Expected(100.0, 1000.0, report.sent_of(costs, AXES))
     sent = (Sent("all-reduce", ("tensor",), 1, nbytes),)
     program = AheadProgram("scores", 1.0, 50, 0, 0, temporary, 0, flops, sent)
-    expected = types.SimpleNamespace(phases={"score_policy": dry}, axes=AXES)
-    return report.differences({"score_policy": (program,)}, 50, expected)
+    return report.differences({"score_policy": report.CompiledPhase((program,), 50, expected)})
 
 
 @pytest.mark.parametrize("ratio", [0.86, 1.0, 1.14])

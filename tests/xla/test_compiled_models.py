@@ -40,14 +40,18 @@ def report(config, tmp_path, capsys, words):
 def test_a_dense_model_is_compiled(tmp_path, capsys):
     words = "grpo --mesh=dp2,tp2 --dtype=bfloat16 --token_budget=1024 --prompt_tokens=128 --max_new_tokens=128"
     rows, text = report(DENSE, tmp_path, capsys, f"{words} --target=v5e:2x2")
-    names = ["scores of ref_logp", "scores of old_logp", "gradient of actor", "update of actor"]
+    engine = ["prefill of 32 x 128 tokens", "sampling after a prefill", "decoding iteration"]
+    names = [*engine, "scores of ref_logp", "scores of old_logp", "gradient of actor", "update of actor"]
     programs = {row[0]: row for row in rows if row[0] in names}
     assert list(programs) == names
     assert programs["gradient of actor"][2] == "374 MB"  # a half of 187M weights in 4 bytes
     phases = {row[0]: row for row in rows if row[0].startswith(("score_", "update_")) and len(row) == 5}
     assert phases["score_reference"][3:] == ["118.3", "112.9"] and phases["update_policy"][3:] == ["437.8", "419"]
     assert ["update_policy", "all-reduce", "dp", "2", "374 MB", "374 MB"] in rows
-    assert "finding: FLOPs" not in text and "finding: bytes" not in text
+    assert "generation on dp4: each engine decodes 256 rows of 1 page of 256 tokens" in text
+    assert [row[3:] for row in rows if row[0] == "decode"] == [["96.84", "96.84"]]
+    filled = "finding: FLOPs of prefill: compiled 559.7 G, dry run 284.8 G (+97%)"  # prompts fill a page
+    assert [line for line in text.splitlines() if "FLOPs of" in line] == [filled] and "finding: bytes" not in text
 
 
 @pytest.mark.slow

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from funrl.algos.core import Algorithm
+from funrl.cost.ahead.decoding import DecodingPlan, compile_decoding, decoding_plan, decoding_problem
 from funrl.cost.ahead.steps import CompiledSteps, compile_steps
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
 from funrl.cost.search.mesh_search import chosen_mesh
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass
-from funrl.cost.tracing.hardware import HARDWARE
+from funrl.cost.tracing.hardware import HARDWARE, Hardware
 from funrl.mesh.explain import size, table
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.text import SHORT, text
@@ -55,14 +57,22 @@ def compile_report(
     rows = rows_of_chips(job, check_width(job, tokens))
     steps = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
+    plan = plan_of(job, tokens, hardware, steps.resident)
+    passes = plan if isinstance(plan, str) else compile_decoding(plan, target, note)
+    phases = phases_of(steps, expected)
+    if isinstance(plan, str) or isinstance(passes, str):
+        generation = f"decoding is not compiled: {passes}"
+    else:
+        generation = plan.text
+        phases = phases_of_engine(plan, passes, steps.resident) | phases
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
-    phases = phases_of(steps)
+    programs = [program for phase in phases.values() for program in phase.programs]
     parts = [
-        f"{text(job.sizes)}, {settings.models.dtype}: {what}",
-        "\n".join(program_table(steps.programs)),
-        "\n".join(phase_table(phases, steps.resident, expected)),
-        "\n".join(traffic_table(phases, expected)),
-        "\n".join(differences(phases, steps.resident, expected)),
+        f"{text(job.sizes)}, {settings.models.dtype}: {what}\n{generation}",
+        "\n".join(program_table(programs)),
+        "\n".join(phase_table(phases)),
+        "\n".join(traffic_table(phases)),
+        "\n".join(differences(phases)),
     ]
     return "\n\n".join(parts)
 
@@ -81,15 +91,90 @@ def of_one_pass(job: Job, rows: int) -> Job:
     return dataclasses.replace(job, settings=settings)
 
 
-def phases_of(steps: CompiledSteps) -> dict[str, tuple[AheadProgram, ...]]:
-    """Programs of each phase of a step, by its name in a dry run."""
-    scores = {f"score_{name}": (program,) for name, program in steps.scores.items()}
-    return scores | {f"update_{name}": (x, steps.updates[name]) for name, x in steps.gradients.items()}
+GroupAxes = Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
 
 
-def memory_of(programs: Sequence[AheadProgram], resident: int) -> int:
-    """Bytes of a chip in a phase at its peak: what stays there, and what the largest program takes beside it."""
-    return resident + max(x.beside_arguments for x in programs)
+class Expected(NamedTuple):
+    """Costs of a phase by a dry run.
+
+    Attributes:
+      memory: bytes of a chip at the peak.
+      flops: on a chip.
+      sent: bytes of a chip's collectives, by mesh axes.
+    """
+
+    memory: float
+    flops: float
+    sent: Mapping[tuple[str, ...], float]
+
+
+class CompiledPhase(NamedTuple):
+    """The programs of a phase, and what a dry run says of it.
+
+    Attributes:
+      programs: in their order.
+      resident: bytes of a chip that stay there, arguments of the programs among them.
+      expected: None: the dry run has no such phase.
+    """
+
+    programs: tuple[AheadProgram, ...]
+    resident: float
+    expected: Expected | None
+
+    @property
+    def dry(self) -> Expected:
+        """Costs by the dry run; zeros where it has no such phase."""
+        return self.expected or Expected(0.0, 0.0, {})
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a chip at the peak: what stays there, and what the largest program takes beside it."""
+        return self.resident + max(x.beside_arguments for x in self.programs)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a chip."""
+        return sum(x.flops for x in self.programs)
+
+
+def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
+    """`decoding_plan`; or the reason why the job's passes are not compiled."""
+    problem = decoding_problem(job)
+    if problem is not None:
+        return problem
+    assert isinstance(job, RLJob)
+    return decoding_plan(job, tokens, hardware, resident)
+
+
+def phases_of(steps: CompiledSteps, expected: Estimate) -> dict[str, CompiledPhase]:
+    """Phases of the roles, by their names in a dry run."""
+    programs = {f"score_{name}": (program,) for name, program in steps.scores.items()}
+    programs |= {f"update_{name}": (x, steps.updates[name]) for name, x in steps.gradients.items()}
+    phases = {}
+    for name, some in programs.items():
+        costs = expected.phases.get(name)
+        dry = None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, expected.axes))
+        phases[name] = CompiledPhase(some, steps.resident, dry)
+    return phases
+
+
+def phases_of_engine(
+    plan: DecodingPlan, passes: Mapping[str, tuple[AheadProgram, ...]], resident: float
+) -> dict[str, CompiledPhase]:
+    """One pass of each kind of an engine, beside whose weights its cache and its slots stay on the chip.
+
+    Args:
+      plan: of the engine.
+      passes: its programs, by kind.
+      resident: bytes of a chip that weights and optimizer states of the roles take.
+    """
+    resident += plan.own_bytes
+    phases = {}
+    for name, programs in passes.items():
+        costs = plan.costs[name]
+        dry = Expected(resident + costs.total - plan.weight_bytes, costs.flops, sent_of(costs, plan.axes))
+        phases[name] = CompiledPhase(programs, resident + programs[0].arguments - plan.weight_bytes, dry)
+    return phases
 
 
 def program_table(programs: Sequence[AheadProgram]) -> list[str]:
@@ -107,14 +192,12 @@ def program_table(programs: Sequence[AheadProgram]) -> list[str]:
     return table(head, rows)
 
 
-def phase_table(phases: Mapping[str, Sequence[AheadProgram]], resident: int, expected: Estimate) -> list[str]:
+def phase_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about memory and FLOPs of a chip in each phase, beside the dry run's."""
     rows = []
-    for name, programs in phases.items():
-        dry = expected.phases.get(name, Costs())
-        flops = sum(x.flops for x in programs)
-        numbers = (size(memory_of(programs, resident)), size(dry.total))
-        rows.append((name, *numbers, f"{flops / 1e9:.4g}", f"{dry.flops / 1e9:.4g}"))
+    for name, phase in phases.items():
+        flops = (f"{x / 1e9:.4g}" for x in (phase.flops, phase.dry.flops))
+        rows.append((name, size(phase.memory), size(phase.dry.memory), *flops))
     return table(("phase", "memory", "dry run", "GFLOP", "dry run"), rows)
 
 
@@ -127,22 +210,27 @@ def sent_in(programs: Sequence[AheadProgram]) -> dict[tuple[str, ...], float]:
     return dict(totals)
 
 
-def expected_in(costs: Costs, expected: Estimate) -> dict[tuple[str, ...], float]:
-    """Bytes of a rank's collectives by mesh axes, as the dry run counts them."""
+def sent_of(
+    costs: Costs, axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
+) -> dict[tuple[str, ...], float]:
+    """Bytes of a rank's collectives by mesh axes, as a dry run counts them.
+
+    Args:
+      axes: of the groups, as in `Estimate`.
+    """
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for (_, group), traffic in costs.traffic.items():
-        totals[expected.axes[group][1]] += traffic.nbytes
+        totals[axes[group][1]] += traffic.nbytes
     return dict(totals)
 
 
-def traffic_table(phases: Mapping[str, Sequence[AheadProgram]], expected: Estimate) -> list[str]:
+def traffic_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about the collectives of each phase by kind and axes, and the dry run's bytes over the same axes."""
     rows = []
-    for name, programs in phases.items():
-        dry = expected_in(expected.phases.get(name, Costs()), expected)
-        for sent in (sent for program in programs for sent in program.sent):
-            axes = short(sent.axes)
-            rows.append((name, sent.kind, axes, str(sent.count), size(sent.nbytes), size(dry.get(sent.axes, 0))))
+    for name, phase in phases.items():
+        for sent in (sent for program in phase.programs for sent in program.sent):
+            dry = phase.dry.sent.get(sent.axes, 0)
+            rows.append((name, sent.kind, short(sent.axes), str(sent.count), size(sent.nbytes), size(dry)))
     return table(("phase", "collective", "over", "count", "bytes", "dry run, all kinds"), rows) if rows else []
 
 
@@ -152,19 +240,18 @@ def short(axes: Sequence[str]) -> str:
     return ",".join(names[axis] for axis in axes)
 
 
-def differences(phases: Mapping[str, Sequence[AheadProgram]], resident: int, expected: Estimate) -> list[str]:
+def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about numbers that differ from the dry run's by more than `FINDING`."""
     lines = []
-    for name, programs in phases.items():
-        dry = expected.phases.get(name)
-        if dry is None:
+    for name, phase in phases.items():
+        if phase.expected is None:
             lines.append(f"{name}: the dry run has no such phase")
             continue
-        sent = sent_in(programs)
-        wanted = expected_in(dry, expected)
+        sent = sent_in(phase.programs)
+        wanted = phase.expected.sent
         pairs: dict[str, tuple[float, float, Callable[[float], str]]] = {
-            "memory": (memory_of(programs, resident), dry.total, size),
-            "FLOPs": (sum(x.flops for x in programs), dry.flops, lambda x: f"{x / 1e9:.4g} G"),
+            "memory": (phase.memory, phase.expected.memory, size),
+            "FLOPs": (phase.flops, phase.expected.flops, lambda x: f"{x / 1e9:.4g} G"),
         }
         for axes in sorted({*sent, *wanted}):
             pairs[f"bytes over {short(axes)}"] = (sent.get(axes, 0), wanted.get(axes, 0), size)

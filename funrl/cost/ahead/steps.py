@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,23 +48,38 @@ class AheadPrograms(MeshPrograms):
 
     def _program(self, what: str, subject: str, make: Any, given: Any, results: Any) -> Any:
         program = MeshProgram(make, self.place.copies, given, results, name=f"{what} of {subject}")
-        mesh = self.place.copies.mesh
 
         def run(*args: trees.Tree) -> trees.Tree:
-            with jax.enable_x64(True):
-                mapped = program.mapped(args)
-                donated = range(len(trees.leaves(args[: DONATED.get(what, 0)])))
-                leaves = trees.leaves(args)
-                compiled, structs = compiled_ahead(
-                    mapped.run, leaves, mapped.given, mesh, name=program.name, donated=donated
-                )
+            compiled, results = compile_program(program, args, range(DONATED.get(what, 0)), self.place.note)
             self.compiled[what] = compiled
-            self.place.note(f"{compiled.name}: compiled in {compiled.seconds:.0f} s")
             device = "cpu" if what == "scores" else "meta"
-            zeros = (torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device) for x in structs)
-            return trees.fill(mapped.results, zeros)
+            return trees.map(lambda x: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device), results)
 
         return run
+
+
+def compile_program(
+    program: MeshProgram, args: tuple[trees.Tree, ...], donated: Sequence[int], note: Callable[[str], None]
+) -> tuple[AheadProgram, trees.Tree]:
+    """Compile a program for arguments of these shapes.
+
+    Args:
+      program: of the chips of a mesh.
+      args: whole arguments, which need no memory.
+      donated: numbers of the arguments whose memory the results may take over.
+      note: receives a line about what was done.
+
+    Returns: the program, and the shapes and dtypes of its results.
+    """
+    counts = [len(trees.leaves(x)) for x in args]
+    places = [i for n in donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
+    with jax.enable_x64(True):
+        mapped = program.mapped(args)
+        leaves = trees.leaves(args)
+        mesh = program.copies.mesh
+        compiled, structs = compiled_ahead(mapped.run, leaves, mapped.given, mesh, name=program.name, donated=places)
+    note(f"{compiled.name}: compiled in {compiled.seconds:.0f} s")
+    return compiled, trees.fill(mapped.results, structs)
 
 
 class CompiledSteps(NamedTuple):

@@ -32,6 +32,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.xla.compiled import Compiled, to_jax, to_torch
 
 _log = logging.getLogger(__name__)
+CACHE = 2  # number of the argument of `prefill_function` and `decode_function` that is donated
 
 
 class PassPlaces(NamedTuple):
@@ -103,6 +104,16 @@ class XlaBackend(TorchBackend):
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
         places = pass_places(work, self.page_tokens, self._spare)
+        program = self._program(("prefill", self._scales(used)), self.prefill_function(used))
+        hidden_MD, self._cache = program.arrays(self._weights, self._used(used), self._cache, places)
+        return to_torch(hidden_MD)[: len(work.sampled_positions)]
+
+    def prefill_function(self, used: tuple[int, ...]) -> Callable[..., trees.Tree]:
+        """The pure function of `forward`: (weights, factors, cache, places) -> (hidden states [M, D], cache).
+
+        Args:
+          used: numbers of the adapters, as in `RowAdapters`.
+        """
 
         def run(params, factors, cache, places):
             inner = self._traced(params, factors, cache)
@@ -111,26 +122,30 @@ class XlaBackend(TorchBackend):
             hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N))
             return hidden_ND[places.sampled_M], inner._cache
 
-        program = self._program(("prefill", self._scales(used)), run)
-        hidden_MD, self._cache = program.arrays(self._weights, self._used(used), self._cache, places)
-        return to_torch(hidden_MD)[: len(work.sampled_positions)]
+        return run
 
     def decode(
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def run(params, factors, cache, state, rows_B):
-            inner = self._traced(params, factors, cache)
-            state = trees.map(torch.clone, state)
-            sampled = decode_pass(inner, state, rows_B, form=form, spare=spare)
-            return sampled, inner._cache, state
-
-        program = self._program(("decode", form, spare, self._scales(form.adapters)), run)
+        key = ("decode", form, spare, self._scales(form.adapters))
+        program = self._program(key, self.decode_function(form, spare))
         given = (self._weights, self._used(form.adapters), self._cache, state, rows_B)
         sampled, self._cache, after = program.arrays(*given)
         for x, new in zip(state, after, strict=True):
             x.copy_(to_torch(new))
         token_B, sampling_logp_B, raw_logp_B = map(to_torch, sampled)
         return token_B, sampling_logp_B, raw_logp_B
+
+    def decode_function(self, form: DecodeForm, spare: Spare) -> Callable[..., trees.Tree]:
+        """The pure function of `decode`: (weights, factors, cache, state, rows) -> (results, cache, state)."""
+
+        def run(params, factors, cache, state, rows_B):
+            inner = self._traced(params, factors, cache)
+            state = trees.map(torch.clone, state)
+            sampled = decode_pass(inner, state, rows_B, form=form, spare=spare)
+            return sampled, inner._cache, state
+
+        return run
 
     def sample(
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
@@ -141,14 +156,20 @@ class XlaBackend(TorchBackend):
         def filled(x: Tensor) -> Tensor:
             return torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
 
+        key = ("sample", sampling, noise_R is None, seen_RV is None)
+        program = self._program(key, self.sample_function(sampling))
+        numbers = [None if x is None else filled(x) for x in (output_M[source_R], noise_R, seen_RV)]
+        token_R, sampling_logp_R, raw_logp_R = (to_torch(x)[:rows] for x in program.arrays(self._weights, *numbers))
+        return token_R, sampling_logp_R, raw_logp_R
+
+    def sample_function(self, sampling: Sampling) -> Callable[..., trees.Tree]:
+        """The pure function of `sample`: (weights, hidden states [R, D], noise [R], seen [R, V]) -> results."""
+
         def run(params, hidden_RD, noise_R, seen_RV):
             inner = self._traced(params, {}, ())
             return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True)
 
-        program = self._program(("sample", sampling, noise_R is None, seen_RV is None), run)
-        numbers = [None if x is None else filled(x) for x in (output_M[source_R], noise_R, seen_RV)]
-        token_R, sampling_logp_R, raw_logp_R = (to_torch(x)[:rows] for x in program.arrays(self._weights, *numbers))
-        return token_R, sampling_logp_R, raw_logp_R
+        return run
 
     def _used(self, adapters: Sequence[int]) -> dict[str, trees.Tree]:
         """The factors of some adapters, by their numbers."""
@@ -159,9 +180,9 @@ class XlaBackend(TorchBackend):
         return tuple((number, self._adapters[number].scale if number >= 0 else None) for number in adapters)
 
     def _program(self, key: Any, run: Callable[..., trees.Tree]) -> Compiled:
-        """The program of a key; the cache of a pass, its third argument, is donated."""
+        """The program of a key; the cache of a pass is donated."""
         if key not in self._programs:
-            donated = () if key[0] == "sample" else (2,)
+            donated = () if key[0] == "sample" else (CACHE,)
             self._programs[key] = Compiled(run, f"{key[0]} of the engine", self._note, donated)
         return self._programs[key]
 

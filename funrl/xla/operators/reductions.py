@@ -63,8 +63,19 @@ def _vector_norm(
     return jnp.sqrt(jnp.sum(squares, axis=_axes(dims), keepdims=keepdim))
 
 
-def _cumulative(fn: Callable[..., JaxArray]) -> Lowering:
-    return lambda result, x, dim: fn(as_dtype(x, result.compute), axis=dim) if x.ndim else x
+def _cumulative(fn: Callable[..., JaxArray], combine: Callable[..., JaxArray]) -> Lowering:
+    """Cumulative sums or products. On a TPU they are scans by pairs: JAX's own take minutes to compile in 64 bits."""
+
+    def row(result: OperatorResult, x: JaxArray, dim: int) -> JaxArray:
+        if not x.ndim:
+            return x
+        return jax.lax.platform_dependent(
+            as_dtype(x, result.compute),
+            tpu=lambda wide: jax.lax.associative_scan(combine, wide, axis=dim),
+            default=lambda wide: fn(wide, axis=dim),
+        )
+
+    return row
 
 
 def _softmax(fn: Callable[..., JaxArray]) -> Lowering:
@@ -100,8 +111,8 @@ OVER_DIMS: dict[str, Lowering] = {
     "aten.min": _extreme_and_place(jnp.min, jnp.argmin),
     "aten.argmax": _places(jnp.argmax),
     "aten.argmin": _places(jnp.argmin),
-    "aten.cumsum": _cumulative(jnp.cumsum),
-    "aten.cumprod": _cumulative(jnp.cumprod),
+    "aten.cumsum": _cumulative(jnp.cumsum, jnp.add),
+    "aten.cumprod": _cumulative(jnp.cumprod, jnp.multiply),
     "aten._softmax": _softmax(jax.nn.softmax),
     "aten._log_softmax": _softmax(jax.nn.log_softmax),
     "aten.sort": _sort,

@@ -1,0 +1,119 @@
+"""The passes of an engine that are compiled ahead of time: which they are, and what a dry run says of them."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("jax")
+import torch
+from dry_jobs import plain, small
+
+from funrl import trees
+from funrl.cost.ahead import decoding, report
+from funrl.cost.ahead.decoding import EnginePasses, decoding_plan, decoding_problem
+from funrl.cost.tracing.hardware import HARDWARE
+from funrl.mesh.mesh import SINGLE
+from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
+from funrl.trainer.lowered.decoding import XlaBackend
+from funrl.xla.ahead import AheadProgram, Sent, libtpu_problem, topology_mesh
+from funrl.xla.meshes import devices_of_mesh
+
+pytestmark = pytest.mark.xla
+
+V5E = HARDWARE["v5e"]
+EXPERTS = {
+    "num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False, "hidden_act": "silu",
+    "model_type": "qwen3_moe", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+    "eos_token_id": 1, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [],
+    "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe,flags,says",
+    [
+        ("sft", {}, "the run does not generate"),
+        ("grpo", {"engine": "hf"}, "--engine=hf decodes by itself"),
+        ("grpo", {"speculate": 2}, "--speculate drafts tokens on the host"),
+        ("grpo", {"place": "train:dp1 generate:dp1"}, "--place gives generation other chips"),
+        ("grpo", {}, None),
+    ],
+    ids=["texts", "engine", "speculate", "place", "none"],
+)
+def test_what_is_not_compiled_has_a_reason(recipe, flags, says):
+    assert decoding_problem(plain(recipe, **flags)) == says
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Of 8 prompts on 2 engines with 2 samples each, and 24 tokens after 8."""
+    return decoding_plan(small("grpo", mesh="dp2"), 8, V5E, 0)
+
+
+def test_the_plan_has_the_rows_and_the_costs_of_the_dry_run(plan):
+    assert plan.text == "generation on dp2: each engine decodes 8 rows of 1 page of 256 tokens"
+    assert (plan.sizes.prompts, plan.sizes.prompt_tokens, plan.slots) == (4, 8, 512)
+    assert plan.weight_bytes == sum(4 * math.prod(x.shape) for x in trees.leaves(plan.weights))
+    assert plan.own_bytes == 0  # they are the trainer's
+    page = 2 * 2 * 8 * 256 * 4  # keys and values, heads, their size, tokens, bytes of a number
+    assert plan.costs["decode"].peak["cache"] == 8 * 2 * page
+    assert plan.costs["prefill"].flops > plan.costs["decode"].flops > 0
+
+
+def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(plan):
+    """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
+    sent = (Sent("all-reduce", ("data",), 1, 40),)
+    program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, sent)
+    phase = report.phases_of_engine(plan._replace(own_bytes=7), {"decode": (program,)}, 1000.0)["decode"]
+    assert phase.memory == 1007 + 100 + (90 - 80 + 5) and phase.flops == 1000
+    costs = plan.costs["decode"]
+    assert phase.expected == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
+
+
+def operators(program):
+    """The operators of a traced program, with the shapes of their results."""
+    nodes = [node for node in program.graph.graph.nodes if node.op == "call_function"]
+    return [(str(node.target), str(trees.map(lambda x: tuple(x.shape), node.meta["val"]))) for node in nodes]
+
+
+def test_the_iteration_is_the_engine_s(monkeypatch):
+    """The pass that is compiled ahead has the operators, one by one, of an engine that runs in JAX."""
+    ahead = []
+    monkeypatch.setattr(decoding, "compile_program", lambda program, args, *_: (ahead.append((program, args)),))
+    job = small("grpo", decode_rows=4, batch_prompts=2)
+    plan = decoding_plan(job, 8, V5E, 0)
+    passes = EnginePasses(plan, devices_of_mesh(plan.job.generate_sizes), print)
+    passes.decode()
+    ((program, args),) = ahead
+    given = tuple(spec for _, spec in trees.named(tuple(program.given(*args))))
+    traced = program._traced(args, given, plan.job.generate_sizes)
+
+    backend = XlaBackend(job.model, SINGLE, job.dtype, plan.page_tokens)
+    backend.load(job.model.init(torch.Generator().manual_seed(0)))
+    backend.spare = 1
+    backend.resize(passes.spare.page)
+    form = DecodeForm(4, 1, ((0, job.sampling),))
+    state = empty_state(torch.zeros(5, dtype=torch.int64), len(job.stop), 1)
+    backend.decode(state, torch.arange(4), form, Spare(passes.spare.page))
+    ((own, _),) = next(iter(backend._programs.values()))._programs.values()
+    assert operators(traced) == operators(own) and len(operators(own)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(libtpu_problem() is not None, reason=str(libtpu_problem()))
+@pytest.mark.parametrize("mesh", ["dp4", "dp2,tp2"])
+def test_experts_decode_on_chips_that_are_not_here(mesh, tmp_path):
+    """FLOPs and bytes sent are those of the dry run."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(EXPERTS))
+    job = plain("grpo", V5E.memory, model=str(file), mesh=mesh, generate_mesh=mesh)
+    plan = decoding_plan(job, 64, V5E, 0)
+    program = EnginePasses(plan, topology_mesh("v5e:2x2", job.generate_sizes), print).decode()
+    costs = plan.costs["decode"]
+    sent = [(x.kind, x.axes, x.count) for x in program.sent]
+    kinds = [("all-gather", ("tensor",), 1), ("all-reduce", ("tensor",), 5)]
+    assert program.flops == costs.flops and sent == (kinds if "tp" in mesh else [])
+    assert sum(x.nbytes for x in program.sent) == sum(x.nbytes for x in costs.traffic.values())
+    assert program.aliased >= costs.peak["cache"]  # the pages are written where they are
