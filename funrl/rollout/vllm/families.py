@@ -20,11 +20,10 @@ from funrl.rollout.vllm.pictures import PROCESSORS
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 CPU_LATENT = 512, 64  # sizes of the vector of keys and values, and of its rotated part, in latent attention on a CPU
-CPU_EXPERTS = 32  # divides the embedding, and in gpt_oss an expert's inner size, in its products on a CPU
+CPU_EXPERTS = 32  # on a CPU it divides the embedding, and in gpt_oss a rank's part of an expert's inner size
 DENSE = ("llama", "mistral", "qwen2", "qwen3", *PROCESSORS)
 EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 PROVEN_FAMILIES = DENSE + EXPERTS
-ON_TENSOR_RANKS = ("llama", "mistral", "qwen2", "qwen3")  # proven with several
 PROVEN_SWITCHES: Mapping[str, Any] = {"activation": "silu", "mlp_bias": False}
 # The only values with which vLLM's code of a family computes.
 FIXED_SWITCHES: Mapping[str, Mapping[str, Any]] = {
@@ -44,16 +43,14 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype, tensor: int = 1)
     family = model.config.source.family
     if family not in PROVEN_FAMILIES or model.abilities.code:
         return f"model_type is {family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
-    if tensor > 1 and family not in ON_TENSOR_RANKS:
-        return (
-            f"{tensor} tensor ranks share a {family}, with which vLLM has not been tried; generate on a mesh without tp"
-        )
+    if tensor > 1 and model.owned is not None:
+        return f"{tensor} tensor ranks share a model that sees pictures, with which vLLM has not been tried"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
     fields = flat_fields(model.config)
     return (
         _switch_problem(fields, family)
-        or (_cpu_problem(fields, family) if device == "cpu" else None)
+        or (_cpu_problem(fields, family, tensor) if device == "cpu" else None)
         or (_gpt_oss_problem(fields) if family == "gpt_oss" else _attention_problem(fields, family))
     )
 
@@ -68,8 +65,8 @@ def _switch_problem(fields: Mapping[str, Any], family: str) -> str | None:
     return f"the model has {unproven[0]}, with which vLLM's {family} has not been tried" if unproven else None
 
 
-def _cpu_problem(fields: Mapping[str, Any], family: str) -> str | None:
-    """Reason why vLLM's kernels on a CPU do not take a model."""
+def _cpu_problem(fields: Mapping[str, Any], family: str, tensor: int) -> str | None:
+    """Reason why vLLM's kernels on a CPU do not take a model that `tensor` ranks share."""
     latent = fields.get("latent")
     experts = fields.get("experts")
     if latent is None and fields["head"] not in CPU_HEADS:
@@ -83,8 +80,8 @@ def _cpu_problem(fields: Mapping[str, Any], family: str) -> str | None:
         )
     if experts is not None and fields["embed"] % CPU_EXPERTS:
         return f"embed is {fields['embed']}; vLLM's experts on a CPU take multiples of {CPU_EXPERTS}"
-    if family == "gpt_oss" and experts is not None and experts.mlp % CPU_EXPERTS:
-        return f"experts.mlp is {experts.mlp}; vLLM's gpt_oss on a CPU takes multiples of {CPU_EXPERTS}"
+    if family == "gpt_oss" and experts is not None and experts.mlp % (CPU_EXPERTS * tensor):
+        return f"experts.mlp is {experts.mlp}; vLLM's gpt_oss on a CPU takes multiples of {CPU_EXPERTS * tensor}"
     return None
 
 

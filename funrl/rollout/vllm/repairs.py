@@ -53,8 +53,12 @@ def place_sinks(module: Any, sinks: Mapping[str, Tensor]) -> None:
     """Write attention sinks, which a second load would leave as they were.
 
     Args:
-      sinks: by vLLM's names.
+      sinks: of all heads, by vLLM's names; a tensor rank takes those of its heads.
     """
+    from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+
     parameters = dict(module.named_parameters())
     for name, x in sinks.items():
-        parameters[name].data.copy_(x)
+        own = parameters[name]
+        begin = get_tensor_model_parallel_rank() * len(own)
+        own.data.copy_(x[begin : begin + len(own)])
