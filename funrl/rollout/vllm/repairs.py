@@ -1,4 +1,4 @@
-"""What vLLM 0.32 gets wrong when it computes on a CPU or loads weights a second time, set right.
+"""Repairs of vLLM 0.32, where it computes wrongly on a CPU or when weights are loaded a second time.
 
 Each function says what would be wrong without it; a test of tests/rollout/test_vllm_families.py fails then.
 """
