@@ -28,6 +28,7 @@ PROVEN_SWITCHES: Mapping[str, Any] = {"activation": "silu", "mlp_bias": False}
 # The only values with which vLLM's code of a family computes.
 FIXED_SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"output_bias": False},
+    "qwen3_vl": {"output_bias": False},
     "mixtral": {"windows": None},
     "qwen3_moe": {"output_bias": False, "windows": None},
     "gpt_oss": {"attention_bias": True, "output_bias": True, "tied": False, "norm_eps": 1e-5},
