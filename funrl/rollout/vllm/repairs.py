@@ -1,0 +1,64 @@
+"""Repairs of vLLM 0.32, where it computes wrongly on a CPU or when weights are loaded a second time.
+
+Each function says what would be wrong without it; a test of tests/rollout/test_vllm_families.py fails then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def make_expert_group(tensor: int) -> None:
+    """Make vLLM's group of the ranks that share experts, if it has its other groups. Collective over all processes.
+
+    vLLM makes it for a process whose first model has experts, and lacks it if an earlier model had none.
+
+    Args:
+      tensor: ranks that share the model.
+    """
+    from vllm.distributed import parallel_state  # type: ignore[import-not-found]
+
+    if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
+        return
+    world = parallel_state.get_world_group()
+    ranks = torch.arange(world.world_size).view(-1, tensor).tolist()
+    backend = torch.distributed.get_backend(world.device_group)
+    parallel_state._EP = parallel_state.init_model_parallel_group(ranks, world.local_rank, backend, group_name="ep")
+
+
+def rotate_neighbours(module: Any) -> None:
+    """Let torch rotate neighbours: on a CPU vLLM's kernel rotates several heads wrongly."""
+    for layer in module.modules():
+        if getattr(layer, "is_neox_style", True) is False and hasattr(layer, "_forward_method"):
+            layer._forward_method = layer.forward_native
+
+
+def forget_packed_experts(module: Any) -> None:
+    """Let the next load pack the experts' matrices: on a CPU vLLM packs those of the first load alone."""
+    for layer in module.modules():
+        if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+            layer.quant_method.moe_kernel = None
+
+
+def pack_tied_head(head: Any) -> None:
+    """Pack an unembedding that is the embedding: on a CPU vLLM would leave the packed copy of the old one."""
+    head.quant_method.process_weights_after_loading(head)
+
+
+def place_sinks(module: Any, sinks: Mapping[str, Tensor]) -> None:
+    """Write attention sinks, which a second load would leave as they were.
+
+    Args:
+      sinks: of all heads, by vLLM's names; a tensor rank takes those of its heads.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+
+    parameters = dict(module.named_parameters())
+    for name, x in sinks.items():
+        own = parameters[name]
+        begin = get_tensor_model_parallel_rank() * len(own)
+        own.data.copy_(x[begin : begin + len(own)])
