@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 
 from funrl.compiled_kernels.kernel_library import library_problem
@@ -70,12 +69,13 @@ def test_every_program_is_in_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_benchmark_prints_its_table(name, tmp_path):
+def test_a_benchmark_prints_its_table(name, tmp_path, monkeypatch):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
     arguments, line = PROGRAMS[name]
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked_python.run_python(
+        [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
