@@ -178,7 +178,7 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     return plus(whole, {"weights": -weights})
 
 
-class TracedPasses(NamedTuple):
+class WavePasses(NamedTuple):
     """Costs of one pass of each kind.
 
     Attributes:
@@ -192,7 +192,7 @@ class TracedPasses(NamedTuple):
     state_bytes: int
 
 
-def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length: int) -> TracedPasses:
+def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length: int) -> WavePasses:
     """Trace one pass of each kind: a prefill, a decoding iteration and, with turns, reading a later context.
 
     Args:
@@ -253,7 +253,7 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
         if turns.gaps and turns.context:
             with tracer.phase("extend"):
                 draw(backend.forward(pass_work(sizes.answered, min(turns.context, sizes.most), length)))
-    return TracedPasses(tracer.phases, float(trees.nbytes((params, factors))), state_bytes)
+    return WavePasses(tracer.phases, float(trees.nbytes((params, factors))), state_bytes)
 
 
 def _device(hardware: Hardware) -> str:
