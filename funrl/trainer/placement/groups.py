@@ -323,6 +323,7 @@ class GroupGenerators(Generators):
             taken += self._consume(batch)
             while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
                 self._admit()  # a group that has ended may have begun since the last one
+                # A place keeps the version of its first prompt: those that replaced it began later, within the bound.
                 self._admission = self._admission.finish([number])
                 taken += self._consume(batch)
             if self._admission.batch > batch:
