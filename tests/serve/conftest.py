@@ -1,4 +1,4 @@
-"""The chat of characters and its engines are those of the tests of environments, the model that sees of the trainer's."""
+"""The chat of characters and its engines are of the tests of environments, the model that sees of the trainer."""
 
 import sys
 from pathlib import Path
