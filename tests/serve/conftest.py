@@ -1,6 +1,6 @@
-"""The chat of characters and its engines are those of the tests of environments."""
+"""The chat of characters and its engines are of the tests of environments, the model that sees of the trainer."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "environments"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("environments", "trainer")]
