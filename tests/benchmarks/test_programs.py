@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import run_python
 
 from funrl.compiled_kernels.kernel_library import library_problem
 
@@ -74,8 +73,9 @@ def test_a_benchmark_prints_its_table(name, tmp_path):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
     arguments, line = PROGRAMS[name]
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python(
+        [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
