@@ -28,6 +28,7 @@ def starts_jax(file: Path) -> bool:
     return re.search(r"^pytestmark = pytest\.mark\.xla$", file.read_text(), re.MULTILINE) is not None
 
 
+AS_MANY_QUICK_ONES = 20  # take as long as a slow test
 LONG = {  # files that take a minute or more of a core
     "test_compile_phase.py",
     "test_compiled_models.py",
@@ -45,5 +46,7 @@ LONG = {  # files that take a minute or more of a core
 def in_order_of_length(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Tests of long files first, then of files with many tests: workers that take files in turn end together."""
     items = list(items)
-    counts = collections.Counter(item.path for item in items)
-    return sorted(items, key=lambda item: (item.path.name not in LONG, -counts[item.path]))
+    lengths = collections.Counter[Path]()
+    for item in items:
+        lengths[item.path] += AS_MANY_QUICK_ONES if item.get_closest_marker("slow") else 1
+    return sorted(items, key=lambda item: (item.path.name not in LONG, -lengths[item.path]))

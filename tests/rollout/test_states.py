@@ -1,5 +1,7 @@
 """The native engine over layers that keep a state: beside others, with little room, snapshots and later turns."""
 
+import functools
+
 import pytest
 import torch
 from selection import quick
@@ -47,6 +49,14 @@ def test_log_probabilities_are_the_trainers(dtype, close):
         assert (logp - one.raw_logp).abs().max() < close
 
 
+@functools.cache
+def requests_alone(seed):
+    """Requests, and what an engine completes of each by itself."""
+    requests = mixed_requests(30, seed)
+    engine = engine_of(CONFIG, torch.float64)
+    return requests, [one for request in requests for one in complete(engine, [request])]
+
+
 @pytest.mark.parametrize("seed", quick(range(6), [0]))
 @pytest.mark.parametrize(
     "options",
@@ -60,9 +70,7 @@ def test_log_probabilities_are_the_trainers(dtype, close):
 )
 def test_a_completion_depends_on_no_neighbour(options, seed):
     """With room for all, and with room for so few that some are preempted or have no snapshot."""
-    requests = mixed_requests(30, seed)
-    alone = engine_of(CONFIG, torch.float64)
-    expected = [one for request in requests for one in complete(alone, [request])]
+    requests, expected = requests_alone(seed)
     engine = engine_of(CONFIG, torch.float64, **options)
     assert_same(complete(engine, requests), expected, 1e-12)
     page, cell = sizes_of(engine)
