@@ -29,14 +29,19 @@ def starts_jax(file: Path) -> bool:
 
 
 AS_MANY_QUICK_ONES = 20  # take as long as a slow test
-LONG = {  # files that take a minute or more of a core
+LONG = {  # files that take a minute or more of a core, or long tests of which they have few
+    "test_chaos.py",
+    "test_clock_runs.py",
     "test_compile_phase.py",
     "test_compiled_models.py",
     "test_every_flag_acts.py",
     "test_experiments.py",
     "test_first_day.py",
+    "test_loop_compile.py",
+    "test_models_compile_mesh.py",
     "test_named_on_meshes.py",
     "test_programs.py",
+    "test_same_bits_compiled.py",
     "test_same_bits_experts.py",
     "test_scale_out.py",
     "test_snippets.py",

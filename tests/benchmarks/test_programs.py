@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
+import forked_python
 import pytest
-from forked_python import run_python
 
 from funrl.compiled_kernels.kernel_library import library_problem
 
@@ -69,12 +69,12 @@ def test_every_program_is_in_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_benchmark_prints_its_table(name, tmp_path):
+def test_a_benchmark_prints_its_table(name, tmp_path, monkeypatch):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
     arguments, line = PROGRAMS[name]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = run_python(
+    done = forked_python.run_python(
         [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
     )
     assert done.returncode == 0, done.stderr

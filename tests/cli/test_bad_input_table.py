@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 
+import forked_python
 import pytest
 import torch
 from selection import quick
@@ -235,12 +236,14 @@ COMMANDS = [  # what one types, and the line that answers it; {own} is good, but
 
 
 @pytest.mark.parametrize("typed", quick(COMMANDS, COMMANDS[:1]), ids=lambda pair: pair[0][:40])
-def test_ten_through_the_command_itself(typed, own, trained, tmp_path):
+def test_ten_through_the_command_itself(typed, own, trained, tmp_path, monkeypatch):
+    if typed is COMMANDS[0]:  # in a new interpreter, the others in forks
+        monkeypatch.setattr(forked_python, "can_fork", lambda: False)
     words, said = typed
     more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
     places = {"own": own, "run": trained, "more": more}
-    command = [sys.executable, "-m", "funrl.cli.main", *words.format(**places).split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    command = ["-m", "funrl.cli.main", *words.format(**places).split()]
+    done = forked_python.run_python(command, tmp_path, os.environ)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said.format(**places)), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
