@@ -1,12 +1,12 @@
 """The explanation of a plan: its numbers by hand, a large model in seconds, and its errors."""
 
 import json
-import subprocess
-import sys
+import os
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from forked_python import run_python
 
 from funrl.cost.resharding import ReshardingRequest, main, resharding_report
 from funrl.mesh import rules
@@ -103,11 +103,8 @@ def test_planning_for_512_devices_moves_the_least_and_is_done_once(mesh, generat
 
 def test_the_command_and_its_picture(config, tmp_path):
     picture = tmp_path / "moves.svg"
-    done = subprocess.run(
-        [sys.executable, "-m", "funrl.cost.resharding", f"--model={config(SMALL)}", "--mesh=dp4,tp2",
-         "--generate_mesh=dp2,tp4", f"--picture={picture}"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    words = [f"--model={config(SMALL)}", "--mesh=dp4,tp2", "--generate_mesh=dp2,tp4", f"--picture={picture}"]
+    done = run_python(["-m", "funrl.cost.resharding", *words], tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
     assert "the least possible is" in done.stdout
     drawn = ElementTree.fromstring(picture.read_text())
