@@ -21,6 +21,7 @@ from funrl.data.tokenizer import encode_prompt
 
 Messages = list[dict[str, Any]]
 PROMPT_PLACE = "{prompt}"
+PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 SEPARATOR = "\n"  # of steps, by default
 OWN = "own"  # the tokenizer's chat template
 TEXT_FILES = (".txt", ".md", ".jinja")  # a value with such an ending names a file
@@ -195,3 +196,57 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def marked(prompt: Any, tokenizer: Any) -> Any:
+    """A prompt of a record with pictures, in which marks for them are what the model reads.
+
+    Args:
+      prompt: text or messages.
+      tokenizer: with a form.
+    """
+    if isinstance(prompt, str):
+        tower = tokenizer.picture_form.tower
+        ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
+        return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
+    return [{**message, "content": _parts(message["content"])} for message in prompt]
+
+
+def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages whose parts hold their pictures.
+
+    Args:
+      content: messages that say where they are, by parts without them; or a text, which becomes the user's message.
+      pictures: in the order of their places; without any place they come before the first text of a user.
+    """
+    if isinstance(content, str):
+        content = [{"role": "user", "content": _parts(content)}]
+    messages = [{**message} for message in content]
+    if not any(part["type"] == "image" for message in messages for part in _list_of(message)):
+        first = next((message for message in messages if message["role"] == "user"), messages[0])
+        first["content"] = [*({"type": "image"} for _ in pictures), *_list_of(first)]
+    rest = iter(pictures)
+    for message in messages:
+        if not isinstance(message["content"], str):
+            message["content"] = [
+                {**part, "image": next(rest)} if part["type"] == "image" else part for part in message["content"]
+            ]
+    return messages
+
+
+def _list_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of a message."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _parts(content: Any) -> Any:
+    if not isinstance(content, str):
+        return [{"type": "image"} if part["type"] == "image" else part for part in content]
+    if PICTURE_MARK not in content:
+        return content
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(PICTURE_MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts

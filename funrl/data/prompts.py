@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.pictures import expand_placeholders, marked, picture_form_of, pictures_of, with_own_pictures
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, tools_of
+from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError, encode_prompt
 

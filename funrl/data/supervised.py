@@ -37,8 +37,8 @@ from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
-from funrl.data.pictures import expand_placeholders, flags_after, marked, picture_form_of, pictures_of
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, tools_of
+from funrl.data.pictures import expand_placeholders, flags_after, picture_form_of, pictures_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, marked, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
 from funrl.kinds import OwnedLines
