@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,18 @@ class WrittenGroup(NamedTuple):
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+
+
+class GroupFields(NamedTuple):
+    """Rows of a group on their way to the other tensor ranks, which have the same rows.
+
+    Attributes:
+      fields: of the rows.
+      further: declarations of fields that are not among `FIELDS`.
+    """
+
+    fields: dict[str, Tensor]
+    further: dict[str, Field]
 
 
 class EpisodesRequest(NamedTuple):
@@ -209,6 +222,12 @@ class WrittenRows(NamedTuple):
     further: Mapping[str, Field]
 
 
+def group_fields(rows: Rows, own: bool) -> GroupFields:
+    """The fields of rows, on the CPU unless only their `own` rank needs them."""
+    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
+    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
+
+
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
     """Completions and their rows as far as every rank knows them.
 
@@ -254,3 +273,15 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
     begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]
+
+
+def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
+    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
+    tokens: collections.Counter[int] = collections.Counter()
+    switches = []
+    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
+        sampled = version_T[mask_T].numpy()
+        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
+        switches.append([(begin, int(sampled[begin])) for begin in begins])
+        tokens.update(sampled.tolist())
+    return dict(tokens), switches

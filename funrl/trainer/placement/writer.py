@@ -7,22 +7,19 @@ arrived, and begins groups. Its first tensor rank decides and tells the others, 
 from __future__ import annotations
 
 import asyncio
-import collections
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
+from funrl.batch import FIELDS, Batch, as_dict, kind_of
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.fields import Field
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -37,7 +34,15 @@ from funrl.rollout.resident import ResidentEngine, follow
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.heldout import ProgramBeside
-from funrl.trainer.placement.messages import SendGroupsRequest, WrittenGroup, split_origins, written_rows
+from funrl.trainer.placement.messages import (
+    GroupFields,
+    SendGroupsRequest,
+    WrittenGroup,
+    group_fields,
+    split_origins,
+    versions_of,
+    written_rows,
+)
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
@@ -49,18 +54,6 @@ WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
 SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
-
-
-class GroupFields(NamedTuple):
-    """Rows of a group on their way to the other tensor ranks, which have the same rows.
-
-    Attributes:
-      fields: of the rows.
-      further: declarations of fields that are not among `FIELDS`.
-    """
-
-    fields: dict[str, Tensor]
-    further: dict[str, Field]
 
 
 class Turn(NamedTuple):
@@ -450,21 +443,3 @@ async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def group_fields(rows: Rows, own: bool) -> GroupFields:
-    """The fields of rows, on the CPU unless only their `own` rank needs them."""
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
-
-
-def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
-    tokens: collections.Counter[int] = collections.Counter()
-    switches = []
-    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
-    return dict(tokens), switches
