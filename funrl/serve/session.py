@@ -19,14 +19,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from funrl.data.pictures import inner_pictures
 from funrl.environments.chat import continued_text
 from funrl.environments.forms.response_templates import END_THINK, THINK
-from funrl.rollout.episodes import Message, Reply, Status, Trajectory
+from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
 from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.asks import Ask, BadRequest
 
+KEPT_PICTURE_BYTES = 1 << 30  # of pictures in the exchanges that a server of a model remembers
 THOUGHTS = ("reasoning_content", "thinking")  # names of the field of thoughts in a message that was read
 DecodeIds = Callable[[list[int]], str]
 # (index of the reply, its token ids so far)
@@ -126,7 +128,7 @@ class Session:
           policy_for: a request -> the policy that samples its replies.
           speech: how it reads and writes text.
           agent: whose trajectories these are.
-          kept: exchanges that are remembered; None: all, as an episode needs them.
+          kept: exchanges that are remembered, fewer if they have many pictures; None: all, as an episode needs them.
         """
         self.forks = 0
         self.limit: Status | None = None
@@ -141,7 +143,10 @@ class Session:
         self._answers: OrderedDict[bytes, asyncio.Task[list[Exchange]]] = OrderedDict()
 
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories that end with a reply which no other continues, in the order of their replies."""
+        """Trajectories that end with a reply which no other continues, in the order of their replies.
+
+        None of a session with a bound on what it remembers.
+        """
         continued = {id(node) for end in self._sampled for node in end.leaf.path()[:-1]}
         return [end for end in self._sampled if id(end.leaf) not in continued]
 
@@ -159,9 +164,16 @@ class Session:
         earlier = self._answers.get(digest) if again else None
         if earlier is None or (earlier.done() and (earlier.cancelled() or earlier.exception() is not None)):
             earlier = asyncio.create_task(self._answer(ask, hear))
+            earlier.add_done_callback(functools.partial(self._forget_failed, digest))
             self._answers[digest] = earlier
             _bound(self._answers, self._kept)
         return await asyncio.shield(earlier)
+
+    def _forget_failed(self, digest: bytes, answer: asyncio.Task[list[Exchange]]) -> None:
+        """Forget an answer that failed: its traceback would keep the body of the request."""
+        failed = answer.cancelled() or answer.exception() is not None
+        if failed and self._answers.get(digest) is answer:
+            del self._answers[digest]
 
     async def close(self) -> None:
         """Cancel what is being sampled."""
@@ -207,7 +219,8 @@ class Session:
         exchanges = []
         for reply, end in sampled:
             exchange = self._exchange(ask, reply, end, forced)
-            self._sampled.append(end)
+            if self._kept is None:
+                self._sampled.append(end)
             self._remember(ask, exchange, end)
             exchanges.append(exchange)
         return exchanges
@@ -305,8 +318,8 @@ class Session:
             reply = {"role": "assistant", "content": exchange.content, "tool_calls": functions}
             self._by_history[_histories(ask.tools, [*ask.messages, reply])[-1]] = end
             _bound(self._by_history, self._kept)
-        if self._kept is not None:
-            del self._sampled[: -self._kept]
+            if self._kept is not None and any(node.owned for node in end.nodes()):
+                _bound_pictures(self._by_history, KEPT_PICTURE_BYTES)
 
 
 def _refused(error: ValueError) -> BadRequest:
@@ -363,6 +376,26 @@ def _number(end: Trajectory, index: int) -> str:
 def _bound(kept: OrderedDict[bytes, Any], most: int | None) -> None:
     while most is not None and len(kept) > most:
         kept.popitem(last=False)
+
+
+def _bound_pictures(kept: OrderedDict[bytes, Trajectory], most: int) -> None:
+    """Forget the oldest trajectories where pictures of all take more than `most` bytes; the last one stays."""
+    seen: set[Node] = set()
+    total = 0
+    for number, end in enumerate(reversed(kept.values())):
+        new = [node for node in end.nodes() if node not in seen]
+        seen.update(new)
+        total += sum(map(_picture_bytes, new))
+        if total > most and number:
+            _bound(kept, number)
+            return
+
+
+def _picture_bytes(node: Node) -> int:
+    """Bytes of the pictures of a node: as the client sent them, and as the model sees them."""
+    if node.owned is None:
+        return 0
+    return sum(map(len, inner_pictures([*node.messages]))) + sum(x.nbytes for x in node.owned.values.values())
 
 
 def replies_again(headers: Mapping[str, str]) -> bool:

@@ -1,5 +1,6 @@
 """Requests with pictures in every dialect: they are tokens of the prompt, and what cannot be read is a 400."""
 
+import asyncio
 import base64
 import io
 import json
@@ -9,17 +10,22 @@ import torch
 from picture_runs import TEMPLATE, save_seeing_model
 from PIL import Image
 from small_chats import SETUP
-from small_servers import needs_clients, scripted, serve
+from small_servers import LIMITS, needs_clients, scripted, serve
 from test_server import ask
 
 from funrl.data.pictures import picture_form, with_picture_form
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.chat import TemplateChat
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import SINGLE, single
 from funrl.models.huggingface.directories import load
 from funrl.rollout.native.engine import native_engine
-from funrl.rollout.policy import PolicySetup
+from funrl.rollout.policy import Policy, PolicySetup
+from funrl.rollout.resident import run_beside
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.serve.asks import BadRequest, Body
+from funrl.serve.chat_completions import read_chat
+from funrl.serve.endpoint import speech_of
+from funrl.serve.session import Session
 
 pytestmark = needs_clients
 
@@ -145,3 +151,32 @@ def test_a_model_of_text_refuses_them():
         scripted("hi"), lambda endpoint: asked(endpoint, body=chat(image_url(url(5)), QUESTION)), SETUP
     )
     assert status == 400 and "the model reads text only" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("most,forks", [(1, 1), (1 << 20, 0)], ids=["few", "many"])
+def test_a_server_forgets_the_oldest_pictures(seeing, monkeypatch, most, forks):
+    engine, setup = seeing
+    monkeypatch.setattr("funrl.serve.session.KEPT_PICTURE_BYTES", most)
+    bodies = [chat(image_url(url(value)), QUESTION) for value in (5, 9)]
+
+    async def program(resident):
+        session = Session(lambda _: Policy(resident.complete, setup, 3, LIMITS), speech_of(setup.chat), kept=8)
+
+        async def forks_of(body):
+            """Histories that are not found when a conversation goes on."""
+            (exchange,) = await session.answer(read_chat(Body(body)), json.dumps(body).encode(), again=False)
+            return exchange, session.forks
+
+        replies = [(await forks_of(body))[0] for body in bodies]
+        counts = []
+        for body, reply in [*zip(bodies, replies, strict=True)][::-1]:  # the last one is remembered in any case
+            said = {"role": "assistant", "content": reply.content}
+            longer = {**body, "messages": [*body["messages"], said, {"role": "user", "content": "a cab ?"}]}
+            counts.append((await forks_of(longer))[1])
+        with pytest.raises(BadRequest, match="is no base64"):
+            await forks_of(chat(image_url("data:image/png;base64,%%%")))
+        await asyncio.sleep(0)
+        return counts, len(session._answers)
+
+    counts, answers = run_beside(engine(), SINGLE, program)
+    assert counts == [0, forks] and answers == 4  # an answer that failed is not kept
