@@ -145,6 +145,16 @@ def test_states_are_held_within_a_bound_and_freed_with_the_cache(seeing, monkeyp
     assert not held._states and not held._shrinks
 
 
+def test_numbers_of_ended_prompts_are_forgotten(seeing, monkeypatch):
+    model, params = seeing
+    expected = [done.raw_logp for done in complete(engine_of(model, params, max_rows=8), requests())]
+    monkeypatch.setattr(owned_prompts, "MOST_SHRINKS", 1)  # fewer than run at once: they are computed again
+    engine = engine_of(model, params, max_rows=8)
+    done = complete(engine, requests())
+    assert len(engine._backend._owned._shrinks) == 1
+    assert all(torch.equal(x.raw_logp, y) for x, y in zip(done, expected, strict=True))
+
+
 def test_a_model_of_text_refuses_pictures(seeing):
     plain = decoder_model(decoder_config(**SIZES))
     engine = engine_of(plain, plain.init(torch.Generator().manual_seed(0), torch.float64))

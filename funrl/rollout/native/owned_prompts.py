@@ -14,19 +14,22 @@ from funrl.models.model import Model, PromptStates
 from funrl.rollout.requests import Request
 
 MOST_STATE_BYTES = 1 << 30  # of prompts' states that are held; those of one pass may be more
+MOST_SHRINKS = 1 << 12  # prompts whose shifts are held, more than run at once
 Key = tuple[int, tuple[int, ...]]
 
 
 class OwnedPrompts:
     """States of prompts, computed once for each prompt and its values until the weights change.
 
-    Those used last are held, within a bound on their bytes; of the others only the numbers that decoding needs.
+    The most recently used states are held, within a bound on their bytes; of more
+    prompts the one number that decoding needs.
     """
 
     def __init__(self, model: Model):
         self._model = model
         self._states: OrderedDict[Key, PromptStates] = OrderedDict()
-        self._shrinks: dict[Key, int] = {}  # by how much positions after a prompt are below their numbers
+        # by how much positions after a prompt are below their numbers
+        self._shrinks: OrderedDict[Key, int] = OrderedDict()
         self._bytes = 0
 
     def clear(self) -> None:
@@ -56,6 +59,7 @@ class OwnedPrompts:
                 key = _key(request)
                 if begin < len(request.prompt) or key not in self._shrinks:
                     state = self._of(request, key, params)
+                self._shrinks.move_to_end(key)
                 shrink_S[place] = self._shrinks[key]
             states.append(state)
         places_N = np.arange(counts_S.sum()) + np.repeat(begins_S - firsts_S - shrink_S, counts_S)
@@ -84,11 +88,13 @@ class OwnedPrompts:
         if key not in self._states:
             state = self._model.owned.encode(params, torch.tensor(key[1]), request.owned.values)
             self._states[key] = state
-            self._shrinks[key] = state.shrink
             self._bytes += _bytes_of(state)
             while self._bytes > MOST_STATE_BYTES and len(self._states) > 1:
                 self._bytes -= _bytes_of(self._states.popitem(last=False)[1])
         self._states.move_to_end(key)
+        self._shrinks[key] = self._states[key].shrink
+        while len(self._shrinks) > MOST_SHRINKS:
+            self._shrinks.popitem(last=False)
         return self._states[key]
 
 
