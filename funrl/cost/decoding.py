@@ -166,9 +166,8 @@ def _wave(work: EngineWork, sampling: Sampling, count: int) -> Costs:
     if state_bytes:
         most_held = MOST_STATE_BYTES // state_bytes
         own = own_prompts(work.job, work.whole.mesh)
-        known = (
-            sampling is not work.job.sampling and own <= most_held
-        )  # from the completions of the same prompts before
+        # A baseline of the same prompts finds the states that their completions have left.
+        known = sampling is not work.job.sampling and own <= most_held
         # The traced prefill encodes one prompt, as all of its prompts are the same.
         whole = after(whole, times(phases["encode"], fresh * (not known) - passes))
         whole = plus(whole, {"cache": float(state_bytes * (max(sizes.prompts, min(own, most_held)) - 1))})

@@ -66,7 +66,11 @@ def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(
     """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
     sent = (Sent("all-reduce", ("data",), 1, 40),)
     program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, sent)
-    phase = report.phases_of_engine(plan._replace(own_bytes=7), {"decode": (program,)}, 1000.0)["decode"]
+    prefill = program._replace(arguments=plan.weight_bytes + 60)  # it lacks the unembedding, of 40 bytes
+    passes = {"prefill": (prefill,), "decode": (program,)}
+    phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)
+    phase = phases["decode"]
+    assert phases["prefill"].resident == phase.resident
     assert phase.memory == 1007 + 100 + (90 - 80 + 5) and phase.flops == 1000
     costs = plan.costs["decode"]
     assert phase.expected == (1007 + costs.total - plan.weight_bytes, costs.flops, {})

@@ -163,17 +163,20 @@ def phases_of_engine(
 ) -> dict[str, CompiledPhase]:
     """One pass of each kind of an engine, beside whose weights its cache and its slots stay on the chip.
 
+    Their bytes are read from a decoding iteration, which has all weights as arguments; a prefill lacks the unembedding.
+
     Args:
       plan: of the engine.
       passes: its programs, by kind.
       resident: bytes of a chip that weights and optimizer states of the roles take.
     """
     resident += plan.own_bytes
+    kept = passes["decode"][0].arguments - plan.weight_bytes
     phases = {}
     for name, programs in passes.items():
         costs = plan.costs[name]
         dry = Expected(resident + costs.total - plan.weight_bytes, costs.flops, sent_of(costs, plan.axes))
-        phases[name] = CompiledPhase(programs, resident + programs[0].arguments - plan.weight_bytes, dry)
+        phases[name] = CompiledPhase(programs, resident + kept, dry)
     return phases
 
 
