@@ -244,7 +244,7 @@ def inner_pictures(messages: Any) -> list[Any]:
     """The pictures that parts of messages hold themselves."""
     contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if part.get("image") is not None]
+    return [part["image"] for part in parts if isinstance(part, Mapping) and part.get("image") is not None]
 
 
 class Expanded(NamedTuple):

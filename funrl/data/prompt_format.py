@@ -209,7 +209,7 @@ def marked(prompt: Any, tokenizer: Any) -> Any:
         tower = tokenizer.picture_form.tower
         ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
         return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
-    return [{**message, "content": _parts(message["content"])} for message in prompt]
+    return [{**message, "content": _parts(message.get("content"))} for message in prompt]
 
 
 def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequ
         first["content"] = [*({"type": "image"} for _ in pictures), *_list_of(first)]
     rest = iter(pictures)
     for message in messages:
-        if not isinstance(message["content"], str):
+        if isinstance(message.get("content"), list):
             message["content"] = [
                 {**part, "image": next(rest)} if part["type"] == "image" else part for part in message["content"]
             ]
@@ -235,15 +235,15 @@ def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequ
 
 
 def _list_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts of a message."""
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    """The parts of a message; one with calls of tools may have none."""
+    content = message.get("content")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
 
 
 def _parts(content: Any) -> Any:
-    if not isinstance(content, str):
+    if isinstance(content, list):
         return [{"type": "image"} if part["type"] == "image" else part for part in content]
-    if PICTURE_MARK not in content:
+    if content is None or PICTURE_MARK not in content:
         return content
     parts: list[dict[str, str]] = []
     for number, text in enumerate(content.split(PICTURE_MARK)):

@@ -73,8 +73,8 @@ def _sampled(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -
 
 def _content(message: Message) -> str:
     content = message.get("content") or ""
-    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        return "".join(str(part["text"]) if part.get("type") == "text" else f"[{part.get('type')}]" for part in content)
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content):
+        return "".join(str(part.get("text", "")) if part["type"] == "text" else f"[{part['type']}]" for part in content)
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 

@@ -10,10 +10,12 @@ from funrl.data.prompt_format import (
     Shot,
     encoded,
     format_prompt,
+    marked,
     read_shots,
     read_tools,
     template_arguments,
     text_of_flag,
+    with_own_pictures,
 )
 from funrl.data.supervised import text_example
 from funrl.data.tokenizer import character_tokenizer
@@ -109,3 +111,12 @@ def test_texts_to_learn_from_have_the_format_too(tokenizer):
     turns = [*USER, {"role": "assistant", "content": "c"}]
     (text,) = text_example({"messages": turns}, "demonstrations", tokenizer, PromptFormat(system="s")).texts
     assert tokenizer.decode(text.tokens) == "s:s;u:q;a:c;" and sum(text.trained) == 2
+
+
+def test_messages_without_content_stay_so_beside_pictures(tokenizer):
+    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    shown = marked([{"role": "user", "content": "<image>q"}, calls], tokenizer)
+    question = {"type": "text", "text": "q"}
+    assert shown == [{"role": "user", "content": [{"type": "image"}, question]}, calls]
+    own = [{"type": "image", "image": "a.png"}, question]
+    assert with_own_pictures(shown, ["a.png"]) == [{"role": "user", "content": own}, calls]

@@ -60,6 +60,15 @@ def test_branches_are_whole_and_say_what_an_earlier_one_has():
     assert conversation["forked"] == 2 and short_text(conversation) == [(False, "7 8"), (True, "9")]
 
 
+def test_parts_are_shown_and_other_lists_are_json():
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "how many?"}]
+    found = [{"title": "a"}, "b"]
+    root = Node(None, [1], sampled=False, messages=({"role": "user", "content": parts},))
+    leaf = Node(root, [2], sampled=False, messages=({"role": "tool", "content": found},))
+    conversation = conversation_of(Episode([Trajectory("policy", leaf)], {}), decode)
+    assert short_text(conversation) == [(False, "[image]how many?"), (False, json.dumps(found))]
+
+
 def test_an_episode_that_failed_says_why():
     conversation = conversation_of(Episode([], {}, status="failed", problem="no server"), decode)
     assert conversation == {"branches": [], "status": "failed", "problem": "no server"}
