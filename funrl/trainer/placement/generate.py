@@ -284,6 +284,8 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 writer.take_version(request.version, generates=True)
                 heldout = HeldoutWriter(generation, request.step)
                 writer.beside.begin(heldout.write, _groups_aside(writer))
+                if writer.paced:
+                    gather_objects(None, answers.mesh)  # the answer opens the gate, at which all replicas are now
                 answers.answer(PoolAnswer(None))
                 continue
             if isinstance(request, EndEvaluationRequest):
