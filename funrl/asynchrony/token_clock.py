@@ -8,7 +8,8 @@ takes the weights that train batch b, and counts the iterations of its engine fr
 - in turn b it begins its groups below (b + 1) P + S P, each as soon as the engine has room.
 
 Neither reads a time, nor what another replica has done, so a replica does the same in every run. A group has ended at
-the iteration after its last token, or after the last answer of its environment; its reward may come later.
+the iteration after its last token, or after the last answer of its environment; its reward may come later. Where a
+filter may give its place to another prompt, the engine waits for its reward, and it ends with the last prompt.
 
 With a window above 1 the trainer takes groups in the order of (turn, iteration, number) in which they have ended, each
 as soon as the window allows. It may take a group when no replica can still end one before it.

@@ -5,10 +5,11 @@ import random
 import shutil
 import time
 import zlib
+from unittest import mock
 
 import pytest
 from selection import quick
-from small_runs import small_job
+from small_runs import Quiet, small_job
 from test_asynchronous_replay import repeated, trained
 from test_clock_runs import differences, differing_files, slowed
 
@@ -17,9 +18,11 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.data.order import places_in_order
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
+from funrl.trainer import loop
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.placement.ranks import run_rank
 
 pytestmark = pytest.mark.gloo
 STEPS, PLACES = 5, 4
@@ -181,3 +184,39 @@ def test_prompts_without_rewards_are_replaced_too():
     dropped = [metrics["filter_groups/dropped_prompts"] for _, metrics in ended.observer.steps]
     assert [metrics["reward/failed"] for _, metrics in ended.observer.steps] == [2 * count for count in dropped]
     assert sum(dropped) > 0
+
+
+LIMIT_S = 100.0  # for a step that does not come
+
+
+def fails_when_learned(folder, prompts, prompt, completion, **fields):
+    """The reward of `reward`, which fails for some prompts once the first step has been learned."""
+    if prompt not in prompts:
+        return zlib.crc32((prompt + completion).encode()) / 2**32
+    limit = time.monotonic() + LIMIT_S
+    while not (folder / "learned").exists() and time.monotonic() < limit:
+        time.sleep(0.01)
+    raise ValueError(f"no score for {prompt}")
+
+
+def noted(folder, learn, trainer, state, rows):
+    after, metrics = learn(trainer, state, rows)
+    (folder / "learned").touch()
+    return after, metrics
+
+
+def noting(job, folder, mesh, pool=None):
+    with mock.patch.object(loop, "learn_batch", functools.partial(noted, folder, loop.learn_batch)):
+        return run_rank(job, mesh, Quiet(), pool=pool)
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_by_the_clock_ends_the_run_also_where_an_evaluation_is_asked_for(tmp_path):
+    place = {"place": "train:dp1 generate:dp1", "staleness": 1, "clock": "tokens", "reward_workers": 4}
+    settings = SETTINGS | place | {"eval_every": 1, "save_rollouts": 0, "decode_rows": 2}
+    prompts = small_job(stale_dapo, **settings).task.prompts
+    ahead = prompts[int(places_in_order(prompts, 1, 0, PLACES + 1)[0])].text  # ends before the next switch of weights
+    job = small_job(stale_dapo, reward=functools.partial(fails_when_learned, tmp_path, [ahead]), **settings)
+    before = functools.partial(open_rewards, job)
+    outcome = launch(functools.partial(noting, job, tmp_path), job.launched, "cpu", before=before)
+    assert "no score for" in outcome.error and outcome.first != {}

@@ -1,6 +1,7 @@
 """A run of episodes again: on its saved rows, and generated with the logged answers of its environment."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -8,11 +9,13 @@ import pytest
 from selection import quick
 from small_runs import Quiet
 from test_agents import Rivals, job_of
-from test_episode_runs import Branching, Fails
+from test_episode_runs import Branching, Fails, episode_job
 from test_replay import replayed, unlike
 
+from funrl.algos.recipes.remax import remax
 from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
 from funrl.rollout.episode_records import to_record
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
@@ -81,6 +84,18 @@ def test_one_step_is_generated_again_from_a_checkpoint(run):
     folder, agents, settings = run
     done = generated(folder, agents, step=3, **settings)
     assert [one.step for one in done] == [3] and unlike(done) == []
+
+
+@pytest.mark.slow
+def test_greedy_episodes_have_seeds_of_their_own_and_are_generated_again(tmp_path):
+    settings = {"save_rollouts": 1, "steps": 2, "minibatches": 1, "eval_every": 9, "seed": 0}
+    compose = functools.partial(remax, kl_coef=0.0)
+    logged = LoggedEnvironment(Branching.agents)
+    first, again = (episode_job(compose, environment, **settings) for environment in (Branching(), logged))
+    train_loop(first, single(), Quiet(str(tmp_path / "checkpoints")))
+    seeds = [one.seed for one in read_episodes(tmp_path / "rollouts", 1)]
+    assert len(set(seeds)) == len(seeds) > 0
+    assert unlike(replay(again, tmp_path, None, single(), Quiet(), logged)) == []
 
 
 class Unasked:

@@ -281,9 +281,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
                 continue
             if isinstance(request, BeginEvaluationRequest):
-                writer.take_version(request.version, generates=True)
-                heldout = HeldoutWriter(generation, request.step)
-                writer.beside.begin(heldout.write, _groups_aside(writer))
+                heldout = _begin_evaluation(generation, request, writer)
                 answers.answer(PoolAnswer(None))
                 continue
             if isinstance(request, EndEvaluationRequest):
@@ -301,6 +299,16 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 continue
             with set_aside(generation.engine.engine, answers.mesh, writer.resident):
                 _serve(rank, request, answers)
+
+
+def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, writer: GroupWriter) -> HeldoutWriter:
+    """Begin an evaluation beside groups once this replica has its weights. Collective."""
+    writer.take_version(request.version, generates=True)
+    heldout = HeldoutWriter(generation, request.step)
+    writer.beside.begin(heldout.write, _groups_aside(writer))
+    if writer.paced:
+        gather_objects(None, generation.engine.mesh)  # the answer opens the gate, at which all replicas are now
+    return heldout
 
 
 def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:

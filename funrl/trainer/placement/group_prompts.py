@@ -16,10 +16,9 @@ from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.prompts import BASELINE_SEED
 from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
-
-BASELINE_SEED = 1 << 41  # no training step has it
 
 
 class GroupPrompt(NamedTuple):

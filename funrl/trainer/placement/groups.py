@@ -244,7 +244,7 @@ class GroupGenerators(Generators):
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Let replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
         number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
-        if self.paced:  # all are at the gate before it opens
+        if self.paced:  # all replicas are at the gate before it opens
             self._answer(number, f"the generators' turn to evaluate step {step}")
         else:
             self.requests.forget(number)

@@ -187,8 +187,17 @@ class PacedWriter(GroupWriter):
         return 0 if setup is None else answer_delay(setup.environment)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
+        if problem is not None:
+            self._give_up(number)
         ended = self._ended.pop(number, EngineTime(0, 0))
         return super()._group(number, problem)._replace(ended=ended)
+
+    def _give_up(self, number: int) -> None:
+        """Let time go on without a group that has failed: before the run ends, requests wait for a gate."""
+        assert self._clock is not None
+        self._programs.forget(number)
+        if number in self._clock.running:
+            self._clock.end(number)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""

@@ -64,7 +64,8 @@ class PacedPrograms:
     def answered(self, group: int, number: int, delay: int) -> None:
         """Note that a request has been completed, and let its program compute for `delay` iterations."""
         self._asking.discard((group, number))
-        self._due[group, number] = self.tick + delay
+        if group in self._left:
+            self._due[group, number] = self.tick + delay
 
     async def end(self, group: int, number: int) -> None:
         """Wait for the iteration at which a program ends."""
@@ -80,6 +81,11 @@ class PacedPrograms:
     async def filter(self, group: int) -> None:
         """Wait for the iteration at which a group is filtered."""
         await self._hold((group, FILTER))
+
+    def forget(self, group: int) -> None:
+        """Let the engine go on without the programs of a group, which has failed."""
+        self._left.pop(group, None)
+        self._due = {key: due for key, due in self._due.items() if key[0] != group}
 
     @property
     def outside(self) -> int:

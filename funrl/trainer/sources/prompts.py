@@ -38,6 +38,7 @@ from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
 
 WriteRows = Callable[..., tuple[Rollout, Rows]]
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
+BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither has it
 
 
 class PromptSchedule(NamedTuple):
@@ -385,7 +386,7 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if greedy is None:
         examples = [example for part in chosen for example in part.examples]
         sampling = baseline_sampling(generation.sampling)
-        _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=0)
+        _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
