@@ -95,7 +95,9 @@ class Requests:
         self._tokenizer = tokenizer
         self.times: list[tuple[float, float]] = []
 
-    async def __call__(self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int) -> Completion:
+    async def __call__(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, computed: int, owned: Any
+    ) -> Completion:
         self.times.append((time.process_time(), self._tokenizer.seconds))
         return self._completion
 

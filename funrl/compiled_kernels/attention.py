@@ -59,7 +59,9 @@ def attention(
         # CUDA has kernels that need no [T, S] memory for this, but only for as many key-value heads as queries.
         k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
         K = H
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=K < H)
+    # By a branch: of models with other counts of heads torch.compile makes one graph, in which K < H is symbolic.
+    grouped = {"enable_gqa": True} if K < H else {}
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, **grouped)
     return out.transpose(1, 2)
 
 

@@ -35,6 +35,15 @@ def test_attention_equals_reference(heads, kv_heads, kind):
     assert all((g - e).abs().max() < 1e-12 for g, e in grads)
 
 
+def test_models_with_other_counts_of_heads_go_through_one_compiled_function():
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    for heads, kv_heads in ((4, 2), (8, 4), (6, 2), (4, 4)):
+        q, k, v = _draw(2, 5, heads, 8), _draw(2, 5, kv_heads, 8, seed=1), _draw(2, 5, kv_heads, 8, seed=2)
+        assert (compiled(q, k, v, None, True) - attention_reference(q, k, v, None, True)).abs().max() < 1e-12
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("kind", ["causal", "all", "mask", "one token"])
 @pytest.mark.parametrize("scale,cap", [(0.3, None), (None, 0.7), (0.3, 0.7)])
 def test_scales_and_caps_of_logits(kind, scale, cap):

