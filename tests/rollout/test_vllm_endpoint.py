@@ -44,7 +44,13 @@ def served(folder, engine):
     command += ["--max_new_tokens=20", "--api_key=key"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield re.search(r"http://\S+", process.stdout.readline())[0]
+        said = []
+        for line in process.stdout:  # libraries may write lines of their own
+            said.append(line)
+            if " is served at " in line:
+                break
+        assert said and " is served at " in said[-1], (process.wait(60), said)
+        yield re.search(r"http://\S+", said[-1])[0]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
