@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from funrl.processes.module_process import end_as_program
 from funrl.processes.output import flush_output
 from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork, import_before_fork
@@ -149,19 +149,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    status = 0
-    try:
-        _run(words)
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    with contextlib.suppress(Exception):
-        flush_output()
-    os._exit(status)
+    end_as_program(lambda: _run(words))
 
 
 def _run(words: Sequence[str]) -> None:

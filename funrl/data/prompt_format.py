@@ -218,6 +218,9 @@ def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequ
     Args:
       content: messages that say where they are, by parts without them; or a text, which becomes the user's message.
       pictures: in the order of their places; without any place they come before the first text of a user.
+
+    Raises:
+      DataError: there are other places than pictures.
     """
     if isinstance(content, str):
         content = [{"role": "user", "content": _parts(content)}]
@@ -225,6 +228,9 @@ def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequ
     if not any(part["type"] == "image" for message in messages for part in _list_of(message)):
         first = next((message for message in messages if message["role"] == "user"), messages[0])
         first["content"] = [*({"type": "image"} for _ in pictures), *_list_of(first)]
+    places = sum(part["type"] == "image" for message in messages for part in _list_of(message))
+    if places != len(pictures):
+        raise DataError(f"there are {places} places for pictures in the messages, and {len(pictures)} pictures")
     rest = iter(pictures)
     for message in messages:
         if isinstance(message.get("content"), list):

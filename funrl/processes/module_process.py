@@ -92,9 +92,14 @@ def _start(
 def _run(module: str, arguments: Sequence[str]) -> NoReturn:
     """Run the module as a program, and end this process with its status."""
     sys.argv = [module, *arguments]
+    end_as_program(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def end_as_program(program: Callable[[], object]) -> NoReturn:
+    """Run a program of Python, and end this process as an interpreter would after it, with its status."""
     status = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        program()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):

@@ -120,3 +120,9 @@ def test_messages_without_content_stay_so_beside_pictures(tokenizer):
     assert shown == [{"role": "user", "content": [{"type": "image"}, question]}, calls]
     own = [{"type": "image", "image": "a.png"}, question]
     assert with_own_pictures(shown, ["a.png"]) == [{"role": "user", "content": own}, calls]
+
+
+@pytest.mark.parametrize("pictures", [[], ["a.png", "b.png"]])
+def test_places_without_a_picture_of_their_own_are_refused(pictures):
+    with pytest.raises(DataError, match=f"1 places for pictures in the messages, and {len(pictures)} pictures"):
+        with_own_pictures([{"role": "user", "content": [{"type": "image"}]}], pictures)
