@@ -38,13 +38,13 @@ from funrl.trainer.jobs.agents import (
     open_frozen_agents,
     open_policies,
 )
-from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
-from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
+from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, judging_mesh, policy_generator
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
 from funrl.trainer.jobs.learning_rates import optimizer_of
+from funrl.trainer.jobs.models import asked_models
 from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
 from funrl.trainer.lowered.on_mesh import OnMesh
-from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
       elsewhere: roles on ranks of their own, by name; they are not among `roles`.
-      rewarding: models on ranks of their own that reward completions, by name; the ranks that generate have them.
+      rewarding: models on other ranks that reward completions, by name, which this rank asks.
     """
 
     mesh: Mesh
@@ -136,10 +136,10 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
         policies = open_policies(job, generator.mesh, native_options(job), layer_of)
         generator = generator._replace(frozen=frozen, policies=policies)
-    if isinstance(job, RLJob) and job.judge is not None and (only == JUDGE or (only is None and JUDGE not in apart)):
-        meshes = (mesh,) if generator is None else (mesh, generator.mesh)
-        judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
-    elsewhere, rewarding = ({}, {}) if generator is None else _on_own_ranks(job, mesh, generator.mesh, placed)
+    if isinstance(job, RLJob) and job.judge is not None and (judging := judging_mesh(job, mesh, only)) is not None:
+        judge = open_judge(job.judge, judging, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
+    elsewhere = {} if generator is None else _on_own_ranks(job, mesh, placed)
+    rewarding = {} if generator is None else asked_models(job, mesh, generator.mesh)
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
@@ -159,27 +159,20 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     )
 
 
-def _on_own_ranks(
-    job: Job, training: Mesh, generating: Mesh, placed: Callable[[str, Model, Mesh], Placed]
-) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
-    """The roles on ranks of their own that this rank asks: for fields of tokens if it trains, for rewards if it writes.
+def _on_own_ranks(job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]) -> dict[str, RemoteScorer]:
+    """The roles on ranks of their own that the ranks that train ask for fields of tokens.
 
     Args:
-      training, generating: meshes of the ranks that ask.
+      training: mesh of the ranks that ask.
       placed: (name, model, mesh) -> the model of a role on that mesh.
     """
     elsewhere = {}
-    rewarding = {}
-    pools = {} if job.placement is None else job.placement.scoring
-    for number, (name, pool) in enumerate(pools.items()):
+    for number, (name, pool) in enumerate(scoring_pools(job).items()):
         own = submesh(training, pool.sizes, pool.ranks)
-        rewards = rewards_completions(job, name)
-        if rewards and generating.here:
-            rewarding[name] = RemoteRewards(name, own, generating, number)
-        if not rewards and training.here:
+        if training.here and not rewards_completions(job, name):
             role = _role(job, name, {name: placed(name, job.models[name], own)})
             elsewhere[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
-    return elsewhere, rewarding
+    return elsewhere
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:

@@ -33,8 +33,9 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
 from funrl.trainer.jobs.agents import FrozenAgent, native_options
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings
 
 BASE_VERSION = 0  # of the weights that adapters stand on
@@ -140,6 +141,25 @@ def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     if job.placement is None:
         return view(mesh, job.generate_sizes)
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
+
+
+def judging_mesh(job: RLJob, mesh: Mesh, only: str | None) -> Mesh | None:
+    """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
+
+    Args:
+      mesh: to train on, or that of the ranks of `only`.
+      only: as of `build`.
+    """
+    assert job.judge is not None
+    sizes = job.judge.sizes
+    placement = job.placement
+    if placement is None:
+        meshes = (mesh, generating_mesh(job, mesh))
+        return next((own for own in meshes if own.sizes == sizes), None) or view(mesh, sizes)
+    if JUDGE in placement.scoring:
+        return mesh if only == JUDGE else None
+    own = submesh(mesh, sizes, placement.train.ranks)
+    return own if own.here else None
 
 
 def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from funrl.algos.core import Algorithm
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import AgentMap
-from funrl.mesh.launch import device_type
+from funrl.mesh.launch import device_type, submesh
+from funrl.mesh.mesh import Mesh
 from funrl.models import Model, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
@@ -18,12 +19,13 @@ from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.job import Job, Task, Texts, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
+from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
 from funrl.trainer.steps.roles import main_role_of, role_names
 
 VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
@@ -266,6 +268,26 @@ def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory:
     if not kind.scores_completions or directory is None or not isinstance(task, Task):
         return True
     return kind.reads == "completion" and reads_tokens(load_tokenizer(directory), tokenizer, task.prompts)
+
+
+def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, RemoteRewards]:
+    """Models on other ranks that this rank asks for rewards of completions, by name: if it generates.
+
+    Where groups are written ahead, the ranks that train ask for those of a batch. Every rank of these pools calls it.
+
+    Args:
+      training, generating: meshes of the ranks that train, and of those that generate.
+    """
+    rewarding = {}
+    for number, (name, pool) in enumerate(scoring_pools(job).items()):
+        own = submesh(training, pool.sizes, pool.ranks)
+        if not rewards_completions(job, name) or own.here:
+            continue
+        if generating.here:
+            rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
+        elif job.settings.asynchrony.staleness:
+            rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
+    return rewarding
 
 
 def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:

@@ -320,7 +320,8 @@ class GroupWriter:
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
-            kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
+            held = rows if baseline is None or self._generation.rescore is None else join_rows([rows, baseline[1]])
+            kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
             group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
@@ -340,7 +341,8 @@ class GroupWriter:
         decode = generation.engine.decode
         samples = generation.sampling.samples
         examples = [self._example(prompt)]
-        return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+        names = generation.reward_names[: done.scores.shape[1]]  # models reward it where it is trained
+        return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
