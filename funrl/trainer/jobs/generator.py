@@ -14,7 +14,7 @@ from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
-from funrl.models import Placed
+from funrl.models import Model, Placed
 from funrl.models.lora import trained_part
 from funrl.models.model import Layer
 from funrl.models.weight_dtypes import weight_dtypes
@@ -32,7 +32,7 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
-from funrl.trainer.jobs.agents import FrozenAgent, native_options
+from funrl.trainer.jobs.agents import FrozenAgent, native_options, open_frozen_agents, open_policies
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.scorers import JUDGE
@@ -73,7 +73,7 @@ class Generator(NamedTuple):
     proof: SyncProof
     base: AdaptedBase | None = None
     frozen: Mapping[str, FrozenAgent] = {}
-    policies: Mapping[str, NativeEngine] = {}
+    policies: Mapping[str, NativeEngine | RemoteEngine] = {}
 
     @property
     def sync_bytes(self) -> int:
@@ -95,9 +95,14 @@ class Generator(NamedTuple):
         return self.to_engine if self.base is None else self.base.to_engine
 
     @property
+    def further(self) -> dict[str, NativeEngine | RemoteEngine]:
+        """The engines of the other models of agents, by name."""
+        return {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+
+    @property
     def serving(self) -> Engine:
-        """The engine that answers for all agents."""
-        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+        """The engine that answers for all agents; where it is on other ranks, the policy's."""
+        others = {name: engine for name, engine in self.further.items() if isinstance(engine, NativeEngine)}
         return JointEngine(self.engine, others) if others else self.engine
 
 
@@ -134,6 +139,27 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         if policy.model.adapters is not None:
             return _adapted_generator(job, engine, placed, policy)
     return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
+
+
+def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], Layer]) -> Generator:
+    """The generator with engines of the other models of a job's agents, without weights yet.
+
+    The ranks that train see those of other ranks, but for models of directories, which are never sent.
+
+    Args:
+      layer_of: gives the layer that a model is computed with.
+    """
+    if generator.mesh.here:
+        options = native_options(job)
+        frozen = open_frozen_agents(job, generator.mesh, options, layer_of)
+        return generator._replace(frozen=frozen, policies=open_policies(job, generator.mesh, options, layer_of))
+    engine = cast(RemoteEngine, generator.whole)
+    remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
+    sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
+    return generator._replace(
+        frozen={name: FrozenAgent(declared, remote(model=name)) for name, declared in sent.items()},
+        policies={name: remote(model=name) for name in job.agents.policies},
+    )
 
 
 def generating_mesh(job: Job, mesh: Mesh) -> Mesh:

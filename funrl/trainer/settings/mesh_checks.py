@@ -40,7 +40,7 @@ def check_placement(settings: Settings, place: str) -> None:
         f"--engine={engine}": engine == "vllm" or (joined and engine != "native"),
         f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
-        f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
+        f"--agents={settings.environments.agents}": joined and (agents.frozen or agents.policies),
         "--router_replay": joined and settings.routers.router_replay,
     }
     if joined:
