@@ -45,7 +45,9 @@ def exchange(failures, versions, mesh):
         sender = WeightSender(training, 1, group)
         weights = {"w": torch.zeros(4, 3, dtype=torch.float64)}
         for version in range(versions):
-            sender.begin([SentWeights(weights, to_engine)], WeightTransfer(version))
+            others = {f"further {number}": version + 10 * number for number in range(version)}
+            further = [SentWeights({"w": weights["w"] - version + x}, to_engine) for x in others.values()]
+            sender.begin([SentWeights(weights, to_engine), *further], WeightTransfer(version, others))
             weights["w"] += 1  # the copy is what is sent
         sender.wait()
         assert sender.sent_s > 0 and 0 <= sender.hidden_share <= 1
@@ -58,13 +60,14 @@ def exchange(failures, versions, mesh):
             raise MemoryError("no room")
         return tree
 
-    form = WeightForm(to_engine, prepare)
-    receiver = WeightReceiver(generating, form, form, group)
+    further = WeightForm(to_engine, lambda tree: tree["w"].mean())
+    receiver = WeightReceiver(generating, WeightForm(to_engine, prepare), further, group)
     arrived = []
     with receiver.receiving():
         for version in range(versions):
             newest = awaited(receiver.arrived, f"version {version}")
             assert receiver.complete(newest.number)
+            assert len(newest.further) == version and newest.further == newest.transfer.further
             arrived.append(
                 (newest.number, newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype)
             )

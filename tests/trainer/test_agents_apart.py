@@ -17,8 +17,10 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.placement.logged import sampled_nodes
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo
@@ -61,9 +63,8 @@ def test_apart_they_give_the_same_bits(agents, layout):
 @pytest.mark.slow
 def test_so_does_a_model_of_a_directory(tmp_path):
     job = job_of(GRPO, seed=3)
-    hf.save(
-        tmp_path / "model", job.model, job.model.init(torch.Generator().manual_seed(7), torch.float64), job.tokenizer
-    )
+    params = job.model.init(torch.Generator().manual_seed(7), torch.float64)
+    hf.save(tmp_path / "model", job.model, params, job.tokenizer)
     flags = {"agents": f"rival:{tmp_path / 'model'}"}
     compare(run(GRPO, place="train:dp1 generate:tp2", **flags), run(GRPO, mesh="tp2", **flags), 1e-9)
 
@@ -85,6 +86,14 @@ def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
     assert error is None and len(steps) == 6
     check_ages([metrics for _, metrics in steps], 2 + ("window" in settings))
     assert max(metrics["age/max"] for _, metrics in steps) > 0
+    rivals = [
+        torch.as_tensor(node.versions)
+        for step in range(1, 7)
+        for logged in read_episodes(tmp_path / "rollouts", step)
+        for node, agent in sampled_nodes(logged.episode).items()
+        if agent == "rival"
+    ]
+    assert (len(torch.cat(rivals).unique()) > 1) == (agents != "rival:frozen")
     adapters = {name: value for name, value in settings.items() if name == "lora_rank"}
     again = job_of(rollout_is, LoggedEnvironment(Rivals.agents), agents=agents, minibatches=1, steps=6, **adapters)
     done = repeated(tmp_path, again, single())
