@@ -34,7 +34,7 @@ from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metr
 from funrl.trainer.sources.source import SKIPPED, Elsewhere, Source, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 
 WriteRows = Callable[..., tuple[Rollout, Rows]]
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
@@ -295,10 +295,10 @@ def rewarded_rows(
       phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
-        if generation.episodes is not None and generation.elsewhere is None:
-            return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         if generation.elsewhere is not None:
             done, rows = generation.elsewhere.rewarded_rows(examples, sampling, seed)
+        elif generation.episodes is not None:
+            return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         else:
             done = rollout(generation.engine, examples, sampling, seed=seed)
             rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
@@ -333,12 +333,6 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
     if failed_B.all():
         raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
     return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
-
-
-def failed_rows(rows: Rows) -> int:
-    """Number of rows on which a reward function failed."""
-    failed_B = rows.batch.get("failed")
-    return 0 if failed_B is None else int(failed_B.sum())
 
 
 class Chosen(NamedTuple):
