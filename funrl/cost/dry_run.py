@@ -207,7 +207,7 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
         parts = _parts(job, mesh, generates=pool in ("", "generate"))
-        agents = agent_bytes(job, parts)
+        agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware, pool))
@@ -231,6 +231,8 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
                 verdicts = judging(job, judge, parts, tokens, engine + sum(served.values()), hardware)
                 axes |= verdicts.axes
                 phases = with_judge_phase(phases, verdicts, served | {"weights": served["weights"] + engine})
+        elif agents:
+            phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)

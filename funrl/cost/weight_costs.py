@@ -46,18 +46,19 @@ def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, f
     return own, shared
 
 
-def agent_bytes(job: Job, parts: Parts) -> float:
-    """Bytes of the weights of agents' further models: in their engines, and the copies that a checkpoint holds."""
-    if parts.generator is None:
-        return 0.0
+def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
+    """Bytes of the weights of agents' further models: in their engines, and the copies that a checkpoint holds.
+
+    Args:
+      pool: what the rank does: "train", "generate", or "" for both.
+    """
     role = parts.roles[parts.main_role]
-    kept = role.stored
-    nbytes = 0.0
-    for agent in parts.generator.frozen.values():
-        nbytes += _local_bytes(agent.engine.weights.layouts, job.dtype)
-        if agent.declared.every:
-            nbytes += _local_bytes(kept, job.master if role.base is not None else job.dtype)
-    return nbytes + sum(_local_bytes(x.weights.layouts, job.dtype) for x in parts.generator.policies.values())
+    copies = sum(declared.every > 0 for declared in job.agents.frozen.values()) if pool in ("", "train") else 0
+    nbytes = copies * _local_bytes(role.stored, job.master if role.base is not None else job.dtype)
+    if parts.generator is None:
+        return nbytes
+    engines = parts.generator.further.values()
+    return nbytes + sum(_local_bytes(engine.weights.layouts, job.dtype) for engine in engines)
 
 
 def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:

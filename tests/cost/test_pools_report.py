@@ -6,8 +6,13 @@ import json
 import pytest
 
 from funrl.algos.recipes.grpo import grpo
-from funrl.cost.reports.dry_report import dry_run
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.cost.reports.dry_report import dry_run, placed_run
 from funrl.cost.reports.pools_report import placed_seconds
+from funrl.cost.reports.schedule_report import schedules_text
+from funrl.cost.tracing.hardware import HARDWARE
+from funrl.mesh.pools.placement import read_placement
+from funrl.mesh.text import parse
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -58,10 +63,29 @@ def test_a_step_is_as_long_as_the_longer_side_where_both_work_at_once():
     assert placed_seconds(pools, {"rows": 0.5}, overlaps=False) == 9.5
 
 
-def test_schedules_with_a_role_s_ranks_are_not_simulated():
-    settings = settings_of(place="generate:1 reference:1", device="cpu", dry_run=True, lengths="mean:2,max:4")
-    with pytest.raises(SettingsError, match="steps with ranks of reference are not simulated"):
-        dry_run(settings, functools.partial(grpo, kl_coef=0.1))
+def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
+    def run(place):
+        flags = {"staleness": 1, "lengths": "mean:2,max:4", "batch_prompts": 4, "samples_per_prompt": 2}
+        settings = settings_of(place=place, dry_run=True, device="cpu", **flags)
+        placement = read_placement(place, parse("dp1"))
+        schedules = placed_run(settings, placement, rollout_is(kl_coef=0.1), HARDWARE["cpu"], 10).schedules
+        assert schedules is not None
+        return schedules
+
+    runs = [run(place) for place in ("generate:1 reference:1", "generate:1", "generate:1 reference:dp2")]
+    split, alone, less = (next(x for x in schedules.splits if not x.shared) for schedules in runs)
+    assert split.scoring == (("reference", 1),) and alone.scoring == ()
+    assert split.result.step == pytest.approx(alone.result.step, rel=1e-6)
+    assert less.result.step < split.result.step
+    text = schedules_text(runs[0])
+    assert "\ntrain 1, generate 1, reference 1 " in text and "3 shared" in text
+    assert "trainer busy: with its waits for the scores of reference\n" in text
+
+
+def test_ranks_of_a_judge_are_not_estimated():
+    settings = settings_of(place="generate:1 judge:1", judge="m", device="cpu", dry_run=True)
+    with pytest.raises(SettingsError, match="ranks of a judge are not estimated; leave it and --judge out"):
+        placed_run(settings, read_placement("generate:1 judge:1", parse("dp1")), grpo(), HARDWARE["cpu"], 10)
 
 
 def test_a_generator_that_joins_is_a_pool_of_one_rank():

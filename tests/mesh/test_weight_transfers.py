@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from funrl.mesh.launch import WorkerError, launch, submesh
 from funrl.mesh.pools import transfer
-from funrl.mesh.pools.transfer import WeightReceiver, WeightSender, WeightTransfer, transfer_group
+from funrl.mesh.pools.transfer import (
+    SentWeights,
+    WeightForm,
+    WeightReceiver,
+    WeightSender,
+    WeightTransfer,
+    transfer_group,
+)
 from funrl.mesh.reshard import plan
 from funrl.mesh.rules import Layout
 
@@ -38,7 +45,9 @@ def exchange(failures, versions, mesh):
         sender = WeightSender(training, 1, group)
         weights = {"w": torch.zeros(4, 3, dtype=torch.float64)}
         for version in range(versions):
-            sender.begin(weights, to_engine, WeightTransfer(version))
+            others = {f"further {number}": version + 10 * number for number in range(version)}
+            further = [SentWeights({"w": weights["w"] - version + x}, to_engine) for x in others.values()]
+            sender.begin([SentWeights(weights, to_engine), *further], WeightTransfer(version, others))
             weights["w"] += 1  # the copy is what is sent
         sender.wait()
         assert sender.sent_s > 0 and 0 <= sender.hidden_share <= 1
@@ -51,12 +60,14 @@ def exchange(failures, versions, mesh):
             raise MemoryError("no room")
         return tree
 
-    receiver = WeightReceiver(generating, to_engine, prepare, group)
+    further = WeightForm(to_engine, lambda tree: tree["w"].mean())
+    receiver = WeightReceiver(generating, WeightForm(to_engine, prepare), further, group)
     arrived = []
     with receiver.receiving():
         for version in range(versions):
             newest = awaited(receiver.arrived, f"version {version}")
             assert receiver.complete(newest.number)
+            assert len(newest.further) == version and newest.further == newest.transfer.further
             arrived.append(
                 (newest.number, newest.transfer.version, float(newest.tree["w"].mean()), newest.tree["w"].dtype)
             )
@@ -94,7 +105,7 @@ def test_marks_of_tensor_ranks_leave_the_store(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(transfer, "run_store", lambda: store)
     mesh = SimpleNamespace(size=lambda axes: 2, index=lambda axes: 0, row_axes=("data", "expert"))
-    receiver = WeightReceiver(cast(Any, mesh), cast(Any, None), lambda tree: tree)
+    receiver = WeightReceiver(cast(Any, mesh), cast(Any, None), cast(Any, None))
     for number in range(3 * transfer.KEPT_TRANSFERS):
         receiver._count(number)
         assert not receiver.complete(number)  # the other rank has not received it

@@ -5,7 +5,7 @@ from selection import quick
 from small_runs import MEASURED, PPO, small_job
 from test_own_texts import folders as folders  # a fixture
 from test_own_texts import with_judge
-from test_placement_runs import OWN, run
+from test_placement_runs import OWN, compare, run
 
 from funrl.algos import grpo
 from funrl.trainer.settings.declaration import SettingsError
@@ -43,6 +43,27 @@ RUNS = {
 }
 
 
+TOGETHER = {
+    "reward model": (grpo, ["reward_model"], {"place": "generate:1"}, {}),
+    "judge": (PPO, ["judge"], {"place": "train:dp2 generate:dp2"}, {"mesh": "dp2"}),
+    "steps, other layers": (
+        PPO,
+        ["process_reward_model"],
+        {"place": "train:tp2 generate:dp2"},
+        {"mesh": "tp2", "generate_mesh": "dp2"},
+    ),
+    "one of them apart": (grpo, ["reward_model", "judge"], {"place": "generate:1 judge:1"}, {}),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", quick(TOGETHER, ["reward model"]))
+def test_on_the_ranks_that_train_they_give_the_same_bits(name, folders):
+    compose, names, apart, together = TOGETHER[name]
+    flags = settings_of(folders, *names)
+    compare(run(compose, **apart, **flags), run(compose, **together, **flags))
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", quick(RUNS, ["reward model"]))
 def test_on_ranks_of_their_own_they_give_the_same_numbers(name, folders):
@@ -58,8 +79,6 @@ def test_on_ranks_of_their_own_they_give_the_same_numbers(name, folders):
 
 def test_what_they_cannot_do_is_refused(folders):
     refused = [
-        ({"place": "generate:1"}, "it needs ranks of its own; add a pool such as reward_model:1"),
-        ({"place": "generate:1 reward_model:1", "staleness": 1}, "each replica would reward groups of its own"),
         ({"place": "generate:1 reward_model:tp9"}, "which does not divide over tp9"),
         ({"place": "generate:1 reward_model:1 judge:1"}, "judge cannot have ranks of its own: the roles"),
     ]

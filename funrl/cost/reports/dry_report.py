@@ -127,11 +127,6 @@ def placed_run(
         raise SettingsError(
             f"--dry_run with --place={placement}: ranks of a judge are not estimated; leave it and --judge out"
         )
-    if placement.scoring and wants_schedules(settings):
-        raise SettingsError(
-            f"--dry_run with --place={placement}: steps with ranks of {next(iter(placement.scoring))} are not "
-            "simulated; leave out --staleness and --lengths, or that pool"
-        )
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)
     transfers = pool_transfers(job, placement, tokens)

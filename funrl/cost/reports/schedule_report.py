@@ -19,16 +19,18 @@ from funrl.cost.schedules.splits import (
     async_run,
     lengths_of,
     rule_of,
+    scoring_times,
     shared_split,
     simulate_rule,
     simulate_split,
     simulate_splits,
     split_key,
 )
+from funrl.cost.schedules.update_times import ScoredUpdate, UpdateTimes
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import table
-from funrl.mesh.pools.placement import Placement
+from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -98,16 +100,29 @@ def placed_schedules(
     training = pool_settings(settings, placement.train, learns=True)
     job = plain_job(training, algorithm, work.hardware.memory)
     assert isinstance(job, RLJob)
-    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes)
+    models = {name: model for name, model in job.models.items() if name not in placement.scoring}
+    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes, models=models)
     rule = rule_of(settings)
     run = async_run(job, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
-    splits = [simulate_split(job, run, work, rule)]
+    scoring = [_times_of_pool(settings, algorithm, work, name, pool) for name, pool in placement.scoring.items()]
+    if scoring:
+        run = run._replace(update=ScoredUpdate(run.update, scoring))
+    own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())
+    splits = [simulate_split(job, run, work, rule)._replace(scoring=own)]
     try:
         shared = _wider(training, algorithm, work.hardware, placement.train.sizes, placement.world)
         splits.append(shared_split(shared, work, rule)[0])
     except ValueError:  # such as a number of devices that the mesh does not divide
         pass
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), _tried_rules(run, rule))
+
+
+def _times_of_pool(settings: Settings, algorithm: Algorithm, work: Workload, name: str, pool: RankPool) -> UpdateTimes:
+    """Times of the ranks of a role. Raises: ValueError: a flag cannot work there."""
+    own = pool_settings(settings, pool, learns=False)
+    job = plain_job(own, algorithm, work.hardware.memory)
+    assert isinstance(job, RLJob)
+    return scoring_times(job, name, work)
 
 
 def _tried_rules(run: AsyncRun, rule: AdmissionRule) -> list[tuple[AdmissionRule, Simulated]]:
@@ -139,6 +154,8 @@ def schedules_text(schedules: Schedules) -> str:
     )
     rows = [(_devices(split), *_numbers(split.result), "yes" if split.fits else "no") for split in splits]
     lines = [head, "", *table(("devices", *RESULT_COLUMNS, "fits"), rows), "", _best(splits)]
+    if apart := [name for name, _ in splits[0].scoring or splits[-1].scoring]:
+        lines[-1:-1] = [f"trainer busy: with its waits for the scores of {', '.join(apart)}", ""]
     if rules:
         cells = [(f"{other.staleness:g}", str(other.window), *_numbers(result)) for other, result in rules]
         best = next(split for split in splits if not split.shared)
@@ -160,7 +177,10 @@ def _best(splits: Sequence[DeviceSplit]) -> str:
 
 
 def _devices(split: DeviceSplit) -> str:
-    return f"{split.train} shared" if split.shared else f"train {split.train}, generate {split.generate}"
+    if split.shared:
+        return f"{split.train} shared"
+    pools = [("train", split.train), ("generate", split.generate), *split.scoring]
+    return ", ".join(f"{name} {count}" for name, count in pools)
 
 
 def _numbers(result: Simulated) -> tuple[str, ...]:

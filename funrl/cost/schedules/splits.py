@@ -13,7 +13,7 @@ from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, par
 from funrl.cost.schedules.simulation import AsyncRun, Simulated, rows_together, simulate_run
 from funrl.cost.schedules.update_times import UpdateTimes
 from funrl.cost.search.closed_form import training_bytes
-from funrl.cost.search.closed_seconds import training_seconds
+from funrl.cost.search.closed_seconds import role_seconds, training_seconds
 from funrl.cost.search.closed_split import parameters, split_of
 from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
 from funrl.cost.tracing.turns import turns_of
@@ -47,6 +47,7 @@ class DeviceSplit(NamedTuple):
       shared: whether they are the same devices, which take turns.
       fits: whether the formula of memory lets the trainer fit.
       result: of the simulation.
+      scoring: names of roles with devices of their own, and how many these are.
     """
 
     train: int
@@ -54,6 +55,7 @@ class DeviceSplit(NamedTuple):
     shared: bool
     fits: bool
     result: Simulated
+    scoring: Sequence[tuple[str, int]] = ()
 
 
 def rule_of(settings: Settings) -> AdmissionRule:
@@ -108,6 +110,20 @@ def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) ->
         transfer=message_seconds(hardware, 1, item * parameters(model) / tensor, near=False),
         environment=turns.gaps * turns.seconds,
     )
+
+
+def scoring_times(job: RLJob, name: str, work: Workload) -> UpdateTimes:
+    """Times of the ranks of a role that only scores.
+
+    Args:
+      job: on the mesh of these ranks.
+      name: of the role.
+      work: rows of the run.
+    """
+    width = work.prompt + work.lengths.mean
+    split = split_of(job, round(width), work.hardware)
+    rows = math.ceil(split.count / split.rows)
+    return UpdateTimes(split.rows, role_seconds(job, split, work.hardware, name) / (rows * width))
 
 
 def simulate_rule(run: AsyncRun, rule: AdmissionRule) -> Simulated:

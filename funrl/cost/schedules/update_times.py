@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from funrl.cost.schedules.simulation import UpdateLaw
 
 
 class UpdateTimes(NamedTuple):
@@ -41,3 +44,19 @@ class UpdateTimes(NamedTuple):
             shared = work[self.ranks - 1] + work[self.ranks] if len(work) > self.ranks else 0.0
             total += max(work.sum() / self.ranks, work[0], shared)
         return float(total)
+
+
+class ScoredUpdate(NamedTuple):
+    """Seconds of a batch that ranks of some roles score, one after the other, before it is trained on.
+
+    Attributes:
+      update: of the ranks that train.
+      scoring: of the ranks of each role.
+    """
+
+    update: UpdateLaw
+    scoring: Sequence[UpdateTimes]
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of a batch; see `UpdateTimes`."""
+        return self.update.seconds(lengths) + sum(times.seconds(lengths) for times in self.scoring)

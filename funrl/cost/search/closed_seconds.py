@@ -84,10 +84,11 @@ class _Pass(NamedTuple):
 
 def training_seconds(job: Job, split: MeshSplit, hardware: Hardware) -> float:
     """Seconds of scoring and training, of kernels and of collectives."""
-    return sum(_role_seconds(job, split, hardware, name) for name in job.models)
+    return sum(role_seconds(job, split, hardware, name) for name in job.models)
 
 
-def _role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
+def role_seconds(job: Job, split: MeshSplit, hardware: Hardware, name: str) -> float:
+    """Seconds of scoring and training of one role."""
     settings = job.settings
     model = job.models[name]
     learns = name in job.algorithm.losses

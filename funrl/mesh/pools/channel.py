@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import pickle
 import threading
 import time
@@ -66,6 +67,14 @@ class Requests:
         beat()
         return number
 
+    def wait(self, keys: Sequence[str], waits_for: str) -> list[str]:
+        """Wait until one of some keys of the store is there; return those that are.
+
+        Raises:
+          MeshError: the answering side makes no progress for `Mesh.timeout`.
+        """
+        return wait_for_keys(keys, self.mesh.world, waits_for, limit_of(self.mesh), self._progress)
+
     def answer(self, number: int, waits_for: str) -> Any:
         """Wait for the answer to a request, on every rank. Collective.
 
@@ -76,9 +85,9 @@ class Requests:
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
         """
-        key = f"{KEY}/answer/{number}"
+        key = answer_key(number)
         entered(waits_for)
-        wait_for_keys([key], self.mesh.world, waits_for, limit_of(self.mesh), self._progress)
+        self.wait([key], waits_for)
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.forget(number)
@@ -91,7 +100,7 @@ class Requests:
             oldest = self.read.popleft()
             if self.mesh.rank == 0:
                 remove_value(f"{KEY}/request/{oldest}")
-                remove_value(f"{KEY}/answer/{oldest}")
+                remove_value(answer_key(oldest))
 
     def ask(self, request: Any, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
@@ -118,18 +127,22 @@ class Answers:
         Args:
           waits_for: name of the request, for whoever looks at a rank that waits.
         """
-        key = f"{KEY}/request/{self.taken}"
         entered(waits_for)
-        there = wait_for_keys([key, END_KEY], self.mesh.world, waits_for)
+        there = wait_for_keys([self.next_key, END_KEY], self.mesh.world, waits_for)
         request = from_first_rank(read_value(there[0]) if self.mesh.rank == 0 else None, self.mesh)
         left()
         self.taken += 1
         return request
 
+    @property
+    def next_key(self) -> str:
+        """Key of the next request in the store."""
+        return f"{KEY}/request/{self.taken}"
+
     def waiting(self) -> bool:
         """True if a request waits to be taken. Not collective."""
         store = run_store()
-        return bool(store.check([f"{KEY}/request/{self.taken}"]) or store.check([END_KEY]))
+        return bool(store.check([self.next_key]) or store.check([END_KEY]))
 
     @contextlib.contextmanager
     def showing_progress(self) -> Iterator[None]:
@@ -154,8 +167,34 @@ class Answers:
     def answer(self, value: Any) -> None:
         """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
-            write_value(f"{KEY}/answer/{self.taken - 1}", value)
+            write_value(answer_key(self.taken - 1), value)
         beat()
+
+
+def first_asked(
+    sides: Sequence[Answers], waits_for: str, end: str = END_KEY, requests: Requests | None = None
+) -> Answers | None:
+    """The first of some answering sides of one mesh that has a request, once one has. Collective.
+
+    Args:
+      sides: each for requests of other ranks.
+      waits_for: name of the request, for whoever looks at a rank that waits.
+      end: key of the store with which the wait ends.
+      requests: whose answering side has to make progress meanwhile; None: the wait has no limit.
+
+    Returns: None where `end` is there, and no request.
+
+    Raises:
+      MeshError: that side makes no progress for `Mesh.timeout`.
+    """
+    mesh = sides[0].mesh
+    keys = [side.next_key for side in sides]
+    wait = functools.partial(wait_for_keys, ranks=mesh.world) if requests is None else requests.wait
+    entered(waits_for)
+    there = wait([*keys, end], waits_for=waits_for)[0]
+    place = from_first_rank(None if there == end else keys.index(there), mesh)
+    left()
+    return None if place is None else sides[place]
 
 
 def end_requests(mesh: Mesh, result: Any) -> None:
@@ -172,6 +211,11 @@ def end_requests(mesh: Mesh, result: Any) -> None:
 def run_store() -> Any:
     """The store of the run."""
     return dist.distributed_c10d._get_default_store()
+
+
+def answer_key(number: int) -> str:
+    """Key of the answer to a request in the store."""
+    return f"{KEY}/answer/{number}"
 
 
 def progress_key(first: int) -> str:

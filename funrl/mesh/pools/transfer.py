@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +34,11 @@ class WeightTransfer(NamedTuple):
 
     Attributes:
       version: of the weights.
+      further: versions of the weights of further models that come with them, by name.
     """
 
     version: int
+    further: Mapping[str, int] = {}
 
 
 class Arrived(NamedTuple):
@@ -46,11 +48,37 @@ class Arrived(NamedTuple):
       transfer: that brought them.
       number: of it.
       tree: this rank's shards.
+      further: this rank's shards of further models, by name.
     """
 
     transfer: WeightTransfer
     number: int
     tree: trees.Tree
+    further: Mapping[str, trees.Tree] = {}
+
+
+class SentWeights(NamedTuple):
+    """Weights of a model on their way to the ranks that generate.
+
+    Attributes:
+      tree: this rank's shards.
+      plan: to those ranks.
+    """
+
+    tree: trees.Tree
+    plan: Plan
+
+
+class WeightForm(NamedTuple):
+    """The form in which a model's weights are received.
+
+    Attributes:
+      plan: from the ranks that train.
+      prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
+    """
+
+    plan: Plan
+    prepare: Callable[[trees.Tree], trees.Tree]
 
 
 def transfer_group(mesh: Mesh) -> Any:
@@ -86,23 +114,19 @@ class WeightSender:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def begin(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer) -> None:
+    def begin(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> None:
         """Begin to send weights, after the transfer before has ended. Every rank calls it.
 
         Args:
-          tree: this rank's shards, which may change as soon as this returns.
-          plan: to the ranks that generate.
+          weights: of the model and of the further ones, in the order of `WeightTransfer.further`. The shards may change
+            as soon as this returns.
           transfer: what is sent.
         """
         self.wait()
-        names = [name for name, _ in trees.named(tree)]
-        dtypes = dict(zip(names, plan.dtypes, strict=True))
-        copy = trees.map_named(lambda name, x: x.detach().to(dtypes[name], copy=True), tree)
+        copies = [_copied(own) for own in weights]
         stream = _stream_beside(self.mesh.device)
         self.waited_s = 0.0
-        self._thread = threading.Thread(
-            target=self._send, args=(copy, plan, transfer, stream), name="weights", daemon=True
-        )
+        self._thread = threading.Thread(target=self._send, args=(copies, transfer, stream), name="weights", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -123,12 +147,12 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer, stream: Any) -> None:
+    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: Any) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):
                 for _ in range(TRANSFER_ATTEMPTS):
-                    problem = self._attempt(tree, plan, transfer)
+                    problem = self._attempt(weights, transfer)
                     if not problem:
                         break
                 else:
@@ -139,7 +163,7 @@ class WeightSender:
             self._problem = error
         self.sent_s = time.perf_counter() - begin
 
-    def _attempt(self, tree: trees.Tree, plan: Plan, transfer: WeightTransfer) -> str:
+    def _attempt(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> str:
         """One transfer; returns the problem of a rank that could not take it, "" without one."""
         number = self._next
         self._next += 1
@@ -148,7 +172,8 @@ class WeightSender:
             write_value(key, transfer)
             if number >= KEPT_TRANSFERS:
                 _forget(number - KEPT_TRANSFERS)
-        reshard(tree, plan, self.mesh, group=self.group)
+        for tree, plan in weights:
+            reshard(tree, plan, self.mesh, group=self.group)
         store = run_store()
         pauses = Pauses(self.mesh.world)
         limit = ProgressLimit(limit_of(self.mesh), f"the generators to receive weights {transfer.version}")
@@ -164,22 +189,22 @@ class WeightReceiver:
     def __init__(
         self,
         mesh: Mesh,
-        plan: Plan,
-        prepare: Callable[[trees.Tree], trees.Tree],
+        form: WeightForm,
+        further: WeightForm,
         group: Any = None,
     ) -> None:
         """Begin before the first transfer; `start` begins to receive.
 
         Args:
           mesh: of the ranks that generate.
-          plan: from the ranks that train.
-          prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
+          form: of the weights.
+          further: form of those of each further model.
           group: of `transfer_group`.
         """
         self.mesh = mesh
         self._group = group
-        self._plan = plan
-        self._prepare = prepare
+        self._form = form
+        self._further = further
         self._next = 0
         self._ended = threading.Event()
         self._arrived: Arrived | None = None
@@ -246,18 +271,20 @@ class WeightReceiver:
         number = self._next
         self._next += 1
         key = f"{TRANSFERS_KEY}/{number}"
-        transfer = read_value(key)
-        tree = reshard(None, self._plan, self.mesh, group=self._group)
+        transfer: WeightTransfer = read_value(key)
+        tree = reshard(None, self._form.plan, self.mesh, group=self._group)
+        others = {name: reshard(None, self._further.plan, self.mesh, group=self._group) for name in transfer.further}
         store = run_store()
         try:
-            prepared = self._prepare(tree)
+            prepared = self._form.prepare(tree)
+            further = {name: self._further.prepare(other) for name, other in others.items()}
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # the senders begin again
             write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
         else:
             with self._lock:
-                self._arrived = Arrived(transfer, number, prepared)
+                self._arrived = Arrived(transfer, number, prepared, further)
             self._count(number)
         store.add(f"{key}/ended", 1)
         beat()
@@ -270,6 +297,14 @@ class WeightReceiver:
         store.add(self._replica_key(number), 1)
         if self.mesh.index("tensor") == 0 and number >= KEPT_TRANSFERS:
             store.delete_key(self._replica_key(number - KEPT_TRANSFERS))
+
+
+def _copied(weights: SentWeights) -> SentWeights:
+    """A copy in the dtypes that are sent."""
+    names = [name for name, _ in trees.named(weights.tree)]
+    dtypes = dict(zip(names, weights.plan.dtypes, strict=True))
+    copy = trees.map_named(lambda name, x: x.detach().to(dtypes[name], copy=True), weights.tree)
+    return weights._replace(tree=copy)
 
 
 def _forget(number: int) -> None:

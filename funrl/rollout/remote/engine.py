@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from funrl import trees
 from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Requests
-from funrl.mesh.pools.transfer import WeightSender, WeightTransfer
+from funrl.mesh.pools.transfer import SentWeights, WeightSender, WeightTransfer
 from funrl.models.deployed import Deployed
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
@@ -30,11 +28,27 @@ class LoadRequest(NamedTuple):
       version: of the weights.
       base: whether they are those that adapters stand on.
       digests: whether the answer has digests of the weights.
+      model: name of the agents' model whose weights they are; "": they are the policy's.
     """
 
     version: int
     base: bool
     digests: bool
+    model: str = ""
+
+
+class FurtherWeights(NamedTuple):
+    """Weights of a model of agents that are sent with the policy's.
+
+    Attributes:
+      engine: that takes them.
+      version: of them.
+      weights: this rank's shards, and their plan.
+    """
+
+    engine: RemoteEngine
+    version: int
+    weights: SentWeights
 
 
 class DigestsRequest(NamedTuple):
@@ -68,11 +82,14 @@ class RemoteEngine:
       held: version -> whether all generators hold it; asked on the first rank that trains.
     """
 
-    def __init__(self, weights: WeightSpec, requests: Requests, *, base: bool = False, digests: bool = True) -> None:
+    def __init__(
+        self, weights: WeightSpec, requests: Requests, *, base: bool = False, digests: bool = True, model: str = ""
+    ) -> None:
         """Make the engine without weights.
 
         Args:
           weights, requests: its attributes.
+          model: name of the agents' model that it has; "": the policy.
           base: whether it has the weights that adapters stand on.
           digests: whether loads are proved.
         """
@@ -80,6 +97,7 @@ class RemoteEngine:
         self.version: int | None = None
         self.requests = requests
         self.base = base
+        self.model = model
         self.digests = digests
         self.loading = -1  # number of the newest request
         self.sender: WeightSender | None = None
@@ -96,7 +114,7 @@ class RemoteEngine:
             self.requests.forget(self.loading)  # nobody reads its answer
         # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
         self.requests.ask(ReadyRequest(), "the generators' rows before new weights")
-        self.loading = self.requests.post(LoadRequest(version, self.base, self.digests))
+        self.loading = self.requests.post(LoadRequest(version, self.base, self.digests, self.model))
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
@@ -105,18 +123,21 @@ class RemoteEngine:
         """True if the next weights are sent while the engine goes on with the present ones."""
         return self.sender is not None and self.version is not None
 
-    def send(self, tree: trees.Tree, plan: Plan, version: int) -> None:
+    def send(self, weights: SentWeights, version: int, further: Sequence[FurtherWeights] = ()) -> None:
         """Begin to send weights in the background. Collective over the ranks that train.
 
         Args:
-          tree: this rank's shards.
-          plan: to the engine's ranks.
+          weights: this rank's shards, and the plan to the engine's ranks.
           version: of the weights.
+          further: weights of other engines of these ranks.
         """
         assert self.sender is not None
-        self.sender.begin(tree, plan, WeightTransfer(version))
+        transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
+        self.sender.begin([weights, *(other.weights for other in further)], transfer)
         self.loading = -1
         self.version = version
+        for other in further:
+            other.engine.version = other.version
 
     def sync_digests(self, source: Deployed, version: int) -> RemoteDigests:
         """Digests of this rank's parts of the trainer's weights, to compare with those of the engine's ranks.

@@ -21,6 +21,7 @@ from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import digest, first_copy
+from funrl.rollout.native.engine import NativeEngine
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.jobs.provenance import WEIGHTS
@@ -65,12 +66,12 @@ def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], m
 
 
 def agent_digests(parts: Parts) -> dict[str, str]:
-    """One digest of all weights of each frozen model of agents that stays what it is. Collective."""
+    """One digest of all weights of each frozen model of agents that stays what it is, if it is here. Collective."""
     digests = {}
     frozen = {} if parts.generator is None else parts.generator.frozen
     for name, agent in frozen.items():
         spec = agent.engine.weights
-        if not agent.declared.every:
+        if not agent.declared.every and isinstance(agent.engine, NativeEngine):
             held = trees.from_named(spec.layouts, agent.engine.held_weights())
             digests[name] = joined_digest(weight_digests(held, spec.layouts, spec.mesh))
     return digests

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -23,7 +25,9 @@ from funrl.models.model import Layer
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import ROLES, RoleMessages
+from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.lowered.backend import make_engine_backend
 from funrl.trainer.steps.roles import Role
@@ -54,11 +58,11 @@ class FrozenAgent(NamedTuple):
 
     Attributes:
       declared: where its weights are from, and when they change.
-      engine: that generates with them.
+      engine: that generates with them, on these ranks or, as they see it, on others.
     """
 
     declared: FrozenModel
-    engine: NativeEngine
+    engine: NativeEngine | RemoteEngine
 
 
 def open_frozen_agents(
@@ -67,7 +71,7 @@ def open_frozen_agents(
     """Engines of the frozen models of a job's agents, without weights yet.
 
     Args:
-      mesh: of the policy's engine.
+      mesh: of the policy's engine, with this rank.
       options: of each engine.
       layer_of: gives the layer that a model is computed with.
     """
@@ -119,14 +123,26 @@ def load_first(
       to_engine: the plan from its layouts to an engine's.
       trains: whether the policy learns; if not, each earlier self is what it is.
     """
+    load_directories(agents)
     for agent in agents.values():
-        if agent.declared.directory is not None:
-            spec = agent.engine.weights
-            model = agent.engine.model
-            _, own = hf.load(agent.declared.directory, spec.dtype, spec.mesh, layouts=spec.layouts, model=model)
-            agent.engine.load(spec.named(own))
-        elif not (trains and agent.declared.every):
-            agent.engine.load(agent.engine.weights.named(trees.clone(reshard(params, to_engine, begin.mesh))))
+        if agent.declared.directory is None and not (trains and agent.declared.every):
+            agent.engine.load(_copied(agent.engine.weights, begin.mesh, params, to_engine))
+
+
+def _copied(weights: WeightSpec, mesh: Mesh, params: trees.Tree, to_engine: Plan) -> Iterator[tuple[str, Tensor]]:
+    """A copy of weights as an engine takes them; they move when they are asked for."""
+    own = reshard(params, to_engine, mesh)
+    yield from weights.named(trees.clone(own) if weights.mesh.here else own)
+
+
+def load_directories(agents: Mapping[str, FrozenAgent]) -> None:
+    """Give the engines of this rank the weights of their directories. Collective."""
+    for agent in agents.values():
+        engine = agent.engine
+        if agent.declared.directory is not None and isinstance(engine, NativeEngine):
+            spec = engine.weights
+            _, own = hf.load(agent.declared.directory, spec.dtype, spec.mesh, layouts=spec.layouts, model=engine.model)
+            engine.load(spec.named(own))
 
 
 def first_selves(agents: Mapping[str, FrozenAgent], role: Role, params: trees.Tree) -> dict[str, EarlierSelf]:

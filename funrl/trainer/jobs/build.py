@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.core import Loss
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.transfer import SentWeights
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
@@ -28,29 +27,29 @@ from funrl.models.weight_dtypes import cast_weights
 from funrl.optim import Transformation
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import compare_weights
-from funrl.rollout.remote.engine import RemoteEngine
+from funrl.rollout.remote.engine import FurtherWeights, RemoteEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.agents import (
-    earlier_self,
-    first_selves,
-    load_first,
-    native_options,
-    open_frozen_agents,
-    open_policies,
+from funrl.trainer.jobs.agents import earlier_self, first_selves, load_first
+from funrl.trainer.jobs.generator import (
+    BASE_VERSION,
+    AdaptedBase,
+    Generator,
+    judging_mesh,
+    policy_generator,
+    with_agents,
 )
-from funrl.trainer.jobs.generator import BASE_VERSION, AdaptedBase, Generator, policy_generator
-from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions
+from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
 from funrl.trainer.jobs.learning_rates import optimizer_of
+from funrl.trainer.jobs.models import asked_models, base_role, companion_of
 from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
 from funrl.trainer.lowered.on_mesh import OnMesh
-from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import Judge, open_judge
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
-from funrl.trainer.steps.roles import Companion, Role, RoleState, bases, writes_of
+from funrl.trainer.steps.roles import Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.state import State
 
@@ -69,7 +68,7 @@ class Parts(NamedTuple):
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
       elsewhere: roles on ranks of their own, by name; they are not among `roles`.
-      rewarding: models on ranks of their own that reward completions, by name; the ranks that generate have them.
+      rewarding: models on other ranks that reward completions, by name, which this rank asks.
     """
 
     mesh: Mesh
@@ -126,20 +125,18 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     places = {name: placed(name, model) for name, model in job.models.items()}
     apart = {} if job.placement is None else job.placement.scoring
     roles = {name: _role(job, name, places) for name in places if (name not in apart if only is None else name == only)}
-    roles = {name: _base_role(begin, roles) for name in bases(roles)} | roles
+    roles = {name: base_role(begin, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
     generator = None
     judge = None
     if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
-        frozen = open_frozen_agents(job, generator.mesh, native_options(job), layer_of)
-        policies = open_policies(job, generator.mesh, native_options(job), layer_of)
-        generator = generator._replace(frozen=frozen, policies=policies)
-    if isinstance(job, RLJob) and job.judge is not None and (only == JUDGE or (only is None and JUDGE not in apart)):
-        meshes = (mesh,) if generator is None else (mesh, generator.mesh)
-        judge = open_judge(job.judge, meshes, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
-    elsewhere, rewarding = ({}, {}) if generator is None else _on_own_ranks(job, mesh, generator.mesh, placed)
+        generator = with_agents(job, generator, layer_of)
+    if isinstance(job, RLJob) and job.judge is not None and (judging := judging_mesh(job, mesh, only)) is not None:
+        judge = open_judge(job.judge, judging, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
+    elsewhere = {} if generator is None else _on_own_ranks(job, mesh, placed)
+    rewarding = {} if generator is None else asked_models(job, mesh, generator.mesh)
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
@@ -159,27 +156,20 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     )
 
 
-def _on_own_ranks(
-    job: Job, training: Mesh, generating: Mesh, placed: Callable[[str, Model, Mesh], Placed]
-) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
-    """The roles on ranks of their own that this rank asks: for fields of tokens if it trains, for rewards if it writes.
+def _on_own_ranks(job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]) -> dict[str, RemoteScorer]:
+    """The roles on ranks of their own that the ranks that train ask for fields of tokens.
 
     Args:
-      training, generating: meshes of the ranks that ask.
+      training: mesh of the ranks that ask.
       placed: (name, model, mesh) -> the model of a role on that mesh.
     """
     elsewhere = {}
-    rewarding = {}
-    pools = {} if job.placement is None else job.placement.scoring
-    for number, (name, pool) in enumerate(pools.items()):
+    for number, (name, pool) in enumerate(scoring_pools(job).items()):
         own = submesh(training, pool.sizes, pool.ranks)
-        rewards = rewards_completions(job, name)
-        if rewards and generating.here:
-            rewarding[name] = RemoteRewards(name, own, generating, number)
-        if not rewards and training.here:
+        if training.here and not rewards_completions(job, name):
             role = _role(job, name, {name: placed(name, job.models[name], own)})
             elsewhere[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
-    return elsewhere, rewarding
+    return elsewhere
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
@@ -229,31 +219,10 @@ def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
         first_step=first_step,
         metric=job.kind_of_role(name).loss_metric(name) if samples else "train/loss",
         watch_entropy=kind.generates and samples,
-        companion=_companion(job, loss, places),
+        companion=companion_of(job, loss, places),
         router=router_losses(settings, placed),
         frozen=frozen_beginnings(settings, placed.model),
     )
-
-
-def _companion(job: Job, loss: Loss, places: Mapping[str, Placed]) -> Companion | None:
-    """The frozen role that a loss compares whole distributions with; None: it compares none."""
-    divergence = job.algorithm.divergence
-    if divergence is None or "divergence" not in loss.reads.required | loss.reads.optional:
-        return None
-    return Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
-
-
-def _base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
-    """The frozen role that others stand on: the decoder that the run begins with.
-
-    Without a role that gives probabilities it has no unembedding.
-    """
-    unembeds = any(role.placed.model.unembed is not None for role in roles.values() if role.base is not None)
-
-    def part(tree: trees.Tree) -> trees.Tree:
-        return {name: x for name, x in decoder_of(tree).items() if unembeds or name != "unembed"}
-
-    return Role(dataclasses.replace(begin, stored=part(begin.stored), compute=part(begin.compute)))
 
 
 def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.Tree]:
@@ -344,18 +313,36 @@ def sync(
     with (clock or Clock()).phase("reshard"):
         if base is not None and base.engine.version is None:
             base.engine.load(_base_for_engine(parts, base, frozen or {}), BASE_VERSION)
+        if isinstance(generator.engine, RemoteEngine) and generator.engine.in_background:
+            generator.proof.settle()  # the update has left the generators time to take the weights before it
+            _send_in_background(parts, state, frozen or {}, generator.engine)
+            return state._replace(version=state.version + 1)
         for name, engine in engines.items():
             own = state.roles[name].params
             merge = base is None or name != parts.main_role
-            if isinstance(engine, RemoteEngine) and engine.in_background:
-                generator.proof.settle()  # the update has left the generators time to take the weights before it
-                role = parts.roles[name]
-                policy = deployed(role.placed, role.whole(own, frozen or {}), merge=merge)
-                engine.send(policy.tree(), generator.to_engine, state.version + 1)
-                continue
             engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
-        sync_earlier(parts, state, frozen)
+        _load_earlier(parts, state, frozen)
     return state._replace(version=state.version + 1)
+
+
+def _send_in_background(parts: Parts, state: State, frozen: Mapping[str, trees.Tree], engine: RemoteEngine) -> None:
+    """Begin to send the policies' weights, and those of earlier selves of which the engines have others."""
+    generator = parts.generator
+    assert generator is not None
+
+    def sent(name: str, own: trees.Tree, merge: bool = True) -> SentWeights:
+        role = parts.roles[name]
+        policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
+        return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine)
+
+    version = state.version + 1
+    others = [(name, sent(name, state.roles[name].params), version) for name in generator.policies]
+    for name, earlier in state.earlier.items():
+        if generator.further[name].version != earlier.step:
+            others.append((name, sent(parts.main_role, earlier.params), earlier.step))
+    further = [FurtherWeights(cast(RemoteEngine, generator.further[name]), v, own) for name, own, v in others]
+    own = state.roles[parts.main_role].params
+    engine.send(sent(parts.main_role, own, merge=generator.base is None), version, further)
 
 
 def _base_for_engine(parts: Parts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]) -> Iterator[tuple[str, Tensor]]:
@@ -409,10 +396,18 @@ def policy_weights(
 
 
 def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
-    """Give the engines of earlier selves the weights of the state, where they have others."""
+    """Give the engines of earlier selves the weights of the state, unless they come with the policy's next ones."""
     generator = parts.generator
     if generator is None or generator.engine.version is None:
         return  # nothing is generated
+    if not (isinstance(generator.engine, RemoteEngine) and generator.engine.in_background):
+        _load_earlier(parts, state, frozen)
+
+
+def _load_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
+    """Load the weights of earlier selves into the engines that have others."""
+    generator = parts.generator
+    assert generator is not None
     for name, earlier in state.earlier.items():
         engine = generator.frozen[name].engine
         if engine.version != earlier.step:

@@ -38,6 +38,7 @@ from funrl.trainer.settings.scorers import (
     GivenObjects,
     environment_flag,
     has_environment,
+    scorers_of,
 )
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
@@ -87,6 +88,15 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         raise SettingsError(
             f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
             "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
+        )
+    scorers = scorers_of(settings)
+    filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
+    most = settings.sampling.max_refills
+    if staleness and scorers and filters and most > 1 and settings.devices.place is not None:
+        raise SettingsError(
+            f"--max_refills={most} with --staleness={staleness} and --{scorers[0]}: other prompts take the place of "
+            f"those that a filter drops where rows are written, before --{scorers[0]} has scored them; give "
+            "--max_refills=1, with which a batch has fewer prompts then"
         )
     try:
         check_behaviour(algorithm, staleness)

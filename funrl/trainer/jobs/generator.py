@@ -14,7 +14,7 @@ from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
-from funrl.models import Placed
+from funrl.models import Model, Placed
 from funrl.models.lora import trained_part
 from funrl.models.model import Layer
 from funrl.models.weight_dtypes import weight_dtypes
@@ -32,9 +32,10 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
-from funrl.trainer.jobs.agents import FrozenAgent, native_options
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.agents import FrozenAgent, native_options, open_frozen_agents, open_policies
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings
 
 BASE_VERSION = 0  # of the weights that adapters stand on
@@ -72,7 +73,7 @@ class Generator(NamedTuple):
     proof: SyncProof
     base: AdaptedBase | None = None
     frozen: Mapping[str, FrozenAgent] = {}
-    policies: Mapping[str, NativeEngine] = {}
+    policies: Mapping[str, NativeEngine | RemoteEngine] = {}
 
     @property
     def sync_bytes(self) -> int:
@@ -94,9 +95,14 @@ class Generator(NamedTuple):
         return self.to_engine if self.base is None else self.base.to_engine
 
     @property
+    def further(self) -> dict[str, NativeEngine | RemoteEngine]:
+        """The engines of the other models of agents, by name."""
+        return {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+
+    @property
     def serving(self) -> Engine:
-        """The engine that answers for all agents."""
-        others = {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
+        """The engine that answers for all agents; where it is on other ranks, the policy's."""
+        others = {name: engine for name, engine in self.further.items() if isinstance(engine, NativeEngine)}
         return JointEngine(self.engine, others) if others else self.engine
 
 
@@ -135,11 +141,51 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
     return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
 
 
+def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], Layer]) -> Generator:
+    """The generator with engines of the other models of a job's agents, without weights yet.
+
+    The ranks that train see those of other ranks, but for models of directories, which are never sent.
+
+    Args:
+      layer_of: gives the layer that a model is computed with.
+    """
+    if generator.mesh.here:
+        options = native_options(job)
+        frozen = open_frozen_agents(job, generator.mesh, options, layer_of)
+        return generator._replace(frozen=frozen, policies=open_policies(job, generator.mesh, options, layer_of))
+    engine = cast(RemoteEngine, generator.whole)
+    remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
+    sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
+    return generator._replace(
+        frozen={name: FrozenAgent(declared, remote(model=name)) for name, declared in sent.items()},
+        policies={name: remote(model=name) for name in job.agents.policies},
+    )
+
+
 def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     """The mesh to generate on: a view of that to train on, or one of other ranks. Every rank of the run calls it."""
     if job.placement is None:
         return view(mesh, job.generate_sizes)
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
+
+
+def judging_mesh(job: RLJob, mesh: Mesh, only: str | None) -> Mesh | None:
+    """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
+
+    Args:
+      mesh: to train on, or that of the ranks of `only`.
+      only: as of `build`.
+    """
+    assert job.judge is not None
+    sizes = job.judge.sizes
+    placement = job.placement
+    if placement is None:
+        meshes = (mesh, generating_mesh(job, mesh))
+        return next((own for own in meshes if own.sizes == sizes), None) or view(mesh, sizes)
+    if JUDGE in placement.scoring:
+        return mesh if only == JUDGE else None
+    own = submesh(mesh, sizes, placement.train.ranks)
+    return own if own.here else None
 
 
 def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:

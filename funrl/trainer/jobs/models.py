@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funrl.algos.core import Algorithm
+from funrl import trees
+from funrl.algos.core import Algorithm, Loss
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import AgentMap
-from funrl.mesh.launch import device_type
-from funrl.models import Model, with_value_head
+from funrl.mesh.launch import device_type, submesh
+from funrl.mesh.mesh import Mesh
+from funrl.models import Model, Placed, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.huggingface.resize import with_vocabulary
-from funrl.models.lora import full_rank, with_lora
+from funrl.models.lora import decoder_of, full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Task, Texts
+from funrl.trainer.jobs.job import Job, Task, Texts, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
-from funrl.trainer.steps.roles import main_role_of, role_names
+from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
+from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
 
 VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
 
@@ -266,6 +270,47 @@ def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory:
     if not kind.scores_completions or directory is None or not isinstance(task, Task):
         return True
     return kind.reads == "completion" and reads_tokens(load_tokenizer(directory), tokenizer, task.prompts)
+
+
+def companion_of(job: Job, loss: Loss, places: Mapping[str, Placed]) -> Companion | None:
+    """The frozen role that a loss compares whole distributions with; None: it compares none."""
+    divergence = job.algorithm.divergence
+    if divergence is None or "divergence" not in loss.reads.required | loss.reads.optional:
+        return None
+    return Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
+
+
+def base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
+    """The frozen role that others stand on: the decoder that the run begins with.
+
+    Without a role that gives probabilities it has no unembedding.
+    """
+    unembeds = any(role.placed.model.unembed is not None for role in roles.values() if role.base is not None)
+
+    def part(tree: trees.Tree) -> trees.Tree:
+        return {name: x for name, x in decoder_of(tree).items() if unembeds or name != "unembed"}
+
+    return Role(dataclasses.replace(begin, stored=part(begin.stored), compute=part(begin.compute)))
+
+
+def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, RemoteRewards]:
+    """Models on other ranks that this rank asks for rewards of completions, by name: if it generates.
+
+    Where groups are written ahead, the ranks that train ask for those of a batch. Every rank of these pools calls it.
+
+    Args:
+      training, generating: meshes of the ranks that train, and of those that generate.
+    """
+    rewarding = {}
+    for number, (name, pool) in enumerate(scoring_pools(job).items()):
+        own = submesh(training, pool.sizes, pool.ranks)
+        if not rewards_completions(job, name) or own.here:
+            continue
+        if generating.here:
+            rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
+        elif job.settings.asynchrony.staleness:
+            rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
+    return rewarding
 
 
 def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:

@@ -38,7 +38,7 @@ from funrl.trainer.jobs.models import Models, agent_models, first_model, located
 from funrl.trainer.jobs.prompts import with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
-from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory
+from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
@@ -267,11 +267,13 @@ def judge_of(settings: Settings, task: Task, devices: Devices) -> JudgeJob | Non
 
 
 def _judging_sizes(settings: Settings, model: Model, devices: Devices) -> dict[str, int]:
-    """Sizes of the mesh that the judge writes on: of its own ranks, or of those that generate. Raises: MeshError."""
+    """Sizes of the mesh that the judge writes on: of its own ranks, or over those that train. Raises: MeshError."""
     placement = settings.devices.placement
-    pool = None if placement is None else placement.scoring.get(JUDGE)
-    if pool is None:
+    if placement is None:
         return generate_sizes(settings, devices.sizes, model, devices.memory)
+    pool = placement.scoring.get(JUDGE)
+    if pool is None:
+        return sizes_on_trainers(settings, devices.sizes, model, devices.memory)
     check_layouts({JUDGE: model}, settings, pool.sizes, pool.sizes)
     return pool.sizes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.batch import select
 from funrl.data.prompt_format import template_arguments
-from funrl.data.prompts import Example
 from funrl.data.supervised import mismatched, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.data.tokenizer import load_tokenizer
@@ -46,7 +45,15 @@ from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import scoring_budget
-from funrl.trainer.sources.completion_scores import RewardModel, as_read, with_completion_scores, with_step_scores
+from funrl.trainer.sources.completion_scores import (
+    Rescore,
+    RewardModel,
+    Scorer,
+    as_read,
+    scored_in_order,
+    with_completion_scores,
+    with_step_scores,
+)
 from funrl.trainer.sources.curriculum import weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.evaluation import source_of, verdicts
@@ -67,7 +74,6 @@ FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 REWARD_TIMEOUT_S = 600.0  # where no flag says
-Scorer = Callable[[Rows, Sequence[Example]], Rows]
 
 
 @contextlib.contextmanager
@@ -333,28 +339,20 @@ def filter_of(job: Job) -> Filter | None:
     return rewarded() if filter is None else every(rewarded(), filter)
 
 
-def rescoring(
-    job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
-) -> Callable[[Rows, Sequence[Example], str], Rows] | None:
-    """A function that adds to rows what models say of them; None where the run has no such model."""
+def rescoring(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Rescore | None:
+    """A function that adds to rows what models say of them; None where other ranks do, or the run has no such model."""
     names = scorers_of(job.settings)
     assert parts.generator is not None
     if not names or not parts.generator.mesh.here:
         return None
-    scorers = [
-        functools.partial(parts.rewarding[name].rewarded, note=show.note)
-        if name in parts.rewarding
-        else completion_scorer(job, parts, name, frozen.get(name), show)
-        for name in names
-    ]
+    asked = asked_scorers(parts, show)
+    scorers = {name: asked.get(name) or completion_scorer(job, parts, name, frozen.get(name), show) for name in names}
+    return scored_in_order(scorers, clock)
 
-    def rescore(rows: Rows, examples: Sequence[Example], phase: str) -> Rows:
-        for name, scorer in zip(names, scorers, strict=True):
-            with clock.phase(phase or f"score_{name}"):
-                rows = scorer(rows, examples)
-        return rows
 
-    return rescore
+def asked_scorers(parts: Parts, show: Show) -> dict[str, Scorer]:
+    """Scores by models of other ranks, by name."""
+    return {name: functools.partial(model.rewarded, note=show.note) for name, model in parts.rewarding.items()}
 
 
 def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, show: Show) -> Scorer:

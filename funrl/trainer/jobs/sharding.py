@@ -205,9 +205,15 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
 
 
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
-    """Sizes of the mesh to generate on.
+    """Sizes of the mesh to generate on: those of a flag, or `sizes_on_trainers`; the arguments are of that."""
+    given = settings.devices.generate
+    return sizes_on_trainers(settings, sizes, model, memory) if given is None else given.sizes
 
-    By default every device decodes alone, which needs no collective at all, as long as the whole model fits a quarter
+
+def sizes_on_trainers(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
+    """Sizes of a mesh to generate on, over the ranks that train.
+
+    Every device decodes alone, which needs no collective at all, as long as the whole model fits a quarter
     of its memory and there is a prompt for each. Otherwise it is the train mesh, with its sp as dp: ranks that share
     the tokens of a row generate different rows.
 
@@ -215,8 +221,6 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
       sizes: of the train mesh.
       memory: bytes that one rank may use.
     """
-    if settings.devices.generate is not None:
-        return settings.devices.generate.sizes
     world = Mesh(sizes).world
     item = 8 if settings.models.dtype == "float64" else 4
     fits = trees.count(model.shapes) * item <= memory / 4

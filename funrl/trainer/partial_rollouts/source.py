@@ -39,14 +39,13 @@ from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.prompts import (
     Generation,
     chosen_rows,
-    failed_rows,
     one_step_of,
     prompt_source,
     rewarded_samples,
 )
 from funrl.trainer.sources.source import SKIPPED, Source
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 from funrl.trainer.storage.row_shards import HeldRows
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from funrl.batch import as_dict, kind_of
 from funrl.data.prompts import Example
@@ -15,17 +15,19 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import Arrived, WeightReceiver
+from funrl.mesh.pools.transfer import Arrived, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
+from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.rollout.resident import set_aside
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
+from funrl.trainer.jobs.agents import load_directories
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
@@ -135,9 +137,20 @@ class GeneratingRank:
         if request.base and generator.base is not None:
             engine = generator.base.engine
             plan = generator.base.to_engine
+        if request.model:
+            engine = cast(NativeEngine, generator.further[request.model])
+            plan = generator.to_whole
         with heartbeat.phase("reshard"):
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
+
+    def take(self, arrived: Arrived) -> None:
+        """Let the engines have weights that have arrived."""
+        engine = self.generator.engine
+        engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
+        whole = self.generator.whole.weights
+        for name, tree in arrived.further.items():
+            self.generator.further[name].load(whole.named(tree), arrived.transfer.further[name])
 
     def _arriving(self, weights: Any, plan: Any) -> Any:
         yield from weights.named(reshard(None, plan, weights.mesh))
@@ -222,6 +235,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     with heartbeat.phase("load"):
         parts = build(job, training, show.note)._replace(pool=pool)
         assert parts.generator is not None
+        load_directories(parts.generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
     rank = GeneratingRank(generation, parts.generator, training, show, group)
     answers = Answers(generating)
@@ -258,15 +272,15 @@ def _answer(rank: GeneratingRank, answers: Answers, make: Callable[[], Any]) -> 
 def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> Any:
     """Serve requests while groups are written without a break; returns `End.result`."""
     generator = rank.generator
-    spec = generator.engine.weights
-
-    def take_weights(arrived: Arrived) -> None:
-        generator.engine.load(spec.named(arrived.tree), arrived.transfer.version)
-
-    receiver = WeightReceiver(answers.mesh, generator.to_engine, functools.partial(in_form, spec), rank.group)
+    receiver = WeightReceiver(
+        answers.mesh,
+        WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights)),
+        WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights)),
+        rank.group,
+    )
     generation = rank.generation
     kind = PacedWriter if job.settings.asynchrony.clock == "tokens" else GroupWriter
-    writer = kind(generation, admission_rule(job), receiver, take_weights)
+    writer = kind(generation, admission_rule(job), receiver, rank.take)
     heldout: HeldoutWriter | None = None
     with receiver.receiving(), contextlib.closing(writer):
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,6 +16,7 @@ from funrl.data.mixture import Mixture
 from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
@@ -122,6 +123,7 @@ class Generators:
         self.staleness = staleness
         self.step = 0
         self.newest = -1  # number of the request of the newest rows
+        self.serve_until: Callable[[Requests, int, str], None] | None = None  # see `RewardsOfTrainers`
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
@@ -260,6 +262,8 @@ class Generators:
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""
+        if self.serve_until is not None:
+            self.serve_until(self.requests, number, waits_for)
         value, notes, problem = self.requests.answer(number, waits_for)
         for note in notes:
             self.show.note(note)

@@ -80,6 +80,7 @@ class GroupGenerators(Generators):
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
       replaces: whether replicas replace prompts that the filter drops.
+      rewards_baselines: whether models reward greedy completions too, once these are on the ranks that train.
       left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
         needs them.
       overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
@@ -111,6 +112,8 @@ class GroupGenerators(Generators):
         self.keeps_cache = False
         self.paced = False
         self.replaces = False
+        self.rewards_baselines = False
+        self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
         self._admission = Admission(rule)
@@ -198,29 +201,37 @@ class GroupGenerators(Generators):
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has taken; see `Elsewhere`."""
-        written = [(number, group.generator, group.written) for number, group in self._taken]
+        written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = self._joined(written, sampling.samples)
-        if not self.early:
-            return done, rows
-        ranks = self.mesh.size(self.mesh.row_axes)
-        to = rows.batch.group.cpu().numpy() * ranks // max(1, len(examples))
-        return done, self.move(rows, to, self.mesh)
+        return done, self._moved_early(rows) if self.early else rows
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
         """Rows of the greedy completions or episodes of some groups of the batch; see `Elsewhere`."""
-        taken = [self._taken[place] for place in groups.tolist()]
-        return self._joined([(number, group.generator, group.baseline) for number, group in taken], samples=1)[1]
+        written = []
+        for number, group in (self._taken[place] for place in groups.tolist()):
+            assert group.written is not None
+            written.append((number, group.generator, group.baseline, len(group.written.owner)))
+        rows = self._joined(written, samples=1)[1]
+        return self._moved_early(rows) if self.rewards_baselines else rows
 
-    def _joined(self, written: Sequence[tuple[int, int, WrittenRows | None]], samples: int) -> tuple[Rollout, Rows]:
-        """Rows of groups, given as number, replica and rows, as one rollout."""
+    def _moved_early(self, rows: Rows) -> Rows:
+        """Rows on the ranks that train, shared out by their groups."""
+        group_B = rows.batch.group.cpu().numpy()
+        ranks = self.mesh.size(self.mesh.row_axes)
+        return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
+
+    def _joined(
+        self, written: Sequence[tuple[int, int, WrittenRows | None, int]], samples: int
+    ) -> tuple[Rollout, Rows]:
+        """Rows of groups, given as number, replica, rows and the number of the first of them, as one rollout."""
         device = self.mesh.device
         parts = []
         facts = list[Mapping[str, Any]]()
-        for number, generator, own in written:
+        for number, generator, own, first in written:
             assert own is not None
             batch = declare(blank_batch(own, device), ORIGIN)
             rows = len(own.owner)
-            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
+            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows) + first).to(device))
             parts.append(rows_of(batch, np.full(rows, generator), self.generating))
             owner = np.full(len(own.rollout["owner"]), generator)
             here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in own.rollout.items()}
@@ -277,7 +288,12 @@ class GroupGenerators(Generators):
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
         """The request that lets the ranks that generate hand rows over, and let go of the batch's groups."""
-        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, self.episode_groups())
+        ended = self.episode_groups()
+        if self.rewards_baselines and self._kept != ended:  # their greedy completions follow
+            self._kept, ended = ended, self._kept
+        else:
+            self._kept = ()
+        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, ended)
 
     def _board_holds(self, version: int) -> bool:
         self._board.batch_of_weights(version)

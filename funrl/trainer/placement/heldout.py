@@ -173,8 +173,8 @@ class HeldoutWriter:
             return rollout_of_episodes(setup, engine, episodes, examples, sampling, costs=written.costs)
         count = len(examples) * sampling.samples
         done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
-        versions = generation.versions
-        return done, to_rows(examples, done, sampling, generation.pad, versions, choices=generation.choices)
+        rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
+        return done, rows if generation.rescore is None else generation.rescore(rows, examples, "eval")
 
     async def _episodes(self, setup: EpisodeSetup, resident: ResidentEngine) -> WrittenPart:
         heldout, sampling, _, seed, _ = self._generation.evaluation

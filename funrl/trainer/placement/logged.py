@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from funrl.trainer.sources.prompts import Generation, baseline_sampling, prompt_
 from funrl.trainer.sources.source import DroppedPrompt, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
+
+Versions = Callable[[], Mapping[str, int]]
 
 
 class LoggedGroup(NamedTuple):
@@ -68,12 +70,14 @@ class LoggedPart(NamedTuple):
       sample: its number in the group; that after the last one of a greedy completion or episode.
       turn: of an episode, as the log has it; None: a completion of the prompt.
       tokens: number of tokens; None: up to the end.
+      model: that sampled it, as `Request.model`.
     """
 
     group: LoggedGroup
     sample: int
     turn: Node | None
     tokens: int | None
+    model: str = ""
 
     @property
     def key(self) -> Hashable:
@@ -124,18 +128,20 @@ class LoggedWriter:
 
     refills = True
 
-    def __init__(self, generation: Generation, log: LoggedGroups) -> None:
+    def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
         """Begin before the first step.
 
         Args:
           generation: as of a source, on this rank's mesh.
           log: of the run.
+          versions: gives those of the models' weights now, by name; "" is the policy.
         """
         self.generation = generation
+        self.versions = versions
         self.log = log
         self.step = 0
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
-        self._parts = collections.defaultdict[int, list[LoggedPart]](list)  # by version
+        self._parts = collections.defaultdict[tuple[str, int], list[LoggedPart]](list)  # by model and version
         for group in (group for step in sorted(log.by_step) for group in log.by_step[step]):
             if self._is_own(group):
                 self._add_parts(group)
@@ -145,7 +151,7 @@ class LoggedWriter:
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places of the prompts of the step's batch, after all that its weights sampled was sampled. Collective."""
         generation = self.generation
-        self._sample(generation.engine.engine.version or 0)
+        self._sample()
         groups = self.log.by_step[self.step]
         if generation.episodes is None:
             self._completed = self._completions(groups, generation.sampling, first=0)
@@ -250,22 +256,23 @@ class LoggedWriter:
     def _add_parts(self, group: LoggedGroup) -> None:
         """Note which version samples which tokens of a group."""
         if self.generation.episodes is None:
-            samples = [(sample, None, switches) for sample, switches in enumerate(group.switches)]
+            samples = [(LoggedPart(group, sample, None, None), s) for sample, s in enumerate(group.switches)]
         else:
+            models = self.generation.episodes.models or {}
             samples = [
-                (sample, node, switches_of(node))
+                (LoggedPart(group, sample, node, None, models.get(agent, "")), switches_of(node))
                 for sample in range(self.generation.sampling.samples + self.generation.greedy_baseline)
-                for node in sampled_nodes(self._logged_episode(group, sample).episode)
+                for node, agent in sampled_nodes(self._logged_episode(group, sample).episode).items()
             ]
-        for sample, node, switches in samples:
+        for part, switches in samples:
             ends = [begin for begin, _ in switches[1:]]
             for (begin, version), end in zip(switches, [*ends, None], strict=True):
-                part = LoggedPart(group, sample, node, None if end is None else end - begin)
-                self._parts[version].append(part)
+                tokens = None if end is None else end - begin
+                self._parts[part.model, version].append(part._replace(tokens=tokens))
 
-    def _sample(self, version: int) -> None:
-        """Sample all tokens of this replica's groups that a version sampled."""
-        parts = self._parts.pop(version, [])
+    def _sample(self) -> None:
+        """Sample all tokens of this replica's groups that the present weights sampled."""
+        parts = [part for held in self.versions().items() for part in self._parts.pop(held, [])]
         requests = [
             self._request(part)._replace(number=number, begun=self._begun.get(part.key), most=part.tokens)
             for number, part in enumerate(parts)
@@ -276,7 +283,7 @@ class LoggedWriter:
     def _request(self, part: LoggedPart) -> Request:
         """The request of a completion or of a turn, from its begin."""
         if part.turn is not None:
-            return turn_request(part.turn)
+            return turn_request(part.turn)._replace(model=part.model)
         prompt = self._example(part.group.position).tokens
         sampling = self.generation.sampling
         own = sampling if part.sample < sampling.samples else baseline_sampling(sampling)
@@ -308,9 +315,9 @@ class LoggedWriter:
         return prompts[int(places_in_order(prompts, 1, seed, position)[0])]
 
 
-def sampled_nodes(episode: Episode) -> list[Node]:
-    """The turns of the policy in an episode, each once."""
-    return list({node: None for end in episode.ends for node in end.nodes() if node.sampled})
+def sampled_nodes(episode: Episode) -> dict[Node, str]:
+    """The turns in an episode that a model has sampled, with their agents."""
+    return {node: end.agent for end in episode.ends for node in end.nodes() if node.sampled}
 
 
 def switches_of(turn: Node) -> list[tuple[int, int]]:
@@ -330,7 +337,12 @@ def logged_source(
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
     generation = generation._replace(episodes=setup)
-    writer = LoggedWriter(generation, log)
+    generator = parts.generator
+
+    def versions() -> dict[str, int]:
+        return {name: engine.version or 0 for name, engine in {"": generator.engine, **generator.further}.items()}
+
+    writer = LoggedWriter(generation, log, versions)
     source = prompt_source(generation._replace(elsewhere=writer), clock, show)
 
     @awake(parts.generator.serving)

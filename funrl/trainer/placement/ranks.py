@@ -15,7 +15,8 @@ from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import MakeSource, Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
 from funrl.trainer.placement.joined import train_joined
-from funrl.trainer.placement.scoring_ranks import serve_rewarding, serve_scores
+from funrl.trainer.placement.rewarding_ranks import serve_rewarding
+from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 
@@ -44,8 +45,11 @@ def run_rank(
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
-            serve = serve_rewarding if rewards_completions(job, name) else serve_scores
-            error, stopped = serve(job, name, generating if serve is serve_rewarding else training, own)
+            if rewards_completions(job, name):
+                asking = [generating, training] if job.settings.asynchrony.staleness else [generating]
+                error, stopped = serve_rewarding(job, name, asking, own)
+            else:
+                error, stopped = serve_scores(job, name, training, own)
             return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)

@@ -1,7 +1,4 @@
-"""The ranks of a role that does not learn, which score rows of other ranks, one request after the other.
-
-A role that scores tokens serves the ranks that train, one that rewards completions those that generate.
-"""
+"""The ranks of a role that does not learn, which score rows of the ranks that train, one request after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 
 from funrl import trees
-from funrl.batch import FIELDS, Batch, as_dict
+from funrl.batch import FIELDS, Batch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
@@ -18,20 +15,15 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
-from funrl.rewards.call import RewardError
 from funrl.trainer.jobs.build import Parts, build, first_weights
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.row_source import Scorer, completion_scorer
 from funrl.trainer.jobs.sharding import stored_rules
-from funrl.trainer.placement.generate import Shown
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.steps.remote_scores import (
-    NUMBERS_OF_A_POOL,
     RemoteScorer,
-    RewardedRows,
-    RewardRequest,
     ScoredFields,
     ScoreRequest,
+    first_request,
     row_field_kinds,
 )
 from funrl.trainer.steps.score import score_role
@@ -52,7 +44,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
         parts = build(job, own, lambda _: None, only=name)
         scorer = RemoteScorer(name, parts.roles[name], training, pool, scoring_budget(job.settings))
         params = _first_weights(job, parts, scorer)
-    answers = Answers(own, first=(pool + 1) * NUMBERS_OF_A_POOL)
+    answers = Answers(own, first=first_request(pool))
     with stops_when_asked(), answers.showing_progress():
         while not isinstance(request := answers.take("rows to score"), End):
             heartbeat.at_step(request.step)
@@ -62,52 +54,6 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
             answers.answer(ScoredFields({field: (x.dtype, tuple(x.shape[2:])) for field, x in fields.items()}))
             send_rows(fields, kinds, way)
     return request.result
-
-
-def serve_rewarding(job: RLJob, name: str, generating: Mesh, own: Mesh) -> Any:
-    """Reward completions of the ranks that generate until those that train have ended; returns `End.result`.
-
-    Args:
-      job: what runs.
-      name: of the role, or "judge".
-      generating, own: meshes of the ranks that generate, and of those of the role; this rank is in the second.
-    """
-    assert job.placement is not None
-    pool = list(job.placement.scoring).index(name)
-    show = Shown()
-    with heartbeat.phase("load"):
-        parts = build(job, own, show.note, only=name)
-        params = first_weights(job, parts, ()).get(name)
-        scorer = completion_scorer(job, parts, name, params, show)
-    answers = Answers(own, first=(pool + 1) * NUMBERS_OF_A_POOL)
-    with stops_when_asked(), answers.showing_progress():
-        while not isinstance(request := answers.take("completions to reward"), End):
-            _answer_rewards(scorer, request, answers, generating=generating, show=show)
-    return request.result
-
-
-def _answer_rewards(scorer: Scorer, request: RewardRequest, answers: Answers, *, generating: Mesh, show: Shown) -> None:
-    """Receive rows, reward them, and answer. Collective over the ranks of the role."""
-    own = answers.mesh
-    device = own.device
-    like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in request.tokens.items()}
-    way = Handover(request.lengths, request.owner, request.to, source=generating, target=own)
-    fields, _ = receive_rows(like, row_field_kinds(FIELDS, like), way)
-    known = {name: x.to(device) for name, x in request.fields.items()}
-    rows = rows_of(Batch(**known, **fields), request.to, own)
-    try:
-        with heartbeat.phase("reward"):
-            rows = scorer(rows, request.examples)
-    except RewardError as error:  # on every rank of the role
-        answers.answer(RewardedRows(notes=show.taken().notes, problem=str(error)))
-        return
-    batch = rows.batch
-    written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *like, "score", "scores"}}
-    shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in written.items()}
-    answers.answer(RewardedRows(batch.scores.cpu(), batch.score.cpu(), rows.owner, shapes, show.taken().notes))
-    if written:
-        back = Handover(request.lengths, rows.owner, request.owner, source=own, target=generating)
-        send_rows(written, row_field_kinds(FIELDS, written), back)
 
 
 def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:

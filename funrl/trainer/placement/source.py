@@ -18,9 +18,12 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import remarked_generation
+from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
 from funrl.trainer.placement.generators import Generators, with_places
 from funrl.trainer.placement.groups import GroupGenerators, admission_rule
+from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
+from funrl.trainer.settings.scorers import scorers_of
+from funrl.trainer.sources.completion_scores import scored_in_order
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
@@ -45,7 +48,13 @@ def placed_source(
     generation = remarked_generation(job, parts, frozen, clock, show)
     engine: Any = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
-    early = needs_tokens(job, generation)
+    rewards = RewardsOfTrainers(job, parts, frozen, show, generating=engine.weights.mesh)
+    scorers = rewards.scorers | asked_scorers(parts, show)
+    rescored = bool(scorers) and job.settings.asynchrony.staleness > 0
+    if rescored:
+        names = scorers_of(job.settings)
+        generation = generation._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
+    early = rescored or needs_tokens(job, generation)
     begin_evaluation = None
     schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
     if not job.settings.asynchrony.staleness:
@@ -61,11 +70,14 @@ def placed_source(
             schedule=schedule,
         )
         generators.replaces = generation.selection.filter is not None and generation.selection.max_refills > 1
+        generators.rewards_baselines = rescored and generation.greedy_baseline
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()
         if evaluates_beside(generation, generators):
             begin_evaluation = generators.begin_evaluation
+    if rewards.scorers:
+        generators.serve_until = rewards.serve_until
     source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)

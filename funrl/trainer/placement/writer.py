@@ -46,9 +46,9 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
-from funrl.trainer.sources.prompts import Generation, baseline_sampling, failed_rows, filter_samples
+from funrl.trainer.sources.prompts import Generation, baseline_sampling, filter_samples
 from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
@@ -320,7 +320,8 @@ class GroupWriter:
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
-            kept[number] = group_fields(rows, own=self.mesh.size("tensor") == 1)
+            held = rows if baseline is None or self._generation.rescore is None else join_rows([rows, baseline[1]])
+            kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
             group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
@@ -340,7 +341,8 @@ class GroupWriter:
         decode = generation.engine.decode
         samples = generation.sampling.samples
         examples = [self._example(prompt)]
-        return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+        names = generation.reward_names[: done.scores.shape[1]]  # models reward it where it is trained
+        return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""

@@ -6,8 +6,8 @@ from funrl.environments.agents import parse_agents
 from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import has_environment, scorers_of
-from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value, mesh_sizes
+from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
 
 
 def check_pools(settings: Settings) -> None:
@@ -40,13 +40,11 @@ def check_placement(settings: Settings, place: str) -> None:
         f"--engine={engine}": engine == "vllm" or (joined and engine != "native"),
         f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
-        f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
+        f"--agents={settings.environments.agents}": joined and (agents.frozen or agents.policies),
         "--router_replay": joined and settings.routers.router_replay,
     }
     if joined:
         check_joined(settings, place)
-    else:
-        check_rewarding(settings, place)
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
         raise SettingsError(
             f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
@@ -55,30 +53,6 @@ def check_placement(settings: Settings, place: str) -> None:
     for flag, given in apart.items():
         if given:
             raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")
-
-
-def check_rewarding(settings: Settings, place: str) -> None:
-    """Refuse models that reward completions where they have no ranks, or rows that are written ahead.
-
-    Args:
-      place: the value of --place.
-
-    Raises:
-      SettingsError: naming the flag.
-    """
-    staleness = settings.asynchrony.staleness
-    pools = () if settings.devices.placement is None else settings.devices.placement.scoring
-    for name in scorers_of(settings):
-        flag = f"--{name}={flag_value(settings, name)}"
-        if staleness:
-            raise SettingsError(
-                f"{flag} with --staleness={staleness}: each replica would reward groups of its own; leave one out"
-            )
-        if name not in pools:
-            raise SettingsError(
-                f"{flag} with --place={place}: it needs ranks of its own; add a pool such as {name}:1, or leave "
-                "--place out"
-            )
 
 
 def check_joined(settings: Settings, place: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +15,14 @@ from funrl.data.prompts import Example
 from funrl.data.supervised import Text, TextExample, text_batch
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError
+from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
+Scorer = Callable[[Rows, Sequence[Example]], Rows]
+Rescore = Callable[[Rows, Sequence[Example], str], Rows]  # see `Generation.rescore`
 ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # (rows, prompts) -> rows as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability of being right -> a completion's score
     "min": torch.amin,
@@ -178,3 +181,20 @@ def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) ->
         score_b[places] = value_N
     assert score_b is not None
     return gather_table({"score": score_b}, read.owner, read.mesh, axes=read.mesh.row_axes)["score"]
+
+
+def scored_in_order(scorers: Mapping[str, Scorer], clock: Clock) -> Rescore:
+    """A function that adds scores to rows, in the order of some models; the phase is one of each where none is given.
+
+    Args:
+      scorers: by the model's name.
+      clock: of the phases.
+    """
+
+    def rescore(rows: Rows, examples: Sequence[Example], phase: str) -> Rows:
+        for name, scorer in scorers.items():
+            with clock.phase(phase or f"score_{name}"):
+                rows = scorer(rows, examples)
+        return rows
+
+    return rescore

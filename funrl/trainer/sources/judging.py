@@ -12,7 +12,6 @@ import torch
 
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import encode_prompt, load_tokenizer
-from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.models import Model
@@ -183,23 +182,22 @@ def score_in(verdict: str, pattern: Any) -> float:
 
 def open_judge(
     job: JudgeJob,
-    meshes: Sequence[Mesh],
+    mesh: Mesh,
     dtype: torch.dtype,
     max_rows: int,
     layer: Layer,
     note: Callable[[str], None],
 ) -> Judge:
-    """Load a judge. Every rank calls this, in the same order among all calls that make process groups.
+    """Load a judge. Every rank of the mesh calls this.
 
     Args:
       job: the judge.
-      meshes: existing meshes over all devices.
+      mesh: of the sizes `job.sizes`.
       dtype: of its weights.
       max_rows: bound on the verdicts that are decoded together.
       layer: a replacement of the model's layer, such as a compiled one.
       note: receives remarks of the engine.
     """
-    mesh = next((mesh for mesh in meshes if mesh.sizes == job.sizes), None) or view(meshes[0], job.sizes)
     if job.model.pages:
         engine = native_engine(job.model, mesh, dtype, options=NativeOptions(max_rows=max_rows), layer=layer, note=note)
     else:

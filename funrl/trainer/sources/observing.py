@@ -120,6 +120,20 @@ def shown_samples(
     ]
 
 
+def with_scores(shown: Sequence[ShownSample], rows: Rows, samples: int, names: Sequence[str]) -> list[ShownSample]:
+    """Samples of completions with the scores of their rows.
+
+    Args:
+      shown: the first sample of each of the first prompts.
+      rows: of the completions of these and further prompts.
+      samples, names: as of `shown_samples`.
+    """
+    numbers = [place * samples for place in range(len(shown))]
+    scores = rows.batch.score[torch.tensor(numbers, dtype=torch.int64)].tolist()
+    parts = parts_of_scores(names, rows, numbers)
+    return [sample._replace(score=score, parts=part) for sample, score, part in zip(shown, scores, parts, strict=True)]
+
+
 def _conversations(
     done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str]
 ) -> dict[int, dict[str, Any]]:

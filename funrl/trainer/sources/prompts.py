@@ -29,12 +29,12 @@ from funrl.trainer.sources.episode_rows import (
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
-from funrl.trainer.sources.observing import Show, ShownSample, shown_samples
+from funrl.trainer.sources.observing import Show, ShownSample, shown_samples, with_scores
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.source import SKIPPED, Elsewhere, Source, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.step_rows import Rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 
 WriteRows = Callable[..., tuple[Rollout, Rows]]
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
@@ -100,7 +100,7 @@ class Generation(NamedTuple):
       evaluation: on held-out prompts.
       selection: which rows are trained on.
       rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
-        phase for each model); None: there are none.
+        phase for each model); None: there are none, or ranks `elsewhere` have added them.
       demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
       reward_names: names of the columns of `scores`.
       greedy_baseline: whether rows get the score of a greedy completion of their prompt.
@@ -296,12 +296,13 @@ def rewarded_rows(
     """
     with clock.phase(phase or "generate"):
         if generation.elsewhere is not None:
-            return generation.elsewhere.rewarded_rows(examples, sampling, seed)
-        if generation.episodes is not None:
+            done, rows = generation.elsewhere.rewarded_rows(examples, sampling, seed)
+        elif generation.episodes is not None:
             return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
-        done = rollout(generation.engine, examples, sampling, seed=seed)
-        rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
-    if done.reward_s and not phase:
+        else:
+            done = rollout(generation.engine, examples, sampling, seed=seed)
+            rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
+    if done.reward_s and not phase and generation.elsewhere is None:
         clock.move(done.reward_s, "generate", "reward")
     return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
 
@@ -332,12 +333,6 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
     if failed_B.all():
         raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
     return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
-
-
-def failed_rows(rows: Rows) -> int:
-    """Number of rows on which a reward function failed."""
-    failed_B = rows.batch.get("failed")
-    return 0 if failed_B is None else int(failed_B.sum())
 
 
 class Chosen(NamedTuple):
@@ -383,10 +378,12 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if not baseline:
         return rows
     greedy = None if generation.elsewhere is None else generation.elsewhere.baseline_rows(places)
+    examples = [example for part in chosen for example in part.examples]
     if greedy is None:
-        examples = [example for part in chosen for example in part.examples]
         sampling = baseline_sampling(generation.sampling)
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
+    elif generation.rescore is not None:
+        greedy = generation.rescore(greedy, examples, "")
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -444,6 +441,7 @@ def first_samples(
 ) -> list[ShownSample]:
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
     if generation.elsewhere is not None:
-        return generation.elsewhere.samples(len(examples))
+        shown = generation.elsewhere.samples(len(examples))
+        return shown if generation.rescore is None else with_scores(shown, rows, samples, generation.reward_names)
     decode = generation.engine.decode
     return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)

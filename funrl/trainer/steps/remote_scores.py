@@ -1,6 +1,8 @@
-"""A frozen role on ranks of its own, as the ranks that ask it see it: rows go there and its fields come back.
+"""A frozen role on other ranks, as the ranks that ask it see it: rows go there and its fields come back.
 
-The ranks that train ask a role that scores tokens, those that generate one that rewards completions.
+The ranks that train ask a role that scores tokens. Those that generate ask one that rewards completions, for the
+batches of a run that takes the steps one after the other and for evaluations; where groups are written ahead, those
+that train ask it for batches.
 
 What a request says is metadata; a row's tokens go point to point, from the rank that trains it to the one that scores
 it, and its fields come back the same way.
@@ -35,6 +37,7 @@ from funrl.trainer.steps.step_rows import Rows
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
 REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
 NUMBERS_OF_A_POOL = 1 << 32  # requests to each pool have numbers of their own in the store
+BATCHES = 1 << 31  # the first of those for batches of groups written ahead
 
 
 class ScoreRequest(NamedTuple):
@@ -68,7 +71,7 @@ class RewardRequest(NamedTuple):
     Attributes:
       examples: the prompts, each with the same number of rows.
       fields: of the rows whose kind is `everywhere`, without scores.
-      lengths, owner: [B] of the rows, on the mesh to generate on.
+      lengths, owner: [B] of the rows, on the mesh of the ranks that ask.
       to: [B] the rank that gets each row, by its index over the row axes of the role's mesh.
       tokens: dtype and trailing shape of each field that is sent.
     """
@@ -102,25 +105,25 @@ class RewardedRows(NamedTuple):
 
 
 class RemoteRewards:
-    """A model that rewards completions, on other ranks, as the ranks that generate see it.
+    """A model that rewards completions, on other ranks, as the ranks that ask it see it.
 
     Attributes:
       name: of the role.
       mesh: of its ranks.
+      asking: mesh of the ranks that ask.
     """
 
-    def __init__(self, name: str, mesh: Mesh, generating: Mesh, pool: int) -> None:
+    def __init__(self, name: str, mesh: Mesh, asking: Mesh, first: int) -> None:
         """Begin without a request.
 
         Args:
-          name, mesh: its attributes.
-          generating: mesh of the ranks that ask.
-          pool: number of its ranks among those pools.
+          name, mesh, asking: its attributes.
+          first: number of the first request, as of `Requests`.
         """
         self.name = name
         self.mesh = mesh
-        self.generating = generating
-        self.requests = Requests(generating, first=(pool + 1) * NUMBERS_OF_A_POOL)
+        self.asking = asking
+        self.requests = Requests(asking, first=first)
 
     def rewarded(self, rows: Rows, examples: Sequence[Example], note: Callable[[str], None]) -> Rows:
         """The rows with the role's column of scores, its part of every score, and what else it writes. Collective.
@@ -141,7 +144,7 @@ class RemoteRewards:
         to = even_ranks(len(examples), len(rows.owner) // len(examples), self.mesh)
         number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, shapes))
         kinds = row_field_kinds(schema_of(batch), fields)
-        send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.generating, target=self.mesh))
+        send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.asking, target=self.mesh))
         answer: RewardedRows = self.requests.answer(number, f"the {self.name}'s scores")
         for line in answer.notes:
             note(line)
@@ -149,8 +152,8 @@ class RemoteRewards:
             raise RewardError(answer.problem)
         assert answer.column is not None
         assert answer.part is not None
-        column_B1 = answer.column.to(self.generating.device)
-        part_B = answer.part.to(self.generating.device)
+        column_B1 = answer.column.to(self.asking.device)
+        part_B = answer.part.to(self.asking.device)
         before = batch.get("score")
         columns = batch.get("scores")
         rows = rows.with_fields(
@@ -162,13 +165,23 @@ class RemoteRewards:
     def _with_written(self, rows: Rows, answer: RewardedRows) -> Rows:
         """The rows with fields per token, which arrive."""
         assert answer.owner is not None
-        way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.generating)
-        device = self.generating.device
+        way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.asking)
+        device = self.asking.device
         like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}
         kinds = row_field_kinds(schema_of(rows.batch), like)
         fields, _ = receive_rows(like, kinds, way)
         width = rows.batch.tokens.shape[1]
         return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()})
+
+
+def first_request(pool: int, batches: bool = False) -> int:
+    """Number of the first request to a pool, as of `Requests`.
+
+    Args:
+      pool: its number, from 0.
+      batches: whether the request is of the ranks that train, for batches of groups written ahead.
+    """
+    return (pool + 1) * NUMBERS_OF_A_POOL + BATCHES * batches
 
 
 def even_ranks(prompts: int, samples: int, mesh: Mesh) -> np.ndarray:
@@ -199,7 +212,7 @@ class RemoteScorer:
         self.role = role
         self.training = training
         self.token_budget = token_budget
-        self.requests = Requests(training, first=(pool + 1) * NUMBERS_OF_A_POOL)
+        self.requests = Requests(training, first=first_request(pool))
         self.number = -1  # of the request that waits for its answer
 
     @property

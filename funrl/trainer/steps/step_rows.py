@@ -190,6 +190,12 @@ def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
     return rows_of(Batch(schema_of(rows.batch), **{**fields, **result.fields}), to, mesh)
 
 
+def failed_rows(rows: Rows) -> int:
+    """Number of rows on which a reward function failed."""
+    failed_B = rows.batch.get("failed")
+    return 0 if failed_B is None else int(failed_B.sum())
+
+
 def widened(rows: Rows, multiple: int = 8) -> Rows:
     """The rows in the width of the longest row of all ranks, rounded up."""
     width = -(-int(rows.lengths.max(initial=1)) // multiple) * multiple

@@ -1,0 +1,112 @@
+"""Models of agents where some ranks train and others generate: earlier selves, directories and second policies."""
+
+import functools
+
+import pytest
+import torch
+from selection import quick
+from small_runs import SIZES, SMALL, resized
+from test_agents import Rivals
+from test_asynchronous_replay import repeated, trained
+from test_clock_runs import differences, slowed
+from test_placement_runs import check_ages, compare, rank_of
+
+from funrl.algos.recipes.grpo import grpo
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.environments.logged import LoggedEnvironment
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.models.huggingface import directories as hf
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.placement.logged import sampled_nodes
+from funrl.trainer.settings.settings import settings_of
+
+pytestmark = pytest.mark.gloo
+
+
+def job_of(compose, environment=None, **settings):
+    given = Given(environment=environment or Rivals(), records=[{"prompt": f"{n}+{n}="} for n in range(24)])
+    return resized(prepare(settings_of(**SMALL | {"samples_per_prompt": 3} | settings), compose, given), SIZES)
+
+
+def run(compose, **settings):
+    job = job_of(compose, **settings)
+    return launch(functools.partial(rank_of, job), job.launched, "cpu")
+
+
+GRPO = functools.partial(grpo, kl_coef=0.0)
+AGENTS = {
+    "first self": "rival:frozen",
+    "renewed self": "rival:frozen:2",
+    "second policy": "rival:policy:second",
+}
+LAYOUTS = {
+    "dp1": ({"place": "generate:1"}, {}),
+    "fsdp, tp2": (
+        {"place": "train:dp2 generate:tp2", "fsdp": True},
+        {"mesh": "dp2", "generate_mesh": "tp2", "fsdp": True},
+    ),
+    "adapters": ({"place": "generate:1", "lora_rank": 2}, {"lora_rank": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", quick(LAYOUTS, ["dp1"]))
+@pytest.mark.parametrize("agents", quick(AGENTS, ["renewed self"]))
+def test_apart_they_give_the_same_bits(agents, layout):
+    apart, together = LAYOUTS[layout]
+    flags = {"agents": AGENTS[agents], "steps": 4}
+    compare(run(GRPO, **flags, **apart), run(GRPO, **flags, **together))
+
+
+@pytest.mark.slow
+def test_so_does_a_model_of_a_directory(tmp_path):
+    job = job_of(GRPO, seed=3)
+    params = job.model.init(torch.Generator().manual_seed(7), torch.float64)
+    hf.save(tmp_path / "model", job.model, params, job.tokenizer)
+    flags = {"agents": f"rival:{tmp_path / 'model'}"}
+    compare(run(GRPO, place="train:dp1 generate:tp2", **flags), run(GRPO, mesh="tp2", **flags), 1e-9)
+
+
+AHEAD = {
+    "first self": ("rival:frozen", {"place": "train:dp1 generate:dp1"}),
+    "renewed self": ("rival:frozen:2", {"place": "train:dp1 generate:dp2", "window": 3}),
+    "second policy": ("rival:policy:second", {"place": "train:dp1 generate:dp2"}),
+    "merged adapters": ("rival:frozen:2", {"place": "train:dp1 generate:tp2", "lora_rank": 2}),
+}
+WRITTEN = {"minibatches": 1, "steps": 6, "staleness": 2, "save_rollouts": 1, "eval_every": 9}
+
+
+@pytest.mark.parametrize("name", quick(AHEAD, ["renewed self"]))
+def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
+    agents, settings = AHEAD[name]
+    job = job_of(rollout_is, agents=agents, **WRITTEN | settings)
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None and len(steps) == 6
+    check_ages([metrics for _, metrics in steps], 2 + ("window" in settings))
+    assert max(metrics["age/max"] for _, metrics in steps) > 0
+    rivals = [
+        torch.as_tensor(node.versions)
+        for step in range(1, 7)
+        for logged in read_episodes(tmp_path / "rollouts", step)
+        for node, agent in sampled_nodes(logged.episode).items()
+        if agent == "rival"
+    ]
+    assert (len(torch.cat(rivals).unique()) > 1) == (agents != "rival:frozen")
+    adapters = {name: value for name, value in settings.items() if name == "lora_rank"}
+    again = job_of(rollout_is, LoggedEnvironment(Rivals.agents), agents=agents, minibatches=1, steps=6, **adapters)
+    done = repeated(tmp_path, again, single())
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
+    assert turns == [4 * 3 * 4] * 6, "the turns of both agents are compared"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["renewed self", "second policy"])
+def test_by_the_clock_two_runs_are_the_same(name, tmp_path):
+    agents, settings = AHEAD[name]
+    job = job_of(rollout_is, agents=agents, **WRITTEN | settings | {"clock": "tokens", "save_rollouts": 0})
+    one, other = (launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2))
+    assert differences(one, other) == []
+    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0

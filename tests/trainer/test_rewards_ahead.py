@@ -1,0 +1,117 @@
+"""Models that reward completions of groups written ahead: on the ranks that train, or on some of their own."""
+
+import functools
+import os
+
+import pytest
+from selection import quick
+from small_runs import small_job
+from test_asynchronous_replay import SETTINGS as REPLAYED
+from test_asynchronous_replay import repeated, trained
+from test_clock_runs import differences, differing_files
+from test_clock_runs import run as run_by_clock
+from test_greedy_ahead import stale_remax
+from test_own_texts import folders as folders  # a fixture
+from test_placement_runs import check_ages, rank_of, run
+from test_refilled_runs import stale_dapo
+from test_rewarding_pools import settings_of
+
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.mesh import single
+from funrl.rewards.call import RewardError
+from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources import completion_scores
+
+pytestmark = pytest.mark.gloo
+AHEAD = {
+    "on the ranks that train": (rollout_is, ["reward_model"], "train:1 generate:1", {}),
+    "on ranks of its own": (rollout_is, ["reward_model"], "train:1 generate:2 reward_model:1", {"window": 3}),
+    "both": (rollout_is, ["reward_model", "judge"], "train:1 generate:tp2 judge:1", {}),
+    "of steps": (rollout_is, ["process_reward_model"], "train:1 generate:1 process_reward_model:1", {}),
+    "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
+    "with a filter": (stale_dapo, ["judge"], "train:1 generate:2", {"max_refills": 1}),
+}
+
+
+@pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train"]))
+def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
+    compose, names, place, further = AHEAD[name]
+    flags = REPLAYED | settings_of(folders, *names)
+    job = small_job(compose, place=place, staleness=2, save_rollouts=1, **flags, **further)
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None and len(steps) == 5
+    check_ages([metrics for _, metrics in steps], 3)
+    assert max(metrics["age/max"] for _, metrics in steps) > 0
+    assert all(metrics[f"reward/{model}/mean"] for model in names for _, metrics in steps)
+    done = repeated(tmp_path, small_job(compose, **flags), single())
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert len(done) == 5 and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
+    log = read_groups(tmp_path)
+    assert log is not None
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["train:dp1 generate:dp2", "train:dp1 generate:dp2 judge:dp1"])
+def test_runs_by_the_clock_are_the_same_twice(place, folders, tmp_path):
+    flags = settings_of(folders, "reward_model", "judge") | {"place": place}
+    runs = [tmp_path / "one", tmp_path / "other"]
+    one, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
+    assert differences(one, other) + differing_files(runs, 5) == []
+    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+
+
+@pytest.mark.parametrize("place", quick(["train:1 generate:1", "train:1 generate:1 reward_model:1"], []))
+def test_samples_and_evaluations_have_their_scores(place, folders):
+    flags = {"minibatches": 1, **settings_of(folders, "reward_model")}
+    ahead = run(rollout_is, place=place, staleness=1, **flags)
+    together = run(rollout_is, **flags)
+    by_step = [
+        {shown[0]: (shown, parts) for shown, parts in zip(one.observer.shown, one.observer.parts, strict=True)}
+        for one in (ahead, together)
+    ]
+    for step in (0, 1):  # an evaluation and a batch of the first weights
+        assert by_step[0][step] == by_step[1][step] and by_step[0][step][1][0].keys() >= {"reward_model"}
+    assert ahead.observer.table[:6] == together.observer.table[:6]
+
+
+def test_a_filter_does_not_replace_prompts_before_they_are_scored(folders):
+    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1 and --judge: other prompts take"):
+        small_job(stale_dapo, place="generate:1", staleness=1, **settings_of(folders, "judge"))
+
+
+def no_score(*_):
+    raise RewardError("the reward model gave nan for a completion")
+
+
+def no_model(*_):
+    raise RuntimeError("the reward model is out of memory")
+
+
+def lost_rank(*_):
+    os._exit(1)
+
+
+PLACES = ["generate:1", "generate:1 reward_model:1"]
+
+
+@pytest.mark.parametrize("staleness", quick([0, 1], [1]))
+@pytest.mark.parametrize("place", quick(PLACES, PLACES[1:]))
+def test_a_model_that_gives_no_score_ends_the_run(place, staleness, folders, monkeypatch):
+    monkeypatch.setattr(completion_scores, "check_scores", no_score)
+    flags = settings_of(folders, "reward_model")
+    job = small_job(rollout_is, place=place, staleness=staleness, minibatches=1, **flags)
+    ended = launch(functools.partial(rank_of, job), job.launched, "cpu")
+    assert ended.outcome.error == "the reward model gave nan for a completion"
+
+
+@pytest.mark.parametrize("failure, message", [(no_model, "is out of memory"), (lost_rank, "rank 2")])
+@pytest.mark.parametrize("staleness", quick([0, 1], []))
+def test_so_does_one_whose_rank_fails(staleness, failure, message, folders, monkeypatch):
+    monkeypatch.setattr(completion_scores, "check_scores", failure)
+    flags = settings_of(folders, "reward_model")
+    job = small_job(rollout_is, place=PLACES[1], staleness=staleness, minibatches=1, **flags)
+    with pytest.raises(WorkerError, match=message):
+        launch(functools.partial(rank_of, job), job.launched, "cpu")
