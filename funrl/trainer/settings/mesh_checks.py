@@ -37,8 +37,8 @@ def check_placement(settings: Settings, place: str) -> None:
     engine = settings.engines.engine
     staleness = settings.asynchrony.staleness
     apart = {
-        f"--engine={engine}": engine == "vllm" or (joined and engine != "native"),
-        f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
+        f"--engine={engine}": joined and engine != "native",
+        f"--engine={engine} and --staleness={staleness}": engine == "hf" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
         f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
         "--router_replay": joined and settings.routers.router_replay,
