@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -30,7 +31,7 @@ def as_whole_world(mesh: Mesh) -> Iterator[None]:
     run = world.default_pg
     count = world.group_count
     ranks = list(mesh.ranks)
-    own = mesh.group(AXES) if mesh.world > 1 else dist.new_group(ranks, use_local_synchronization=True)
+    own: Any = mesh.group(AXES) if mesh.world > 1 else dist.new_group(ranks, use_local_synchronization=True)
     world.group_count = FIRST_NUMBER
     c10d._update_default_pg(own)
     try:
