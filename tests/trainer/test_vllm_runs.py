@@ -101,11 +101,22 @@ def test_steps_with_a_server_are_those_of_the_native_engine(server):
 @needs_vllm
 @pytest.mark.gloo
 def test_a_server_generates_for_ranks_that_only_generate(server):
-    settings = {"sizes": SIZES, "dtype": "float32", "place": "train:dp1 generate:dp1"}
-    served = placed_steps(engine="vllm_server", engine_url=server.url, **settings)
-    native = placed_steps(**settings)
-    assert len(served) == 3 and [x["reward/mean"] for x in served] == [x["reward/mean"] for x in native]
-    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in served)
+    check_placed(engine="vllm_server", engine_url=server.url, place="train:dp1 generate:dp1")
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_vllm_generates_on_the_ranks_that_only_generate():
+    check_placed(engine="vllm", place="train:dp1 generate:tp2")
+
+
+def check_placed(**settings):
+    """Ranks that only generate give the native engine's rewards and the trainer's log-probabilities."""
+    common = {"sizes": SIZES, "dtype": "float32"}
+    done = placed_steps(**common, **settings)
+    native = placed_steps(**common, place="train:dp1 generate:dp1")
+    assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
+    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in done)
 
 
 def placed_steps(**settings):
@@ -231,6 +242,11 @@ def test_a_server_that_is_killed_ahead_of_the_trainer_is_named_within_its_limit(
 def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_rows(tmp_path, capsys):
     saved = {"dtype": "float32", "warmstart_steps": 0, "batch_prompts": 4, "samples_per_prompt": 2, "device": "cpu"}
     saved |= {"eval_prompts": 6, "compile": "off", "lr": 1e-2, "save_rollouts": 1, "run_dir": tmp_path / "run"}
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(40)))
+    (tmp_path / "r.py").write_text(
+        "def twos(prompt, completion):\n    return completion.count('2') - completion.count('+')"
+    )
+    saved |= {"prompts": tmp_path / "p.jsonl", "reward": f"{tmp_path}/r.py:twos", "reward_workers": 0}
     flags = [f"--{name}={value}" for name, value in (AHEAD | saved | {"engine": "vllm"}).items()]
     with weights_amid_rows(), scored_by_their_versions(tmp_path / "tokens"):
         assert main(["funrl", "rollout_is", *flags]) == 0
