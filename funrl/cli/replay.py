@@ -38,6 +38,7 @@ from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.loop import MakeSource
@@ -45,7 +46,7 @@ from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
-from funrl.trainer.settings.settings import settings_flags, settings_of
+from funrl.trainer.settings.settings import Settings, settings_flags, settings_of, with_flags
 from funrl.trainer.sources.observing import Observer
 
 SHARDING = {  # on another mesh
@@ -55,6 +56,7 @@ SHARDING = {  # on another mesh
     "grad_reduce_dtype": "auto",
     "generate_mesh": None,
 }
+VLLM = ("vllm", "vllm_server")  # engines
 HERE = {
     "run_dir": None,
     "resume": False,
@@ -110,14 +112,21 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
       SettingsError: episodes of the run cannot be generated again.
     """
     groups = read_groups(run)
-    if not has_environment(command.settings):
-        return None if groups is None else functools.partial(logged_source, groups)
+    episodes = has_environment(command.settings)
+    if groups is None and not episodes:
+        return None
+    flags = _recorded_flags(run)
+    engine = command.settings.engines.engine
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
-    if tokens is not None:
+    if engine in VLLM and flags.get("place") is not None:
+        problem = f"the bits of what vLLM samples depend on the rows beside (--engine={engine})"
+    elif groups is not None and not episodes:
+        return functools.partial(logged_source, groups)
+    elif tokens is not None:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
-    elif groups is None and _recorded_flags(run).get("keep_cache"):
+    elif groups is None and flags.get("keep_cache"):
         problem = "tokens were sampled on keys and values of several weights (--keep_cache)"
     elif not agents:
         problem = "no episodes are saved, which --save_rollouts does"
@@ -205,7 +214,7 @@ def _trained_on(place: str, mesh: str) -> str:
 
 
 def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
-    job = _without_environment(command, repeat)
+    job = _job(command, repeat)
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     try:
         with warm_started(job) as started:
@@ -222,16 +231,27 @@ def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
     return 0 if agrees else 1
 
 
-def _without_environment(command: Command, repeat: Repeat) -> Job:
-    """The job of a run, with a log in place of its environment: neither made nor loaded from a file."""
-    if not has_environment(command.settings):
-        return prepare(command.settings, command.compose)
+def _job(command: Command, repeat: Repeat) -> Job:
+    """The job of a run, without what is not asked again: a log is in place of its environment, which is not loaded."""
+    settings, given = _without_vllm(command.settings) if repeat.logged is None else (command.settings, Given())
+    if not has_environment(settings):
+        return prepare(settings, command.compose, given)
     logged = repeat.logged
     environment = logged if isinstance(logged, LoggedEnvironment) else LoggedEnvironment(_agents(repeat.run_dir))
-    given = Given(environment=environment) if command.settings.environments.env is not None else Given()
-    job = prepare(command.settings, command.compose, given)
+    if settings.environments.env is not None:
+        given = given._replace(environment=environment)
+    job = prepare(settings, command.compose, given)
     assert isinstance(job, RLJob)
     return dataclasses.replace(job, task=job.task._replace(environment=environment))
+
+
+def _without_vllm(settings: Settings) -> tuple[Settings, Given]:
+    """Settings of a run that generates nothing, for which neither vLLM nor a server of it has to be here."""
+    if settings.engines.engine not in VLLM:
+        return settings, Given()
+    model = first_model(settings, Given())[0] if settings.models.model is None else None  # its heads are for vLLM
+    idle = {name: settings_flags()[name].default for name in ("engine", "engine_url", "engine_timeout", "kv_cache_gb")}
+    return with_flags(settings, **idle), Given(model=model)
 
 
 def _rank(job: Job, repeat: Repeat, mesh: Mesh) -> list[Replayed]:

@@ -268,7 +268,15 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        ({"engine": "vllm"}, "--engine=vllm with --place=generate:1: every rank has to generate then"),
+        (
+            {"engine": "vllm", "staleness": 1, "clock": "tokens"},
+            "--clock=tokens with --engine=vllm: what vLLM",
+        ),
+        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: vLLM computes keys"),
+        (
+            {"engine": "vllm", "place": "generate:join"},
+            "generators that join have the native engine",
+        ),
         ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (

@@ -1,17 +1,26 @@
-"""Runs that generate with vLLM inside of the trainer's processes: its log-probabilities are the trainer's."""
+"""Runs that generate with vLLM, in their processes and by servers: its log-probabilities are the trainer's."""
 
+import contextlib
 import functools
 import importlib.util
+import itertools
+import json
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from small_runs import GRPO, PPO, Quiet, begin, run_steps, scored_batch, small_job
+from small_runs import GRPO, PPO, Quiet, begin, digits_reward, run_steps, scored_batch, small_job
 from test_episode_runs import episode_job
 
+from funrl import trees
 from funrl.algos import (
     Algorithm,
     add,
@@ -27,13 +36,19 @@ from funrl.algos import (
     to_tokens,
     weighted,
 )
+from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.batch import with_rows_spread
-from funrl.mesh.launch import launch
+from funrl.cli.main import main
+from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
+from funrl.mesh.pools.groups import GroupBoard
 from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError
+from funrl.rollout.vllm.engine import VLLMEngine
 from funrl.tasks.calculator import calculator_environment
+from funrl.trainer import loop
 from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
@@ -54,17 +69,29 @@ def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
         assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
-@needs_vllm
-def test_steps_with_a_server_are_those_of_the_native_engine():
+class Server(NamedTuple):
+    """A server of vLLM."""
+
+    url: str
+    process: int
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server of the runs with `SIZES`; the last test that uses it kills it."""
     command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
         try:
-            flags = {"engine": "vllm_server", "engine_url": url}
-            done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
+            yield Server(program.stdout.readline().split()[-1], program.pid)
         finally:
-            server.kill()
+            program.kill()
+
+
+@needs_vllm
+def test_steps_with_a_server_are_those_of_the_native_engine(server):
+    flags = {"engine": "vllm_server", "engine_url": server.url}
+    done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
     peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)
@@ -73,19 +100,23 @@ def test_steps_with_a_server_are_those_of_the_native_engine():
 
 @needs_vllm
 @pytest.mark.gloo
-def test_a_server_generates_for_ranks_that_only_generate():
-    command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
-    settings = {"sizes": SIZES, "dtype": "float32", "place": "train:dp1 generate:dp1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        try:
-            served = placed_steps(engine="vllm_server", engine_url=url, **settings)
-        finally:
-            server.kill()
-    native = placed_steps(**settings)
-    assert len(served) == 3 and [x["reward/mean"] for x in served] == [x["reward/mean"] for x in native]
-    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in served)
+def test_a_server_generates_for_ranks_that_only_generate(server):
+    check_placed(engine="vllm_server", engine_url=server.url, place="train:dp1 generate:dp1")
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_vllm_generates_on_the_ranks_that_only_generate():
+    check_placed(engine="vllm", place="train:dp1 generate:tp2")
+
+
+def check_placed(**settings):
+    """Ranks that only generate give the native engine's rewards and the trainer's log-probabilities."""
+    common = {"sizes": SIZES, "dtype": "float32"}
+    done = placed_steps(**common, **settings)
+    native = placed_steps(**common, place="train:dp1 generate:dp1")
+    assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
+    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in done)
 
 
 def placed_steps(**settings):
@@ -99,6 +130,133 @@ def steps_of_rank(job, mesh):
     outcome = run_rank(job, mesh, observer)
     assert outcome.error is None
     return [metrics for _, metrics in observer.steps]
+
+
+AHEAD = {"place": "train:dp1 generate:dp1", "staleness": 2, "steps": 7, "max_new_tokens": 12, "eval_every": 9}
+
+
+class Token(NamedTuple):
+    """A token that a policy sampled: its step, row and version, and the gap to that version's trainer."""
+
+    step: int
+    row: int
+    version: int
+    gap: float
+
+
+@contextlib.contextmanager
+def weights_amid_rows():
+    """Few rows run at a time; once the first batch is complete, those of others wait with a token for new weights."""
+    delivered = set()
+    step = GroupWriter.step
+    deliver = GroupBoard.deliver
+
+    def noted(board, number, group):
+        delivered.add(number)
+        deliver(board, number, group)
+
+    def held(writer):
+        engine = writer.engine
+        running = any(engine.sampled(request.number) for request in writer.resident.running)
+        if delivered >= {0, 1, 2, 3} and engine.version == 1 and running and not writer.beside.goes_on:
+            time.sleep(0.001)
+        else:
+            step(writer)
+
+    room = mock.patch.object(VLLMEngine, "room", lambda engine: max(0, 8 - engine.unfinished()))
+    steps = mock.patch.object(GroupWriter, "step", held)
+    with room, steps, mock.patch.object(GroupBoard, "deliver", noted):
+        yield
+
+
+@contextlib.contextmanager
+def scored_by_their_versions(file):
+    """Each token that is learned from is scored by the weights that it is said to be of, and noted in a file."""
+    weights = {}
+    sync = loop.sync
+    learn = loop.learn_batch
+
+    def synced(parts, state, *rest, **named):
+        weights[state.version + 1] = trees.map_named(lambda _, x: x.clone(), state.roles["policy"].params)
+        return sync(parts, state, *rest, **named)
+
+    def learned(trainer, state, rows):
+        placed = trainer.parts.roles["policy"].placed
+        batch = rows.batch
+        with torch.no_grad():
+            scores = {
+                v: placed.token_scores(weights[v], batch).logp for v in batch.version[batch.mask].unique().tolist()
+            }
+        with file.open("a") as lines:
+            for row, place in batch.mask.nonzero().tolist():
+                version = int(batch.version[row, place])
+                gap = abs(float(scores[version][row, place] - batch.rollout_logp[row, place]))
+                print(json.dumps(Token(state.step + 1, row, version, gap)), file=lines)
+        return learn(trainer, state, rows)
+
+    with mock.patch.object(loop, "sync", synced), mock.patch.object(loop, "learn_batch", learned):
+        yield
+
+
+def check_ahead(steps, file):
+    """Each token is of the version that it is said to be of, none is older than 2, and no row is missing."""
+    tokens = [Token(*json.loads(line)) for line in file.read_text().splitlines()]
+    assert [metrics["age/max"] <= 2 for metrics in steps] == [True] * 7
+    assert max(token.gap for token in tokens) < 1e-4
+    assert all(0 <= token.step - token.version <= 2 for token in tokens)
+    assert {(token.step, token.row) for token in tokens} == set(itertools.product(range(1, 8), range(8)))
+    versions = {(token.step, token.row, token.version) for token in tokens}
+    assert len(versions) > 7 * 8  # weights came amid a row
+    assert max(metrics["rollout/stale_gap_max"] for metrics in steps) > 1e-2  # versions differ by more than the bound
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in steps)
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_server_writes_ahead_by_the_weights_that_it_says(server, tmp_path):
+    flags = {"engine": "vllm_server", "engine_url": server.url}
+    job = small_job(rollout_is, sizes=SIZES, dtype="float32", **AHEAD, **flags)
+    with weights_amid_rows(), scored_by_their_versions(tmp_path / "tokens"):
+        steps = launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+    check_ahead(steps, tmp_path / "tokens")
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_server_that_is_killed_ahead_of_the_trainer_is_named_within_its_limit(server):
+    rewarded = itertools.count(1)
+
+    def killing(prompt, completion, **fields):
+        if next(rewarded) == 20:  # of two batches and an evaluation, at most
+            os.kill(server.process, signal.SIGKILL)
+        return digits_reward(prompt, completion)
+
+    flags = {"engine": "vllm_server", "engine_url": server.url, "engine_timeout": 1.0}
+    job = small_job(rollout_is, sizes=SIZES, dtype="float32", reward=killing, **AHEAD, **flags)
+    with pytest.raises(WorkerError, match=f"(?s)rank 1.*the server {server.url} has not answered for 1 s"):
+        launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_rows(tmp_path, capsys):
+    saved = {"dtype": "float32", "warmstart_steps": 0, "batch_prompts": 4, "samples_per_prompt": 2, "device": "cpu"}
+    saved |= {"eval_prompts": 6, "compile": "off", "lr": 1e-2, "save_rollouts": 1, "run_dir": tmp_path / "run"}
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(40)))
+    (tmp_path / "r.py").write_text(
+        "def twos(prompt, completion):\n    return completion.count('2') - completion.count('+')"
+    )
+    saved |= {"prompts": tmp_path / "p.jsonl", "reward": f"{tmp_path}/r.py:twos", "reward_workers": 0}
+    flags = [f"--{name}={value}" for name, value in (AHEAD | saved | {"engine": "vllm"}).items()]
+    with weights_amid_rows(), scored_by_their_versions(tmp_path / "tokens"):
+        assert main(["funrl", "rollout_is", *flags]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    check_ahead([json.loads(line) for line in lines], tmp_path / "tokens")
+    capsys.readouterr()
+    assert main(["funrl", "replay", str(tmp_path / "run"), "--rows"]) == 0
+    assert capsys.readouterr().out.count("the same bits") == 7
+    assert main(["funrl", "replay", str(tmp_path / "run")]) == 2
+    assert "depend on the rows beside (--engine=vllm); --rows repeats its training" in capsys.readouterr().err
 
 
 class Tree:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.own_world import as_whole_world
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
 from funrl.models.huggingface.config import config_to_hf
@@ -243,7 +244,7 @@ class LocalCore:
 def start_vllm(
     model: Model, mesh: Mesh, dtype: torch.dtype, max_rows: int, cache_bytes: int = 0, compiled: bool = False
 ) -> LocalCore:
-    """Start vLLM in this process, with random weights. Collective over all processes of the run.
+    """Start vLLM in this process, with random weights. Collective over the mesh.
 
     Args:
       model: a decoder.
@@ -257,17 +258,13 @@ def start_vllm(
     Raises:
       ModelError: vLLM cannot generate with this model.
       ImportError: vLLM is not installed.
-      MeshError: the mesh is not over all processes of the run.
     """
     config = model.config
     tensor = mesh.size("tensor")
     check_vllm(model, mesh.device.type, dtype, tensor=tensor, cache_bytes=cache_bytes)
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if mesh.world != processes:
-        raise MeshError(f"vLLM generates on all {processes} processes of a run; {mesh} is over {mesh.world}")
     if mesh.device.type == "cuda":
         expand_segments(False)  # the memory pool of the sleep mode refuses them
-    with contained(mesh), contextlib.ExitStack() as files:
+    with contained(mesh), as_whole_world(mesh), contextlib.ExitStack() as files:
         folder = files.enter_context(tempfile.TemporaryDirectory())
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
@@ -296,7 +293,7 @@ def start_vllm(
             tensor_parallel_size=tensor,
             block_size=page_tokens,
             kv_cache_memory_bytes=cache_bytes,
-            distributed_executor_backend=launcher(mesh) if processes > 1 else "uni",
+            distributed_executor_backend=launcher(mesh) if mesh.world > 1 else "uni",
             enable_prefix_caching=True,
             async_scheduling=False,
             disable_log_stats=True,

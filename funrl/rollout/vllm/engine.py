@@ -312,16 +312,16 @@ def vllm_engine(
     dtype: torch.dtype = torch.float32,
     options: VLLMOptions = VLLM_DEFAULTS,
 ) -> VLLMEngine:
-    """Start vLLM in this process, without weights yet. Collective over all processes of the run.
+    """Start vLLM in this process, without weights yet. Collective over the mesh.
 
     Args:
       model: a decoder.
-      mesh: over all processes of the run; "tensor" splits the model, each index of the other axes is a replica.
+      mesh: "tensor" splits the model, each index of the other axes is a replica.
       dtype: of weights and cache.
       options: bounds and choices of the engine.
 
     Raises:
-      ModelError, ImportError, MeshError: as in `start_vllm`.
+      ModelError, ImportError: as in `start_vllm`.
     """
     core = start_vllm(
         model, mesh, dtype, max_rows=options.max_rows, cache_bytes=options.cache_bytes, compiled=options.compiled

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def make_expert_group(tensor: int) -> None:
-    """Make vLLM's group of the ranks that share experts, if it has its other groups. Collective over all processes.
+    """Make vLLM's group of the ranks that share experts, if it has its other groups. Collective over vLLM's processes.
 
     vLLM makes it for a process whose first model has experts, and lacks it if an earlier model had none.
 

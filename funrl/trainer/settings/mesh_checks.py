@@ -34,15 +34,12 @@ def check_placement(settings: Settings, place: str) -> None:
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
     agents = parse_agents(settings.environments.agents)
     joined = flags.joined
-    engine = settings.engines.engine
-    staleness = settings.asynchrony.staleness
     apart = {
-        f"--engine={engine}": engine == "vllm" or (joined and engine != "native"),
-        f"--engine={engine} and --staleness={staleness}": engine != "native" and staleness,
         f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
         f"--agents={settings.environments.agents}": joined and (agents.frozen or agents.policies),
         "--router_replay": joined and settings.routers.router_replay,
     }
+    check_placed_engine(settings, place)
     if joined:
         check_joined(settings, place)
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
@@ -53,6 +50,38 @@ def check_placement(settings: Settings, place: str) -> None:
     for flag, given in apart.items():
         if given:
             raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")
+
+
+def check_placed_engine(settings: Settings, place: str) -> None:
+    """Refuse what the engine of ranks that generate cannot do. Raises: SettingsError, naming the flag.
+
+    Args:
+      place: the value of --place.
+    """
+    engine = settings.engines.engine
+    flags = settings.asynchrony
+    if engine == "native":
+        return
+    if settings.devices.joined:
+        raise SettingsError(
+            f"--engine={engine} with --place={place}: generators that join have the native engine; leave --engine out, "
+            "or give ranks that generate, as generate:2"
+        )
+    if engine == "hf" and flags.staleness:
+        raise SettingsError(
+            f"--engine=hf and --staleness={flags.staleness} with --place={place}: transformers completes whole "
+            "batches, and takes no weights meanwhile; leave --staleness out, or give another --engine"
+        )
+    if flags.clock == "tokens":
+        raise SettingsError(
+            f"--clock=tokens with --engine={engine}: what vLLM computes in an iteration is its own, and its bits "
+            "depend on the rows beside; leave --clock out, or give --engine=native"
+        )
+    if flags.keep_cache:
+        raise SettingsError(
+            f"--keep_cache with --engine={engine}: vLLM computes keys and values of running sequences again under new "
+            "weights; leave it out, or give --engine=native"
+        )
 
 
 def check_joined(settings: Settings, place: str) -> None:
