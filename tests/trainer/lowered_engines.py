@@ -1,0 +1,59 @@
+"""A program: completions of engines on meshes of JAX's CPU devices against those of torch on one.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
+
+A mesh is that of --generate_mesh, with "+lora" where requests name adapters. It prints the largest difference of a
+log-probability, the rows that each lane has decoded together at most, and "other tokens" if there are some.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from test_lowered_decoding import SIZES, jiggled, requests, weights
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE
+from funrl.mesh.text import parse
+from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.routing import Experts
+from funrl.models.model import Lora
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+
+LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
+
+
+def completions(model, dtype, make_backend, adapters):
+    """Completions of an engine, greedy and sampled ones, with too few pages for all at once."""
+    options = NativeOptions(max_rows=4, cache_bytes=1 << 20, packed=False, make_backend=make_backend)
+    engine = native_engine(model, SINGLE, dtype, options._replace(static=make_backend is not None))
+    engine.load(trees.named(weights(model, dtype)))
+    if adapters[0]:
+        layouts = trees.named(engine.adapter_weights(LORA).layouts)
+        factors = [(name, jiggled(torch.zeros(layout.shape, dtype=dtype))) for name, layout in layouts]
+        engine.load_adapter("own", LORA, factors)
+    ways = ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9})
+    done = [x for way in ways for x in complete(engine, requests(adapters, **way))]
+    pools = engine._scheduler.pool.lanes
+    return done, [pool.peak for pool in pools]
+
+
+def main(dtype, *texts):
+    dtype = getattr(torch, dtype)
+    for text in texts:
+        mesh, _, kind = text.partition("+")
+        sizes = parse(mesh)
+        adapters = ("own", None) if kind == "lora" else (None,)
+        experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
+        model = decoder_model(decoder_config(**SIZES | experts))
+        wanted, _ = completions(model, dtype, None, adapters)
+        found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters)
+        same = all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
+        gap = max((x.raw_logp - y.raw_logp).abs().max().item() for x, y in zip(found, wanted, strict=True))
+        print(text, f"{gap:.1e}", *peaks, "" if same else "other tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
