@@ -3,13 +3,15 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
 
 A mesh is that of --generate_mesh, with "+lora" where requests name adapters. It prints the largest difference of a
-log-probability, the rows that each lane has decoded together at most, and "other tokens" if there are some.
+log-probability, the pages that each lane has used at most, and "other tokens" if there are some.
 """
 
 import sys
+import unittest.mock
 from functools import partial
 
 import torch
+from jax.sharding import PartitionSpec
 from test_lowered_decoding import SIZES, jiggled, requests, weights
 
 from funrl import trees
@@ -21,6 +23,8 @@ from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+from funrl.xla import meshes
+from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
 
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
 
@@ -40,7 +44,22 @@ def completions(model, dtype, make_backend, adapters):
     return done, [pool.peak for pool in pools]
 
 
+def resharded():
+    """Lay out a tensor that the devices have for another mesh, while nothing may be sent to them."""
+    x = torch.arange(16.0).view(4, 4)
+    trained = copies_on(tuple(parse("dp2,tp2").items()))
+    trained.sent(x, PartitionSpec("data"))
+    place = (devices_of_mesh(parse("tp4")), {"x": PartitionSpec(None, "tensor")})
+    with unittest.mock.patch.object(meshes, "to_jax", side_effect=AssertionError("sent from the host")):
+        copy = trained.laid_out({"x": x.detach()}, *place)["x"]
+    assert copy.sharding.spec == PartitionSpec(None, "tensor") and to_host(copy).equal(x)
+    x += 1
+    assert to_host(trained.laid_out({"x": x.detach()}, *place)["x"]).equal(x)  # sent anew
+    return "resharded by the devices"
+
+
 def main(dtype, *texts):
+    print(resharded())
     dtype = getattr(torch, dtype)
     for text in texts:
         mesh, _, kind = text.partition("+")

@@ -62,8 +62,7 @@ class Scheduler:
         self._speculate = speculate
         self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = self.recomputed = 0
-        self.reserved = self.snapshot_tokens = 0
-        self._peak = self._wanted = 0
+        self.reserved = self.snapshot_tokens = self._peak = self._wanted = 0
         self._sequences = sequences
         self._page = page_tokens
         self._pass_tokens = pass_tokens
@@ -71,11 +70,8 @@ class Scheduler:
         self._running: list[RunningSequence] = []  # in the order of their admission
         self._running_slots: np.ndarray | None = None  # their slots; None: they have changed
         self._lacking = 0  # pages that the first waiting request lacked when last tried; 0: not tried
-        self._known = np.zeros(0, dtype=np.int64)  # by slot: tokens whose keys and values are computed
-        self._owned = np.zeros(0, dtype=np.int64)  # by slot: number of pages
-        self._most = np.zeros(0, dtype=np.int64)  # by slot: pages that it may need in the end
-        self._adapters = np.zeros(0, dtype=np.int64)  # by slot: numbers, -1: none
-        self._lane = np.zeros(0, dtype=np.int64)  # by slot
+        # By slot: tokens whose keys and values are computed, pages, pages that it may need in the end, adapter, lane.
+        self._known, self._owned, self._most, self._adapters, self._lane = np.zeros((5, 0), dtype=np.int64)
         self._adapts = False  # whether a sequence has had an adapter
         self._table = np.zeros((0, 1), dtype=np.int32)
 
@@ -221,11 +217,9 @@ class Scheduler:
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Fork the siblings of sampling requests; returns (slot of a sibling, index of its first sample) pairs."""
         leaders = {sequence.slot: sequence for sequence in self._running if sequence.siblings}
-        if not leaders:
-            return []
         return [
             (sequence.slot, source)
-            for source, slot in enumerate(sampling_slots.tolist())
+            for source, slot in enumerate(sampling_slots.tolist() if leaders else ())
             if slot in leaders
             for sequence in self._fork(leaders[slot], copies)
         ]
