@@ -2,8 +2,8 @@
 
     python lowered_runs.py DTYPE STEPS RECIPE:MESH...
 
-A mesh is that of --mesh, with "+fsdp" where weights are fully sharded, and "+on=MESH" where JAX decodes too, on that
-mesh. It prints the largest difference of a metric, relative to the metric where that is above 1, and its name. torch's
+A mesh is that of --mesh, with "+fsdp" where weights are fully sharded, "+lora" where adapters learn, and "+on=MESH"
+where JAX decodes too, on that mesh. It prints the largest difference of a metric, relative to the metric where that is above 1, and its name. torch's
 runs come first: a fork beside the threads of JAX can wait forever.
 """
 
@@ -28,6 +28,8 @@ def job_of(text, dtype, **settings):
     lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
     learns = {"reward": None} if recipe == "sft" else {}
     options = {"sizes": sizes, "dtype": dtype, "lr": lr, "mesh": mesh, "fsdp": "fsdp" in kinds}
+    if "lora" in kinds:  # and activations are computed again
+        options |= {"lora_rank": 2, "remat": "full"}
     if engine:
         options |= {"generate_mesh": engine[0], "compile": "on" if "backend" in settings else "off"}
     return small_job(RECIPES[recipe], **options, **learns, **settings)

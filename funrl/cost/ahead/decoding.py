@@ -33,7 +33,7 @@ from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.lowered.decoding import CACHE, CACHED, FunctionOf, XlaBackend, pass_places
+from funrl.trainer.lowered.decoding import CACHE, WITH_CACHE, FunctionOf, XlaBackend, pass_places
 from funrl.trainer.lowered.mesh_decoding import PassSpecs
 from funrl.xla.ahead import AheadProgram, topology_mesh
 from funrl.xla.errors import XlaError
@@ -243,7 +243,7 @@ class EnginePasses:
         given = self.specs.given(kind, args)
         results = functools.partial(self.specs.results, kind)
         program = MeshProgram(make, DeviceCopies(self.mesh), lambda *_: given, results, name=name)
-        donated = (CACHE,) if kind in CACHED else ()
+        donated = (CACHE,) if kind in WITH_CACHE else ()
         return compile_program(program, tuple(args), donated, self.note)[0]
 
 

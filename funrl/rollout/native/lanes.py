@@ -57,7 +57,7 @@ class LanePages:
         return min(left) >= 0
 
 
-class Prefix(NamedTuple):
+class KnownPrefix(NamedTuple):
     """The part of a waiting text that a lane's cache holds.
 
     Attributes:
@@ -71,7 +71,7 @@ class Prefix(NamedTuple):
     tail: list[int]
 
 
-def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> Prefix:
+def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> KnownPrefix:
     """Find the longest prefix of a waiting sequence's text in a lane, without its last token."""
     text = sequence.contents_of(sequence.text.tolist())
     root = sequence.root
@@ -83,7 +83,7 @@ def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> 
         shared += tail
     known = cells.known(text, shared, known, root)
     shared = shared[: -(-known // pool.page_tokens)]
-    return Prefix(shared, known, tail if known % pool.page_tokens else [])
+    return KnownPrefix(shared, known, tail if known % pool.page_tokens else [])
 
 
 def by_prefix(pages: LanePages, cells: CellPool, sequence: RunningSequence, lanes: Iterable[int]) -> list[int]:

@@ -35,7 +35,7 @@ from funrl.xla.operators.result import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of `prefill_function` and `decode_function` that is donated
-CACHED = ("prefill", "decode")  # kinds of programs that have it
+WITH_CACHE = ("prefill", "decode")  # kinds of programs that have it
 
 
 class PassProgram(Protocol):
@@ -222,7 +222,7 @@ class XlaBackend(TorchBackend):
     def _program(self, key: Any, function_of: FunctionOf) -> PassProgram:
         """The program of a key, which begins with its kind."""
         if key not in self._programs:
-            donated = (CACHE,) if key[0] in CACHED else ()
+            donated = (CACHE,) if key[0] in WITH_CACHE else ()
             self._programs[key] = self._made(key[0], function_of, donated)
         return self._programs[key]
 
