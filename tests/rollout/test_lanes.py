@@ -73,7 +73,7 @@ def test_a_turn_goes_to_the_lane_that_has_computed_its_begin():
     engine = engine_of(2, 40)
     first = [Request(i, [i + 1] * 20, Sampling(max_new_tokens=20, greedy=True), i) for i in range(3)]
     texts = [
-        request.prompt + done.tokens.tolist() for request, done in zip(first, complete(engine, first), strict=True)
+        [*request.prompt, *done.tokens.tolist()] for request, done in zip(first, complete(engine, first), strict=True)
     ]
     for number, text in enumerate(texts):  # each begins alone, so that all lanes have room
         complete(engine, [Request(number, [*text, 7], Sampling(max_new_tokens=2), 0, computed=len(text) - 1)])
