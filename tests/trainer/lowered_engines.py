@@ -30,7 +30,7 @@ LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
 
 
 def completions(model, dtype, make_backend, adapters):
-    """Completions of an engine, greedy and sampled ones, with too few pages for all at once."""
+    """Completions of an engine, every other one greedy, and the largest number of pages that each lane had."""
     options = NativeOptions(max_rows=4, cache_bytes=1 << 20, packed=False, make_backend=make_backend)
     engine = native_engine(model, SINGLE, dtype, options._replace(static=make_backend is not None))
     engine.load(trees.named(weights(model, dtype)))
@@ -38,10 +38,9 @@ def completions(model, dtype, make_backend, adapters):
         layouts = trees.named(engine.adapter_weights(LORA).layouts)
         factors = [(name, jiggled(torch.zeros(layout.shape, dtype=dtype))) for name, layout in layouts]
         engine.load_adapter("own", LORA, factors)
-    ways = ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9})
-    done = [x for way in ways for x in complete(engine, requests(adapters, **way))]
-    pools = engine._scheduler.pool.lanes
-    return done, [pool.peak for pool in pools]
+    greedy, sampled = (requests(adapters, **way) for way in ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9}))
+    done = complete(engine, [pair[i % 2] for i, pair in enumerate(zip(greedy, sampled, strict=True))])
+    return done, [pool.peak for pool in engine._scheduler.pool.lanes]
 
 
 def resharded():
@@ -66,7 +65,7 @@ def main(dtype, *texts):
         sizes = parse(mesh)
         adapters = ("own", None) if kind == "lora" else (None,)
         experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
-        model = decoder_model(decoder_config(**SIZES | experts))
+        model = decoder_model(decoder_config(**SIZES | {"layers": 1} | experts))
         wanted, _ = completions(model, dtype, None, adapters)
         found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters)
         same = all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
