@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.attention import attention, attention_reference
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.grouped_linear import head_products
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
@@ -67,6 +67,29 @@ def latent_paged_attention_reference(
         weights = logits.masked_fill(~seen_TS, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hts,shv->thv", weights, values))
     return torch.cat(outs)
+
+
+def static_latent_paged_attention(
+    q_NHD: Tensor, latent_NL: Tensor, up_HMR: Tensor, cache_PTL: Tensor, paging: Paging, value: int, scale: float
+) -> Tensor:
+    """`latent_paged_attention` of equally many tokens of each row of `paging.table_SP`, whose pages are all read.
+
+    It is made of core operators, for programs that are traced, as `static_paged_attention` is. Queries meet the latent
+    vectors themselves.
+    """
+    rows, pages = paging.table_SP.shape
+    _, M, rank = up_HMR.shape
+    cache_PTL.view(-1, cache_PTL.shape[2]).index_copy_(0, paging.places_N, latent_NL)
+    wide = torch.promote_types(q_NHD.dtype, torch.float32)
+    to_keys_HMR, to_values_HVR = up_HMR.to(wide).split((M - value, value), 1)
+    keys_RS1L = cache_PTL[paging.table_SP.long()].flatten(1, 2).unsqueeze(2).to(wide)
+    q_RTHD = q_NHD.unflatten(0, (rows, -1)).to(wide)
+    to_latent_RTHL = torch.einsum("rthm,hml->rthl", q_RTHD[..., : M - value], to_keys_HMR)
+    q_RTHL = torch.cat((to_latent_RTHL, q_RTHD[..., M - value :]), -1)
+    seen_RTS = paging.positions_N.view(rows, -1, 1) >= torch.arange(pages * cache_PTL.shape[1], device=q_NHD.device)
+    out_RTHL = attention_reference(q_RTHL, keys_RS1L, keys_RS1L, seen_RTS, scale=scale)
+    out_RTHV = torch.einsum("rthl,hvl->rthv", out_RTHL[..., :rank], to_values_HVR)
+    return out_RTHV.flatten(0, 1).to(q_NHD.dtype)
 
 
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.

@@ -7,6 +7,7 @@ which `shard_map` gives each device; its collectives name the axes they go over.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -26,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from funrl import trees
 from funrl.mesh.mesh import AXES, Mesh, combinations
 from funrl.mesh.rules import Layout
-from funrl.xla.compiled import Timed, signature, to_jax
+from funrl.xla.compiled import Timed, signature, to_jax, torch_dtype
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
 from funrl.xla.operators.collectives import GROUP_SEPARATOR
@@ -82,6 +83,12 @@ def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), AXES)
 
 
+@functools.cache
+def copies_on(sizes: tuple[tuple[str, int], ...]) -> DeviceCopies:
+    """The copies on the devices of a mesh of these sizes; one record in a process, for all that computes there."""
+    return DeviceCopies(devices_of_mesh(dict(sizes)))
+
+
 class DeviceCopies:
     """Copies, on the devices of a mesh, of the host's tensors.
 
@@ -102,6 +109,20 @@ class DeviceCopies:
             known = (_version(x), spec, copy)
             self._copies[x] = known
         return known[2]
+
+    def laid_out(self, tree: trees.Tree, mesh: jax.sharding.Mesh, specs: trees.Tree) -> trees.Tree:
+        """Arrays with the numbers of a tree of tensors, split like this over a mesh of the same devices.
+
+        Those of tensors that have copies are made of these by the devices, others are sent.
+        """
+        copies = {x.data_ptr(): (tuple(x.shape), known) for x, known in self._copies.items()}
+
+        def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
+            shape, (version, _, copy) = copies.get(x.data_ptr(), ((), (-1, None, None)))
+            same = version == _version(x) and shape == tuple(x.shape) and torch_dtype(copy.dtype) == x.dtype
+            return jax.device_put(copy if same else to_jax(x), NamedSharding(mesh, spec))
+
+        return trees.map(place, tree, specs)
 
     def fetched(self, copy: jax.Array, spec: PartitionSpec) -> Tensor:
         """A tensor with the numbers of an array, which becomes its copy."""
@@ -127,6 +148,7 @@ class MeshProgram:
     """A function of shards for all devices of a mesh, traced and compiled once a shape.
 
     Attributes:
+      donated: numbers of the arguments, which are arrays, whose memory the results may take over; none at first.
       made: of every program so far, how long it took.
       texts: of the compiled programs.
     """
@@ -157,6 +179,7 @@ class MeshProgram:
         self.results = results
         self.name = name
         self.note = note
+        self.donated: tuple[int, ...] = ()
         self.made: list[Timed] = []
         self.texts: list[str] = []
         self._programs: dict[Any, _Executable] = {}
@@ -167,23 +190,41 @@ class MeshProgram:
         Raises:
           XlaError: the function cannot be lowered, or an argument does not divide.
         """
-        leaves = trees.leaves(args)
-        key = signature(args)
         with jax.enable_x64(True):
-            if key not in self._programs:
-                self._programs[key] = self._made(args)
-            program = self._programs[key]
-            sent = [self.copies.sent(x, spec) for x, spec in zip(leaves, program.given, strict=True)]
-            results = program.run(*sent)
+            program, results = self._run(args)
             whole = [self.copies.fetched(x, spec) for x, spec in zip(results, program.out, strict=True)]
             return trees.fill(program.results, whole)
+
+    def arrays(self, *args: trees.Tree) -> trees.Tree:
+        """The results as arrays, which stay on the devices, for whole tensors or for arrays that lie there already.
+
+        Raises:
+          XlaError: as a call.
+        """
+        with jax.enable_x64(True):
+            program, results = self._run(args)
+            return trees.fill(program.results, results)
+
+    def _run(self, args: tuple[trees.Tree, ...]) -> tuple[_Executable, Sequence[jax.Array]]:
+        key = signature(args)
+        if key not in self._programs:
+            self._programs[key] = self._made(args)
+        program = self._programs[key]
+        return program, program.run(*self._sent(args, program.given))
+
+    def _sent(self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec]) -> list[jax.Array]:
+        """The arguments on the devices."""
+        pairs = zip(trees.leaves(args), given, strict=True)
+        return [x if isinstance(x, jax.Array) else self.copies.sent(x, spec) for x, spec in pairs]
 
     def _made(self, args: tuple[trees.Tree, ...]) -> _Executable:
         start = time.perf_counter()
         mapped = self.mapped(args)
         traced = time.perf_counter()
-        sent = [self.copies.sent(x, spec) for x, spec in zip(trees.leaves(args), mapped.given, strict=True)]
-        run = jax.jit(mapped.run).lower(*sent).compile()
+        counts = [len(trees.leaves(x)) for x in args]
+        donated = [i for n in self.donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
+        lowering = jax.jit(mapped.run, donate_argnums=tuple(donated)).lower(*self._sent(args, mapped.given))
+        run = lowering.compile()
         took = Timed(self.name, mapped.nodes, traced - start, time.perf_counter() - traced)
         self.made.append(took)
         self.texts.append(run.as_text() or "")
@@ -212,7 +253,8 @@ class MeshProgram:
         """The program as the rank at the origin sees it; its first arguments are its place on each axis."""
         leaves = trees.leaves(args)
         shards = [
-            torch.empty(_shard_shape(x, spec, sizes), dtype=x.dtype) for x, spec in zip(leaves, given, strict=True)
+            torch.empty(_shard_shape(x, spec, sizes), dtype=x.dtype if isinstance(x, Tensor) else torch_dtype(x.dtype))
+            for x, spec in zip(leaves, given, strict=True)
         ]
         place = {axis: torch.zeros((), dtype=torch.int64) for axis in AXES}
 
@@ -244,7 +286,7 @@ def _place_on_mesh() -> list[jax.Array]:
     return [lax.axis_index(axis).astype(jnp.int64) for axis in sorted(AXES)]
 
 
-def _shard_shape(x: Tensor, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def _shard_shape(x: Tensor | jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of a device's part of a tensor."""
     shape = list(x.shape)
     for dim, axes in enumerate(spec):

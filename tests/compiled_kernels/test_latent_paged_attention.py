@@ -10,6 +10,7 @@ from funrl.compiled_kernels.latent_paged_attention import (
     latent_paged_attention_reference,
     latent_paged_bytes,
     latent_paged_flops,
+    static_latent_paged_attention,
 )
 from funrl.compiled_kernels.paged_attention import paging_of
 
@@ -34,6 +35,16 @@ def test_it_is_the_reference(way, sequences):
     expected = latent_paged_attention_reference(q, latent, up, kept, paging, value, 0.3)
     assert found.shape == (len(q), HEADS, value) and (found - expected).abs().max() < 1e-12
     assert torch.equal(cache, kept)
+
+
+@pytest.mark.parametrize("sequences", [[(1, 8), (1, 7), (1, 1)], [(3, 3), (3, 9)]], ids=["decoding", "rows"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_static_form_is_the_reference(way, sequences):
+    rank, value = WAYS[way]
+    q, latent, up, cache, paging = scene(sequences, rank, value)
+    kept, found = cache.clone(), static_latent_paged_attention(q, latent, up, cache, paging, value, 0.3)
+    expected = latent_paged_attention_reference(q, latent, up, kept, paging, value, 0.3)
+    assert (found - expected).abs().max() < 1e-12 and torch.equal(cache, kept)
 
 
 def test_prompts_and_new_tokens_go_the_cheaper_way():

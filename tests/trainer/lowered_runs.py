@@ -2,9 +2,9 @@
 
     python lowered_runs.py DTYPE STEPS RECIPE:MESH...
 
-A mesh is that of --mesh, with "+fsdp" where weights are fully sharded. It prints the largest difference of a metric,
-relative to the metric where that is above 1, and its name. torch's runs come first: a fork beside the threads of JAX
-can wait forever.
+A mesh is that of --mesh, with "+fsdp" where weights are fully sharded, "+lora" where adapters learn, and "+on=MESH"
+where JAX decodes too, on that mesh. It prints the largest difference of a metric, relative to the metric where that is
+above 1, and its name. torch's runs come first: a fork beside the threads of JAX can wait forever.
 """
 
 import sys
@@ -22,11 +22,16 @@ RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft}
 def job_of(text, dtype, **settings):
     """The job of an argument."""
     recipe, _, mesh = text.partition(":")
-    mesh, _, kind = mesh.partition("+")
+    mesh, *kinds = mesh.split("+")
+    engine = [kind.removeprefix("on=") for kind in kinds if kind.startswith("on=")]
     sizes = SIZES | ({"experts": Experts(4, 2, 8)} if mesh.startswith("ep") else {})
     lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
     learns = {"reward": None} if recipe == "sft" else {}
-    options = {"sizes": sizes, "dtype": dtype, "lr": lr, "mesh": mesh, "fsdp": kind == "fsdp"}
+    options = {"sizes": sizes, "dtype": dtype, "lr": lr, "mesh": mesh, "fsdp": "fsdp" in kinds}
+    if "lora" in kinds:  # and activations are computed again
+        options |= {"lora_rank": 2, "remat": "full"}
+    if engine:
+        options |= {"generate_mesh": engine[0], "compile": "on" if "backend" in settings else "off"}
     return small_job(RECIPES[recipe], **options, **learns, **settings)
 
 

@@ -10,7 +10,6 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE, single
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.latent_attention import Latent
-from funrl.models.errors import ModelError
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -109,12 +108,13 @@ def test_an_adapter_loaded_again_with_another_scale_is_scaled_anew():
     assert_same(*results, 1e-12)
 
 
-def test_latent_attention_is_refused():
+@pytest.mark.slow
+def test_latent_attention_decodes_as_in_torch():
     latent = Latent(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
-    model = decoder_model(decoder_config(**SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4}, latent=latent))
-    engine = engines(model, torch.float32)[1]
-    with pytest.raises(ModelError, match="latent attention to pages has no static shapes: decode it in torch"):
-        complete(engine, requests()[:1])
+    sizes = SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4, "layers": 1}
+    model = decoder_model(decoder_config(**sizes, latent=latent))
+    wanted, found = (complete(engine, requests(greedy=True)[:3]) for engine in engines(model, torch.float64))
+    assert_same(wanted, found, 1e-12)
 
 
 @pytest.mark.slow

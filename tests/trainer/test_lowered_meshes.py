@@ -21,12 +21,14 @@ MESHES = {  # the collectives that its program must have
     "sp2": {"all-to-all"},
     "ep2": {"all-gather", "reduce-scatter"},
 }
+ENGINES = ("dp2,tp2+lora",)
 RUNS = [
     ("float64", "ppo:dp2", "ppo:tp2"),
     ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
     ("float64", "ppo:dp2+fsdp", "ppo:sp2"),
     ("float32", "ppo:dp2,tp2", "sft:dp2+fsdp"),
 ]
+DECODED = ("float64", "grpo:dp2+fsdp+on=tp2")
 METRICS = {"float64": 1e-9, "float32": 1e-3}
 
 
@@ -45,6 +47,23 @@ def test_a_run_on_a_mesh_has_the_metrics_of_torch_s_ranks(runs):
     assert [line.split()[0] for line in lines] == texts
     for line in lines:
         assert float(line.split()[1]) < METRICS[dtype], line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ENGINES)
+def test_completions_of_an_engine_on_a_mesh_are_those_of_torch(mesh):
+    resharded, line = output_of("lowered_engines.py", "float64", mesh).splitlines()
+    assert resharded == "resharded by the devices"
+    _, gap, *most, other = line.split(" ")
+    assert float(gap) < 1e-12 and not other
+    assert min(map(int, most)) > 0  # both lanes have had pages
+
+
+@pytest.mark.slow
+def test_a_run_that_decodes_on_a_mesh_has_the_metrics_of_torch_s_ranks():
+    dtype, text = DECODED
+    _, gap, name = output_of("lowered_runs.py", dtype, "2", text).split()
+    assert float(gap) < METRICS[dtype], name
 
 
 def output_of(program, *args):

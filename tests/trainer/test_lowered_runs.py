@@ -81,11 +81,18 @@ def test_a_checkpoint_of_one_backend_is_continued_by_the_other(before, after, tm
     "flags,says",
     [
         ({"mesh": "sp2", "sequence_parallel": "ring"}, "query heads of the policy on a device, and no ring"),
-        ({"mesh": "dp4", "generate_mesh": "dp4"}, "from one process, which generates too: leave --generate_mesh=dp4"),
+        (
+            {"mesh": "dp4", "generate_mesh": "dp4"},
+            "--generate_mesh=dp4: with --backend=xla the engine decodes in torch",
+        ),
+        (
+            {"mesh": "dp3", "generate_mesh": "tp3", "compile": "on"},
+            "embed of the policy has a dim of 16, which does not",
+        ),
         ({"mesh": "ep2"}, "--mesh=ep2: ep2: a dense decoder has nothing to split over the expert axis"),
         ({"remat": "selective"}, "--backend=xla has --remat=none and --remat=full"),
     ],
-    ids=["ring", "generate", "dense", "remat"],
+    ids=["ring", "generate", "heads", "dense", "remat"],
 )
 def test_flags_that_the_backend_lacks_are_refused(flags, says):
     pytest.importorskip("jax")

@@ -7,13 +7,13 @@ mesh each replica of the engine is the chips that share a row index; it has slot
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import torch
-from jax.sharding import PartitionSpec
 
 from funrl import trees
 from funrl.cost.ahead.steps import compile_program
@@ -23,7 +23,7 @@ from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes
-from funrl.mesh.mesh import AXES, ROW_AXES, Mesh
+from funrl.mesh.mesh import ROW_AXES, Mesh
 from funrl.mesh.text import text
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import weight_dtypes
@@ -33,13 +33,11 @@ from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.lowered.decoding import CACHE, XlaBackend, pass_places
-from funrl.trainer.lowered.mesh_programs import OWN_ROWS
+from funrl.trainer.lowered.decoding import CACHE, WITH_CACHE, FunctionOf, XlaBackend, pass_places
+from funrl.trainer.lowered.mesh_decoding import PassSpecs
 from funrl.xla.ahead import AheadProgram, topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of
-
-ON_EACH = PartitionSpec(AXES)
 
 
 class DecodingPlan(NamedTuple):
@@ -183,8 +181,7 @@ class EnginePasses:
         self.spare = Spare(pages)
         self.params = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
         self.cache = trees.map(lambda x: x.new_empty(x.shape[0] * chips.world, *x.shape[1:]), own)
-        self.specs = trees.map(spec_of, plan.weights)
-        self.cache_specs = trees.map(lambda _: ON_EACH, self.cache)
+        self.specs = PassSpecs(trees.map(spec_of, plan.weights))
 
     def decode(self) -> AheadProgram:
         """A decoding iteration of full rows: each slot gets a token."""
@@ -194,13 +191,11 @@ class EnginePasses:
         slots = self.engines * (plan.slots + 1)  # the last one of an engine is spare
         numbers = _empty(STOP + len(plan.job.stop), slots)
         state = DecodeState(_empty(slots), numbers, _empty(slots, row_pages, dtype=torch.int32))
-        state_specs = trees.fill(state, (OWN_ROWS, PartitionSpec(None, ROW_AXES), OWN_ROWS))
         return self._compiled(
+            "decode",
             "decoding iteration",
             lambda backend: backend.decode_function(form, self.spare),
             (self.params, {}, self.cache, state, _empty(self.engines * form.rows)),
-            (self.specs, {}, self.cache_specs, state_specs, OWN_ROWS),
-            ((OWN_ROWS,) * 3, self.cache_specs, state_specs),
         )
 
     def prefill(self) -> AheadProgram:
@@ -210,11 +205,10 @@ class EnginePasses:
         places = pass_places(prompt_work(plan), plan.page_tokens, self.spare.page)
         whole = trees.map(lambda x: _empty(self.engines * len(x), *x.shape[1:], dtype=x.dtype), places)
         return self._compiled(
+            "prefill",
             f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens",
             lambda backend: backend.prefill_function((-1,)),
             (self.params, {}, self.cache, whole),
-            (self.specs, {}, self.cache_specs, trees.map(lambda _: OWN_ROWS, whole)),
-            (OWN_ROWS, self.cache_specs),
         )
 
     def sample(self) -> AheadProgram:
@@ -225,30 +219,31 @@ class EnginePasses:
         hidden_RD = _empty(rows, plan.job.model.config.embed, dtype=plan.job.dtype)
         noise_R = _empty(rows, dtype=torch.float64)
         return self._compiled(
+            "sample",
             "sampling after a prefill",
             lambda backend: backend.sample_function(sampling),
             (self.params, hidden_RD, noise_R, None),
-            (self.specs, OWN_ROWS, OWN_ROWS, None),
-            (OWN_ROWS,) * 3,
         )
 
-    def _compiled(
-        self,
-        name: str,
-        function_of: Callable[[XlaBackend], Callable[..., trees.Tree]],
-        args: Sequence[trees.Tree],
-        given: Sequence[trees.Tree],
-        results: trees.Tree,
-    ) -> AheadProgram:
-        """Compile a function of an engine's backend for whole arguments; the cache among them is donated."""
+    def _compiled(self, kind: str, name: str, function_of: FunctionOf, args: Sequence[trees.Tree]) -> AheadProgram:
+        """Compile a function of an engine's backend for whole arguments; the cache among them is donated.
+
+        Args:
+          kind: as in `PassSpecs`.
+          name: for people.
+          function_of: gives the function.
+          args: its arguments.
+        """
         job = self.plan.job
         model = job.model
 
         def make(place: Mesh) -> Callable[..., trees.Tree]:
             return function_of(XlaBackend(model, place, job.dtype, self.plan.page_tokens))
 
-        program = MeshProgram(make, DeviceCopies(self.mesh), lambda *_: given, lambda _: results, name=name)
-        donated = (CACHE,) if args[CACHE] is self.cache else ()
+        given = self.specs.given(kind, args)
+        results = functools.partial(self.specs.results, kind)
+        program = MeshProgram(make, DeviceCopies(self.mesh), lambda *_: given, results, name=name)
+        donated = (CACHE,) if kind in WITH_CACHE else ()
         return compile_program(program, tuple(args), donated, self.note)[0]
 
 

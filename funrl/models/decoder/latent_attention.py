@@ -25,7 +25,11 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
-from funrl.compiled_kernels.latent_paged_attention import attend_through_latent, latent_paged_attention
+from funrl.compiled_kernels.latent_paged_attention import (
+    attend_through_latent,
+    latent_paged_attention,
+    static_latent_paged_attention,
+)
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, halves_of_pairs, rotate
 from funrl.mesh.mesh import Mesh
@@ -167,12 +171,11 @@ class LatentAttention:
         latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
-            if context.blockwise:
-                raise ModelError("latent attention to pages has no static shapes: decode it in torch")
             cached = (context.kv_cache[0], context.paging, latent.value, scale)
+            attend_pages = static_latent_paged_attention if context.blockwise else latent_paged_attention
 
             def attend_cache(up_HMR: Tensor) -> Tensor:
-                return latent_paged_attention(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
+                return attend_pages(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
 
             return computed_merged(params["kv_b"], attend_cache).unsqueeze(0)
         if _meets_latent(q_BTHN, params["kv_b"], context):

@@ -47,6 +47,8 @@ class TorchBackend:
       spare: number of unused pages, and of cells where there are some, after those of `resize`.
     """
 
+    lanes = 1
+
     def __init__(
         self,
         model: Model,
@@ -234,6 +236,7 @@ class PackedBackend:
 
     page_tokens = decode_step.PAGE
     cell_bytes = 0
+    lanes = 1
 
     def __init__(self, model: Model, dtype: torch.dtype):
         sizes = model.abilities.compiled_step

@@ -112,7 +112,7 @@ class NativeEngine:
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._keep_cache = options.keep_cache
-        spare = CacheSizes(int(static), int(static))
+        spare = CacheSizes(backend.lanes * static, int(static))
         self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
@@ -124,6 +124,7 @@ class NativeEngine:
             speculate=speculate,
             few_rows=few_rows,
         )
+        self._scheduler.lanes = backend.lanes
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
@@ -219,7 +220,7 @@ class NativeEngine:
         """Raise ValueError if this engine could never complete one of the requests."""
         check_requests(self.model.config, requests, self._sequences.by_number, self.adapters)
         size = self._backend.page_tokens
-        limit = self._room.most_pages()
+        limit = self._room.most_pages() // self._backend.lanes
         for request in requests:
             tokens = len(request.prompt) + request.sampling.max_new_tokens
             if -(-tokens // size) > limit:
@@ -312,7 +313,7 @@ class NativeEngine:
         pages, cells = self._sizes
         spare = pages > 0 and self._static is not None
         return EngineCost(
-            cache_bytes=(pages + spare) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
+            cache_bytes=(pages + spare * backend.lanes) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
             page_tokens=backend.page_tokens,
             pages=pages,
             cells=cells,

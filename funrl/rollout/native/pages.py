@@ -15,7 +15,7 @@ ROOT = 0  # the content before the first page; other roots, for other weights, a
 
 
 class PagePool:
-    """Pages by number, from 0.
+    """Pages by number.
 
     Attributes:
       pages: number of pages.
@@ -23,12 +23,13 @@ class PagePool:
       peak: largest number of pages in use at once so far.
     """
 
-    def __init__(self, pages: int, page_tokens: int):
+    def __init__(self, pages: int, page_tokens: int, first: int = 0):
+        """Begin with empty pages; `first` is the number of the first one."""
         self.pages = pages
         self.page_tokens = page_tokens
         self.peak = 0
-        self._users = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))
+        self._users = dict.fromkeys(range(first, first + pages), 0)
+        self._free = list(reversed(self._users))
         self._idle: OrderedDict[int, None] = OrderedDict()  # registered and unused, least recently used first
         self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (content before, tokens) -> page
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}

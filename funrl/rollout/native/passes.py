@@ -72,12 +72,14 @@ class Backend(Protocol):
       page_bytes: bytes of a page, all layers together, on a rank.
       cell_bytes: bytes of a cell likewise; 0: the cache has none.
       vocab: size of the vocabulary.
+      lanes: groups of devices with equally many pages each, which sequences of other groups do not use.
     """
 
     page_tokens: int
     page_bytes: int
     cell_bytes: int
     vocab: int
+    lanes: int
 
     def load(self, params: trees.Tree) -> None:
         """Replace this rank's weights."""

@@ -15,7 +15,7 @@ import torch
 from funrl.compiled_kernels.paged_attention import read_pages
 from funrl.rollout.native.cells import CellPool, wanted_cells
 from funrl.rollout.native.device.host_copy import device_copy
-from funrl.rollout.native.pages import PagePool
+from funrl.rollout.native.lanes import LanePages, by_prefix, known_prefix, lane_room
 from funrl.rollout.native.passes import PassPlan, PassWork, sampled_positions
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
@@ -26,8 +26,9 @@ class Scheduler:
 
     Attributes:
       max_rows: bound on the requests that run at once.
+      lanes: number of lanes that the pages are in.
       pool: the pages.
-      cells: the cells.
+      cells: the cells; with several lanes there are none.
       snapshot_tokens: as in `CellPool`.
       prefilled, cached, preempted, recomputed: as in `EngineCost`.
       reserved: tokens of ended requests that the cache should have room for, besides the unfinished ones.
@@ -53,15 +54,15 @@ class Scheduler:
           few_rows: tokens of a pass, drafts included, up to which there are drafts.
         """
         self.max_rows = max_rows
-        self.pool = PagePool(0, page_tokens)
-        self.cells = CellPool(self.pool)
+        self.lanes = 1
+        self.pool = LanePages(1, 0, page_tokens)
+        self.cells = CellPool(self.pool.lanes[0])
         self._limits: list[int] = []  # lengths of the longest unfinished requests, `max_rows` at most
         self._longest = 1
         self._speculate = speculate
         self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = self.recomputed = 0
-        self.reserved = self.snapshot_tokens = 0
-        self._peak = self._wanted = 0
+        self.reserved = self.snapshot_tokens = self._peak = self._wanted = 0
         self._sequences = sequences
         self._page = page_tokens
         self._pass_tokens = pass_tokens
@@ -69,10 +70,8 @@ class Scheduler:
         self._running: list[RunningSequence] = []  # in the order of their admission
         self._running_slots: np.ndarray | None = None  # their slots; None: they have changed
         self._lacking = 0  # pages that the first waiting request lacked when last tried; 0: not tried
-        self._known = np.zeros(0, dtype=np.int64)  # by slot: tokens whose keys and values are computed
-        self._owned = np.zeros(0, dtype=np.int64)  # by slot: number of pages
-        self._most = np.zeros(0, dtype=np.int64)  # by slot: pages that it may need in the end
-        self._adapters = np.zeros(0, dtype=np.int64)  # by slot: numbers, -1: none
+        # By slot: tokens whose keys and values are computed, pages, pages that it may need in the end, adapter, lane.
+        self._known, self._owned, self._most, self._adapters, self._lane = np.zeros((5, 0), dtype=np.int64)
         self._adapts = False  # whether a sequence has had an adapter
         self._table = np.zeros((0, 1), dtype=np.int32)
 
@@ -84,7 +83,7 @@ class Scheduler:
     @property
     def short_of_pages(self) -> bool:
         """True if a request has to be preempted before the next pass."""
-        return len(self._without_page(self._slots())) > self.pool.available
+        return not self.pool.has_one_for_each(self._holders(self._without_page(self._slots())))
 
     @property
     def waiting(self) -> int:
@@ -96,12 +95,13 @@ class Scheduler:
         self._waiting.extend(sequences)
         self._lacking = 0
         self._limits = heapq.nlargest(self.max_rows, (x.limit for x in self._sequences.by_number.values()))
-        self._wanted = sum(-(-limit // self._page) for limit in self._limits)
+        longest = self._limits[: -(-len(self._limits) // self.lanes)]  # what a lane may have at once
+        self._wanted = sum(-(-limit // self._page) for limit in longest)
         self._longest = max([self._longest, *self._limits])
 
     def wanted_pages(self) -> int:
         """Pages that the unfinished requests can use at once, and those reserved for ended ones."""
-        return self._wanted + -(-self.reserved // self._page)
+        return self.lanes * (self._wanted + -(-self.reserved // (self._page * self.lanes)))
 
     @property
     def longest_pages(self) -> int:
@@ -115,8 +115,8 @@ class Scheduler:
     def resize(self, pages: int, cells: int) -> None:
         """Replace the cache by empty pages and cells. No request may be running."""
         self._peak = self.peak_pages
-        self.pool = PagePool(pages, self._page)
-        self.cells = CellPool(self.pool, cells, self.snapshot_tokens)
+        self.pool = LanePages(self.lanes, pages, self._page)
+        self.cells = CellPool(self.pool.lanes[0], cells, self.snapshot_tokens)
 
     def restart(self) -> None:
         """Preempt all running requests. All sampled tokens have been polled."""
@@ -129,7 +129,7 @@ class Scheduler:
             self._lacking = 0
             if sequence.computed:
                 text = sequence.contents_of(sequence.text[:-1].tolist())
-                self.pool.remember_tail(text, sequence.pages, sequence.root)
+                self.pool.of(sequence).remember_tail(text, sequence.pages, sequence.root)
                 self.cells.keep(sequence, text)
             self._leave(sequence)
 
@@ -142,13 +142,11 @@ class Scheduler:
         slots = self._slots()
         if not len(slots) or (self._sequences.lengths[slots] - self._known[slots] > 1).any() or self._may_admit(slots):
             return None
-        lacking = self._without_page(slots)
-        if len(lacking) > self.pool.available:
+        lacking = self._holders(self._without_page(slots))
+        if not self.pool.has_one_for_each(lacking):
             return None
-        for slot in lacking.tolist():
-            sequence = self._sequences.holder(slot)
-            assert sequence is not None
-            self._give(sequence, self.pool.take(1))
+        for sequence in lacking:
+            self._give(sequence, self.pool.of(sequence).take(1))
         return slots[~self._sequences.full(slots)]
 
     def decoded(self, slots: np.ndarray) -> None:
@@ -209,10 +207,9 @@ class Scheduler:
             ahead = np.concatenate([ahead, np.zeros_like(forked)])
         self.prefilled += sum(count for _, count in chunks)
         adapters = self._adapters[slots] if self._adapts else None
-        cells = self.cells.of_slots(slots)
         owners = self._sequences.owners_of(slots)
         given = tokens, counts, ends, table_SP, positions
-        work = PassWork(*given, adapters=adapters, cells=cells, requests=owners)
+        work = PassWork(*given, adapters=adapters, cells=self.cells.of_slots(slots), requests=owners)
         ahead = ahead if drafts.any() else None
         cell_copies = self.cells.take_copies()
         return PassPlan(work, sampling_slots, sources, ahead=ahead, copies=copies, cell_copies=cell_copies)
@@ -220,11 +217,9 @@ class Scheduler:
     def _forks(self, sampling_slots: np.ndarray, copies: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Fork the siblings of sampling requests; returns (slot of a sibling, index of its first sample) pairs."""
         leaders = {sequence.slot: sequence for sequence in self._running if sequence.siblings}
-        if not leaders:
-            return []
         return [
             (sequence.slot, source)
-            for source, slot in enumerate(sampling_slots.tolist())
+            for source, slot in enumerate(sampling_slots.tolist() if leaders else ())
             if slot in leaders
             for sequence in self._fork(leaders[slot], copies)
         ]
@@ -247,12 +242,12 @@ class Scheduler:
             sequence = running[slot]
             needed = int(self._known[slot]) + 1
             room = int(self._owned[slot]) * self._page - needed
-            spare = self.pool.available > len(running)
+            spare = self.pool.of(sequence).available > len(running)
             most = min(self._speculate, left, room + self._page * spare)
             drafts[i] = self._sequences.draft(sequence, most) if most > 0 else 0
             left -= int(drafts[i])
             if drafts[i] > room:
-                self._give(sequence, self.pool.take(1))
+                self._give(sequence, self.pool.of(sequence).take(1))
         return drafts
 
     def _tokens_of(
@@ -277,6 +272,10 @@ class Scheduler:
             self._running_slots = np.fromiter(slots, dtype=np.int64, count=len(self._running))
         return self._running_slots
 
+    def _holders(self, slots: np.ndarray) -> list[RunningSequence]:
+        """The running requests of some slots."""
+        return [x for slot in slots.tolist() if (x := self._sequences.holder(slot)) is not None]
+
     def _without_page(self, slots: np.ndarray) -> np.ndarray:
         """Select slots that have no page for their next token and have not sampled their last one."""
         return slots[(self._owned[slots] * self._page <= self._known[slots]) & ~self._sequences.full(slots)]
@@ -285,22 +284,23 @@ class Scheduler:
         """True if a waiting request may begin with the next pass, decided without searching the cache for its text."""
         if not self._waiting or len(slots) >= self.max_rows or not self.cells.has_room:
             return False
-        return not self._lacking or self.pool.available >= self._lacking + self._growing()
+        pools = enumerate(self.pool.lanes)
+        return not self._lacking or any(x.available >= self._lacking + self._growing(lane) for lane, x in pools)
 
-    def _growing(self) -> int:
-        """Number of running requests that may need another page."""
+    def _growing(self, lane: int) -> int:
+        """Number of running requests of a lane that may need another page."""
         slots = self._slots()
-        return int((self._owned[slots] < self._most[slots]).sum())
+        return int(((self._owned[slots] < self._most[slots]) & (self._lane[slots] == lane)).sum())
 
     def _with_room(self) -> np.ndarray:
         """Slots that decode, each with a page for its token; the latest requests are preempted to get these pages."""
-        for slot in self._without_page(self._slots()).tolist():
-            sequence = self._sequences.holder(slot)
-            while sequence is not None and sequence.slot >= 0 and not self.pool.available:
+        for sequence in self._holders(self._without_page(self._slots())):
+            pool = self.pool.of(sequence)
+            while sequence.slot >= 0 and not pool.available:
                 self.preempted += 1
-                self._put_back(self._running[-1])
-            if sequence is not None and sequence.slot >= 0:
-                self._give(sequence, self.pool.take(1))
+                self._put_back(next(x for x in reversed(self._running) if x.lane == sequence.lane))
+            if sequence.slot >= 0:
+                self._give(sequence, pool.take(1))
         slots = self._slots()
         lengths = self._sequences.lengths[slots]
         return slots[(self._known[slots] == lengths - 1) & ~self._sequences.full(slots)]
@@ -330,62 +330,60 @@ class Scheduler:
         count = self.cells.cut(known, min(left, budget), known + left)
         chunks.append((sequence, count))
         text = sequence.contents_of(self._sequences.text_of(sequence, known + count))
-        self.pool.remember(text, sequence.pages, sequence.root)
+        self.pool.of(sequence).remember(text, sequence.pages, sequence.root)
         self.cells.chunk(sequence, text, known + left)
         return count
 
     def _admit(self) -> RunningSequence | None:
         """Admit the first waiting request: give it a slot and pages for its text; None: it must keep waiting."""
-        if not self._waiting or len(self._running) >= self.max_rows:
-            return None
-        if len(self._running) + sum(len(sequence.siblings) for sequence in self._running) >= self.max_rows:
-            return None
-        if not self.cells.has_room:
+        if not self._waiting or not self.cells.has_room:
             return None
         sequence = self._waiting[0]
-        text = sequence.contents_of(sequence.text.tolist())
-        root = sequence.root
-        shared = self.pool.find(text[:-1], root)
-        known = len(shared) * self._page
-        tail = self.pool.find_tail(text[: sequence.known_before], shared, root) if known < sequence.known_before else []
-        if tail:
-            known = sequence.known_before
-            shared += tail
-        known = self.cells.known(text, shared, known, root)
-        shared = shared[: -(-known // self._page)]
-        tail = tail if known % self._page else []
-        self.pool.share(shared)
-        lacking = -(-len(text) // self._page) - len(shared)
-        if self.pool.available < lacking + self._growing():
-            self.pool.give_back(shared)
+        rows = self.max_rows if self.lanes == 1 else min(self.max_rows, len(self._sequences.by_number))
+        room = lane_room(self.lanes, self._running, rows)
+        lanes = by_prefix(self.pool, self.cells, sequence, room)
+        return sequence if any(self._begins(sequence, lane, room[lane]) for lane in lanes) else None
+
+    def _begins(self, sequence: RunningSequence, lane: int, room: int) -> bool:
+        """Admit the first waiting request to a lane that has room for rows; False: it lacks pages."""
+        pool = self.pool.lanes[lane]
+        shared, known, tail = known_prefix(pool, self.cells, sequence)
+        pool.share(shared)
+        lacking = -(-len(sequence.text) // self._page) - len(shared)
+        if pool.available < lacking + self._growing(lane):
+            pool.give_back(shared)
             self._lacking = lacking
-            return None
+            return False
         self._lacking = 0
         self._waiting.popleft()
+        sequence.lane = lane
         for page in tail:
-            self.pool.fill(page)
+            pool.fill(page)
         again = max(0, sequence.known_before - known)
         sequence.recomputed += again
         self.recomputed += again
         self.cells.begin(sequence, known, shared)
-        self._assign_slot(sequence, shared + self.pool.take(lacking), known)
+        self._assign_slot(sequence, shared + pool.take(lacking), known)
         self.cached += known
-        while sequence.untouched and self._waiting and sequence.is_sibling(self._waiting[0]):
+        most = len(self._waiting) if self.lanes == 1 else min(len(self._waiting), room - 1)
+        while len(sequence.siblings) < most and sequence.untouched and sequence.is_sibling(self._waiting[0]):
             sequence.siblings.append(self._waiting.popleft())
-        return sequence
+        return True
 
     def _fork(self, leader: RunningSequence, copies: list[tuple[int, int]]) -> list[RunningSequence]:
         """Admit the siblings of a request whose prompt is computed: share its whole pages and copy the last one."""
         whole, rest = divmod(len(leader.text), self._page)
+        pool = self.pool.of(leader)
         forked: list[RunningSequence] = []
         for sequence in leader.siblings:
-            if len(self._running) >= self.max_rows or self.pool.available < bool(rest) or not self.cells.has_room:
+            if len(self._running) >= self.max_rows or pool.available < bool(rest) or not self.cells.has_room:
                 break
             self.cells.fork(leader, sequence)
+            sequence.lane = leader.lane
             pages = leader.pages[:whole]
-            self.pool.share(pages)
+            pool.share(pages)
             if rest:
-                pages = pages + self.pool.take(1)
+                pages = pages + pool.take(1)
                 copies.append((leader.pages[whole], pages[whole]))
             self._assign_slot(sequence, pages, len(leader.text))
             self.cached += len(leader.text)
@@ -399,12 +397,13 @@ class Scheduler:
         slots = len(self._sequences.lengths)
         if slots > len(self._known):
             more = slots - len(self._known)
-            arrays = (self._known, self._owned, self._most, self._adapters)
-            self._known, self._owned, self._most, self._adapters = (np.pad(x, (0, more)) for x in arrays)
+            arrays = (self._known, self._owned, self._most, self._adapters, self._lane)
+            self._known, self._owned, self._most, self._adapters, self._lane = (np.pad(x, (0, more)) for x in arrays)
             self._table = np.pad(self._table, ((0, more), (0, 0)))
         self._known[sequence.slot] = known
         self._owned[sequence.slot] = 0
         self._adapters[sequence.slot] = sequence.adapter
+        self._lane[sequence.slot] = sequence.lane
         self.cells.assign(sequence)
         self._adapts |= sequence.adapter >= 0
         sequence.pages = []
@@ -434,7 +433,7 @@ class Scheduler:
 
     def _leave(self, sequence: RunningSequence) -> None:
         """Remove a request from all lists and release its pages."""
-        self.pool.give_back(sequence.pages)
+        self.pool.of(sequence).give_back(sequence.pages)
         sequence.pages = []
         self.cells.leave(sequence)
         if sequence in self._running:

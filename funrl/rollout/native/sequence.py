@@ -25,6 +25,7 @@ class RunningSequence:
       slot: its row of the arrays; -1: it has no slot.
       pages: pages that hold its keys and values, in order.
       cell: its cell of the cache; -1: it has none.
+      lane: of its pages; see `LanePages`.
       siblings: requests of the same prompt that begin once its prompt is computed.
       computed: whether its pages cover every token except the last, which was never fed back.
       known_before: tokens whose keys and values were computed before it waited; see `EngineCost.recomputed`.
@@ -42,6 +43,7 @@ class RunningSequence:
     slot: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int = -1
+    lane: int = 0
     siblings: list[RunningSequence] = dataclasses.field(default_factory=list)
     computed: bool = False
     known_before: int = 0

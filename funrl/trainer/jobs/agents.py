@@ -29,6 +29,7 @@ from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.sharding import driven_generate_sizes
 from funrl.trainer.lowered.backend import make_engine_backend
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.state import EarlierSelf
@@ -86,7 +87,7 @@ def open_frozen_agents(
 def native_options(job: Job) -> NativeOptions:
     """Options of the native engines of a job."""
     engines = job.settings.engines
-    make_backend = make_engine_backend(job.settings)
+    make_backend = make_engine_backend(job.settings, driven_generate_sizes(job.settings, job.model))
     return NativeOptions(
         engines.decode_rows,
         round((engines.kv_cache_gb or 0) * 1e9),

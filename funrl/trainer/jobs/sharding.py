@@ -19,7 +19,7 @@ from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.models.lora import decoder_of
 from funrl.models.placed import Placed
 from funrl.role_kinds import ROLES
-from funrl.trainer.lowered.backend import device_sizes
+from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
 
@@ -137,8 +137,14 @@ def check_driven(settings: Settings, models: Mapping[str, Model]) -> None:
     if Mesh(sizes).world == 1:
         return
     mesh = f"mesh={settings.devices.mesh}"
+    generating = dict.fromkeys(AXES, 1)
+    writer = ROLES.generating(models)
+    if writer is not None and decodes_in_jax(settings):
+        generating = driven_generate_sizes(settings, models[writer])
     with blaming(mesh):
-        check_layouts(models, settings, sizes, dict.fromkeys(AXES, 1))
+        check_layouts(models, settings, sizes, generating)
+    if writer is not None:
+        check_divided(f"generation on {meshes.text(generating)}", writer, models[writer], GENERATE, generating)
     for role, model in models.items():
         heads = -(-model.abilities.heads // sizes["tensor"])
         if is_ring(settings.devices.sequence_parallel, heads, sizes):
@@ -146,14 +152,30 @@ def check_driven(settings: Settings, models: Mapping[str, Model]) -> None:
                 f"--backend=xla with --{mesh}: the steps of ring attention depend on numbers; give an sp that divides "
                 f"the {heads} query heads of the {role} on a device, and no ring"
             )
-        for name, layout in trees.named(layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)):
-            for length, axes in zip(layout.shape, layout.spec, strict=True):
-                parts = math.prod(sizes[axis] for axis in axes)
-                if length % parts:
-                    raise SettingsError(
-                        f"--backend=xla with --{mesh}: {name} of the {role} has a dim of {length}, which does not "
-                        f"divide over {parts} devices of {', '.join(axes)}; choose sizes that divide it"
-                    )
+        check_divided(f"--{mesh}", role, model, stored_rules(settings, role), sizes)
+
+
+def check_divided(where: str, role: str, model: Model, rules: Rules, sizes: Mapping[str, int]) -> None:
+    """Check that all devices have parts of equal sizes.
+
+    Args:
+      where: the mesh, for the message.
+      role: of the model.
+      model: whose weights are split.
+      rules: by which they are split.
+      sizes: of the mesh.
+
+    Raises:
+      SettingsError: a dim does not divide.
+    """
+    for name, layout in trees.named(layouts(model.shapes, model.axes, rules, sizes)):
+        for length, axes in zip(layout.shape, layout.spec, strict=True):
+            parts = math.prod(sizes[axis] for axis in axes)
+            if length % parts:
+                raise SettingsError(
+                    f"--backend=xla with {where}: {name} of the {role} has a dim of {length}, which does not "
+                    f"divide over {parts} devices of {', '.join(axes)}; choose sizes that divide it"
+                )
 
 
 def relaid(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
@@ -206,6 +228,8 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
 
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
     """Sizes of the mesh to generate on: those of a flag, or `sizes_on_trainers`; the arguments are of that."""
+    if settings.models.backend != "torch" and Mesh(sizes).world == 1:
+        return sizes  # of the one process that drives all devices
     given = settings.devices.generate
     return sizes_on_trainers(settings, sizes, model, memory) if given is None else given.sizes
 
@@ -227,6 +251,12 @@ def sizes_on_trainers(settings: Settings, sizes: dict[str, int], model: Model, m
     alone = dict.fromkeys(AXES, 1) | {"data": world}
     apart = sizes | {"data": sizes["data"] * sizes["sequence"], "sequence": 1}
     return alone if fits and settings.run.batch_prompts >= world else apart
+
+
+def driven_generate_sizes(settings: Settings, model: Model) -> dict[str, int]:
+    """Sizes of the mesh to generate on, over the devices that one process drives; all 1 if it has one."""
+    sizes = device_sizes(settings)
+    return generate_sizes(settings, sizes, model, rank_memory("cpu", Mesh(sizes).world))
 
 
 def rank_memory(device: str, world: int) -> float:

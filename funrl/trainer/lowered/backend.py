@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 
@@ -40,11 +41,21 @@ def check_backend(settings: Settings, device: str) -> None:
         )
     if settings.models.model_code == "hf":
         raise SettingsError("--backend=xla lowers funrl's own layers: leave --model_code=hf out")
-    for name, value in (("place", settings.devices.place), ("generate_mesh", settings.devices.generate_mesh)):
-        if value is not None:
-            raise SettingsError(
-                f"--backend=xla drives all devices from one process, which generates too: leave --{name}={value} out"
-            )
+    _check_generation(settings)
+
+
+def _check_generation(settings: Settings) -> None:
+    """Check where a run whose steps JAX computes generates. Raises: SettingsError."""
+    devices = settings.devices
+    if devices.place is not None:
+        raise SettingsError(
+            f"--backend=xla drives all devices from one process, which generates too: leave --place={devices.place} out"
+        )
+    if devices.generate is not None and not decodes_in_jax(settings):
+        raise SettingsError(
+            f"--generate_mesh={devices.generate_mesh}: with --backend=xla the engine decodes in torch, in one process; "
+            "--compile=on decodes in JAX on that mesh"
+        )
 
 
 def _check_torch_xla(settings: Settings) -> None:
@@ -85,13 +96,21 @@ def decodes_in_jax(settings: Settings) -> bool:
     return wanted and not settings.engines.speculate and not settings.routers.router_replay
 
 
-def make_engine_backend(settings: Settings) -> MakeBackend | None:
-    """Maker of the backend of a native engine; None: its other options choose one."""
+def make_engine_backend(settings: Settings, generating: Mapping[str, int]) -> MakeBackend | None:
+    """Maker of the backend of a native engine; None: its other options choose one.
+
+    Args:
+      generating: sizes of the mesh to generate on, over the devices that this process drives.
+    """
     if not decodes_in_jax(settings):
         return None
-    from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
+    if Mesh(device_sizes(settings)).world == 1:
+        from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
 
-    return XlaBackend
+        return XlaBackend
+    from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+
+    return functools.partial(MeshBackend, EngineDevices(device_sizes(settings), generating))
 
 
 def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
@@ -123,7 +142,7 @@ def with_backend(
         programs = XlaPrograms(settings.devices.remat, note)
         return {name: role._replace(programs=programs) for name, role in roles.items()}
     from funrl.trainer.lowered.mesh_programs import MeshPlace, MeshPrograms
-    from funrl.xla.meshes import DeviceCopies, devices_of_mesh
+    from funrl.xla.meshes import copies_on
 
-    place = MeshPlace(on_mesh, roles, DeviceCopies(devices_of_mesh(sizes)), note)
+    place = MeshPlace(on_mesh, roles, copies_on(tuple(sizes.items())), note)
     return {name: role._replace(programs=MeshPrograms(place, name)) for name, role in roles.items()}

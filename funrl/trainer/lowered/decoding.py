@@ -10,12 +10,13 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding
 from torch import Tensor
 
 from funrl import trees
@@ -30,9 +31,19 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.xla.compiled import Compiled, to_jax, to_torch
+from funrl.xla.operators.result import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of `prefill_function` and `decode_function` that is donated
+WITH_CACHE = ("prefill", "decode")  # kinds of programs that have it
+
+
+class PassProgram(Protocol):
+    """A program of a kind of passes."""
+
+    def arrays(self, *args: trees.Tree) -> trees.Tree:
+        """The results as arrays of JAX, for trees of tensors or of such arrays."""
+        ...
 
 
 class PassPlaces(NamedTuple):
@@ -55,6 +66,20 @@ class PassPlaces(NamedTuple):
     adapters_N: Tensor
 
 
+class PassSizes(NamedTuple):
+    """Sizes of the program of a pass.
+
+    Attributes:
+      rows: of a page's length.
+      pages: of the longest sequence.
+      sampled: tokens after which one is sampled.
+    """
+
+    rows: int
+    pages: int
+    sampled: int
+
+
 class XlaBackend(TorchBackend):
     """The training model in JAX; see `Backend`."""
 
@@ -66,13 +91,19 @@ class XlaBackend(TorchBackend):
         self._note = note
         self._weights: trees.Tree = None
         self._factors: dict[int, trees.Tree] = {}
-        self._programs: dict[Any, Compiled] = {}
+        self._programs: dict[Any, PassProgram] = {}
         self._spare = 0
 
     def load(self, params: trees.Tree) -> None:
         super().load(params)
         with jax.enable_x64(True):
-            self._weights = trees.map(to_jax, params)
+            self._weights = self._weights_on_devices(params)
+
+    def _weights_on_devices(self, params: trees.Tree) -> trees.Tree:
+        return trees.map(to_jax, params)
+
+    def _factors_on_devices(self, factors: trees.Tree) -> trees.Tree:
+        return trees.map(to_jax, factors)
 
     def drop(self) -> None:
         super().drop()
@@ -83,7 +114,7 @@ class XlaBackend(TorchBackend):
         self._factors.pop(number, None)
         if adapter is not None:
             with jax.enable_x64(True):
-                self._factors[number] = trees.map(to_jax, adapter.factors)
+                self._factors[number] = self._factors_on_devices(adapter.factors)
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
@@ -93,7 +124,7 @@ class XlaBackend(TorchBackend):
             whole = pages + self.spare
             meta = self.model.init_cache(self.mesh, whole, self.page_tokens, self._dtype, torch.device("meta"))
             with jax.enable_x64(True):
-                self._cache = trees.map(_zeros, meta)
+                self._cache = trees.map(zeros, meta)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         filling = [self._spare] * (bucket(len(sources)) - len(sources))
@@ -104,7 +135,8 @@ class XlaBackend(TorchBackend):
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
         places = pass_places(work, self.page_tokens, self._spare)
-        program = self._program(("prefill", self._scales(used)), self.prefill_function(used))
+        key = ("prefill", self._scales(used))
+        program = self._program(key, lambda backend: backend.prefill_function(used))
         hidden_MD, self._cache = program.arrays(self._weights, self._used(used), self._cache, places)
         return to_torch(hidden_MD)[: len(work.sampled_positions)]
 
@@ -128,7 +160,7 @@ class XlaBackend(TorchBackend):
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
     ) -> tuple[Tensor, Tensor, Tensor]:
         key = ("decode", form, spare, self._scales(form.adapters))
-        program = self._program(key, self.decode_function(form, spare))
+        program = self._program(key, lambda backend: backend.decode_function(form, spare))
         given = (self._weights, self._used(form.adapters), self._cache, state, rows_B)
         sampled, self._cache, after = program.arrays(*given)
         for x, new in zip(state, after, strict=True):
@@ -151,16 +183,24 @@ class XlaBackend(TorchBackend):
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
     ) -> SampledRows:
         rows = len(source_R)
-        more = bucket(rows) - rows
+        more = self._rows_of_program(rows) - rows
 
         def filled(x: Tensor) -> Tensor:
             return torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
 
         key = ("sample", sampling, noise_R is None, seen_RV is None)
-        program = self._program(key, self.sample_function(sampling))
+        program = self._program(key, lambda backend: backend.sample_function(sampling))
         numbers = [None if x is None else filled(x) for x in (output_M[source_R], noise_R, seen_RV)]
-        token_R, sampling_logp_R, raw_logp_R = (to_torch(x)[:rows] for x in program.arrays(self._weights, *numbers))
+        sampled = program.arrays(self._weights, *numbers)
+        token_R, sampling_logp_R, raw_logp_R = (self._to_host(x)[:rows] for x in sampled)
         return token_R, sampling_logp_R, raw_logp_R
+
+    def _rows_of_program(self, rows: int) -> int:
+        """Rows of a program that samples at least so many."""
+        return bucket(rows)
+
+    def _to_host(self, x: jax.Array) -> Tensor:
+        return to_torch(x)
 
     def sample_function(self, sampling: Sampling) -> Callable[..., trees.Tree]:
         """The pure function of `sample`: (weights, hidden states [R, D], noise [R], seen [R, V]) -> results."""
@@ -179,12 +219,15 @@ class XlaBackend(TorchBackend):
         """Adapters of a program with their scales, which are constants of it."""
         return tuple((number, self._adapters[number].scale if number >= 0 else None) for number in adapters)
 
-    def _program(self, key: Any, run: Callable[..., trees.Tree]) -> Compiled:
-        """The program of a key; the cache of a pass is donated."""
+    def _program(self, key: Any, function_of: FunctionOf) -> PassProgram:
+        """The program of a key, which begins with its kind."""
         if key not in self._programs:
-            donated = () if key[0] == "sample" else (CACHE,)
-            self._programs[key] = Compiled(run, f"{key[0]} of the engine", self._note, donated)
+            donated = (CACHE,) if key[0] in WITH_CACHE else ()
+            self._programs[key] = self._made(key[0], function_of, donated)
         return self._programs[key]
+
+    def _made(self, kind: str, function_of: FunctionOf, donated: tuple[int, ...]) -> PassProgram:
+        return Compiled(function_of(self), f"{kind} of the engine", self._note, donated)
 
     def _traced(self, params: trees.Tree, factors: dict[str, trees.Tree], cache: trees.Tree) -> TorchBackend:
         """The backend in torch with the weights and the cache of a program that is traced."""
@@ -198,6 +241,9 @@ class XlaBackend(TorchBackend):
         return inner
 
 
+FunctionOf = Callable[[XlaBackend], Callable[..., trees.Tree]]
+
+
 def static_layer(layer: Layer) -> Layer:
     """A layer whose attention has static shapes."""
 
@@ -207,13 +253,26 @@ def static_layer(layer: Layer) -> Layer:
     return static
 
 
-def pass_places(work: PassWork, page_tokens: int, spare_page: int) -> PassPlaces:
-    """Places of a pass in rows of a page's length; few numbers of rows, of pages and of sampled tokens occur."""
+def pass_sizes(work: PassWork, page_tokens: int) -> PassSizes:
+    """Sizes of the program of a pass, of which few occur."""
+    rows = sum(-(-int(count) // page_tokens) for count in work.counts)
+    pages = -(-int(max(work.ends, default=0)) // page_tokens)
+    return PassSizes(*map(bucket, (rows, pages, len(work.sampled_positions))))
+
+
+def pass_places(work: PassWork, page_tokens: int, spare_page: int, sizes: PassSizes | None = None) -> PassPlaces:
+    """Places of a pass in rows of a page's length.
+
+    Args:
+      work: of the pass.
+      page_tokens: tokens of a page.
+      spare_page: page that the filling writes to.
+      sizes: of the program; None: `pass_sizes`.
+    """
+    rows, pages, samples = sizes or pass_sizes(work, page_tokens)
     counts_S = np.asarray(work.counts, dtype=np.int64)
     ends_S = np.asarray(work.ends, dtype=np.int64)
     rows_S = -(-counts_S // page_tokens)
-    rows = bucket(int(rows_S.sum()))
-    pages = bucket(-(-int(ends_S.max()) // page_tokens))
     sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
     index_N = np.arange(len(sequence_N)) - (np.cumsum(counts_S) - counts_S)[sequence_N]
     at_N = (np.cumsum(rows_S) - rows_S)[sequence_N] * page_tokens + index_N
@@ -232,20 +291,20 @@ def pass_places(work: PassWork, page_tokens: int, spare_page: int) -> PassPlaces
     table_RP = np.zeros((rows, pages), dtype=np.int32)
     table_RP[: rows_S.sum()] = np.repeat(table_SP, rows_S, axis=0)
     sampled_M = at_N[np.asarray(work.sampled_positions, dtype=np.int64)]
-    filling = np.zeros(bucket(len(sampled_M)) - len(sampled_M), dtype=np.int64)
+    filling = np.zeros(samples - len(sampled_M), dtype=np.int64)
     return PassPlaces(
         laid(work.tokens_N.numpy(), 0),
         laid(position_N, 0),
         laid(place_N, spare_page * page_tokens),
         torch.from_numpy(table_RP),
         torch.from_numpy(np.concatenate([sampled_M, filling])),
-        laid(adapters_S[sequence_N], int(adapters_S[0])),
+        laid(adapters_S[sequence_N], int(adapters_S[0]) if len(adapters_S) else -1),
     )
 
 
-def _zeros(x: Tensor) -> jax.Array:
-    """An array of zeros of the shape and dtype of a tensor."""
-    return jnp.zeros(tuple(x.shape), to_jax(torch.empty(0, dtype=x.dtype)).dtype)
+def zeros(x: Tensor, sharding: NamedSharding | None = None) -> jax.Array:
+    """An array of zeros of the shape and dtype of a tensor, on one device or split over several."""
+    return jnp.zeros(tuple(x.shape), JAX_DTYPES[x.dtype], device=sharding)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,0 +1,109 @@
+"""Pages of an engine whose backend has several lanes: groups of devices, each with pages and sequences of its own.
+
+All pages of a sequence are in one lane, and sequences of different lanes share none. Most backends have one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from funrl.rollout.native.cells import CellPool
+from funrl.rollout.native.pages import PagePool
+from funrl.rollout.native.sequence import RunningSequence
+
+
+class LanePages:
+    """The pages of all lanes: each has equally many, and their numbers follow those of the lane before.
+
+    Attributes:
+      lanes: the pool of each lane.
+    """
+
+    def __init__(self, lanes: int, pages: int, page_tokens: int):
+        """Begin with empty pages; a remainder of `pages` that does not divide is left out."""
+        each = pages // lanes
+        self.lanes = [PagePool(each, page_tokens, first=lane * each) for lane in range(lanes)]
+
+    def of(self, sequence: RunningSequence) -> PagePool:
+        """The pool of a sequence's lane."""
+        return self.lanes[sequence.lane]
+
+    @property
+    def pages(self) -> int:
+        """Number of pages."""
+        return sum(pool.pages for pool in self.lanes)
+
+    @property
+    def available(self) -> int:
+        """Number of pages that could be taken now."""
+        return sum(pool.available for pool in self.lanes)
+
+    @property
+    def used(self) -> int:
+        """Number of pages in use."""
+        return sum(pool.used for pool in self.lanes)
+
+    @property
+    def peak(self) -> int:
+        """Sum of the largest numbers of pages in use at once so far."""
+        return sum(pool.peak for pool in self.lanes)
+
+    def has_one_for_each(self, sequences: Iterable[RunningSequence]) -> bool:
+        """True if each of some sequences could take a page now."""
+        left = [pool.available for pool in self.lanes]
+        for sequence in sequences:
+            left[sequence.lane] -= 1
+        return min(left) >= 0
+
+
+class KnownPrefix(NamedTuple):
+    """The part of a waiting text that a lane's cache holds.
+
+    Attributes:
+      pages: that hold it; they need `share` before use.
+      known: its number of tokens.
+      tail: its last page, if a sequence has to fill it: empty, or one page.
+    """
+
+    pages: list[int]
+    known: int
+    tail: list[int]
+
+
+def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> KnownPrefix:
+    """Find the longest prefix of a waiting sequence's text in a lane, without its last token."""
+    text = sequence.contents_of(sequence.text.tolist())
+    root = sequence.root
+    shared = pool.find(text[:-1], root)
+    known = len(shared) * pool.page_tokens
+    tail = pool.find_tail(text[: sequence.known_before], shared, root) if known < sequence.known_before else []
+    if tail:
+        known = sequence.known_before
+        shared += tail
+    known = cells.known(text, shared, known, root)
+    shared = shared[: -(-known // pool.page_tokens)]
+    return KnownPrefix(shared, known, tail if known % pool.page_tokens else [])
+
+
+def by_prefix(pages: LanePages, cells: CellPool, sequence: RunningSequence, lanes: Iterable[int]) -> list[int]:
+    """Lanes in the order to try for a waiting sequence: first the one that has computed most of its begin."""
+    lanes = list(lanes)
+    if not sequence.known_before or len(lanes) == 1:
+        return lanes
+    return sorted(lanes, key=lambda lane: -known_prefix(pages.lanes[lane], cells, sequence).known)
+
+
+def lane_room(lanes: int, running: Sequence[RunningSequence], rows: int) -> dict[int, int]:
+    """Number of sequences that may begin in each lane, where that is not 0; lanes with the most room are first.
+
+    Args:
+      lanes: number of lanes.
+      running: all running sequences, whose siblings that are yet to begin count too.
+      rows: sequences of all lanes together; each lane has an even share of them.
+    """
+    counts = [0] * lanes
+    for sequence in running:
+        counts[sequence.lane] += 1 + len(sequence.siblings)
+    most = -(-rows // lanes) if sum(counts) < rows else 0
+    return {lane: most - counts[lane] for lane in sorted(range(lanes), key=counts.__getitem__) if counts[lane] < most}

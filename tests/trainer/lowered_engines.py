@@ -1,0 +1,77 @@
+"""A program: completions of engines on meshes of JAX's CPU devices against those of torch on one.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
+
+A mesh is that of --generate_mesh, with "+lora" where requests name adapters. It prints the largest difference of a
+log-probability, the pages that each lane has used at most, and "other tokens" if there are some.
+"""
+
+import sys
+import unittest.mock
+from functools import partial
+
+import torch
+from jax.sharding import PartitionSpec
+from test_lowered_decoding import SIZES, jiggled, requests, weights
+
+from funrl import trees
+from funrl.mesh.mesh import SINGLE
+from funrl.mesh.text import parse
+from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.routing import Experts
+from funrl.models.model import Lora
+from funrl.rollout.engine import complete
+from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+from funrl.xla import meshes
+from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
+
+LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
+
+
+def completions(model, dtype, make_backend, adapters):
+    """Completions of an engine, every other one greedy, and the largest number of pages that each lane had."""
+    options = NativeOptions(max_rows=4, cache_bytes=1 << 20, packed=False, make_backend=make_backend)
+    engine = native_engine(model, SINGLE, dtype, options._replace(static=make_backend is not None))
+    engine.load(trees.named(weights(model, dtype)))
+    if adapters[0]:
+        layouts = trees.named(engine.adapter_weights(LORA).layouts)
+        factors = [(name, jiggled(torch.zeros(layout.shape, dtype=dtype))) for name, layout in layouts]
+        engine.load_adapter("own", LORA, factors)
+    greedy, sampled = (requests(adapters, **way) for way in ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9}))
+    done = complete(engine, [pair[i % 2] for i, pair in enumerate(zip(greedy, sampled, strict=True))])
+    return done, [pool.peak for pool in engine._scheduler.pool.lanes]
+
+
+def resharded():
+    """Lay out a tensor that the devices have for another mesh, while nothing may be sent to them."""
+    x = torch.arange(16.0).view(4, 4)
+    trained = copies_on(tuple(parse("dp2,tp2").items()))
+    trained.sent(x, PartitionSpec("data"))
+    place = (devices_of_mesh(parse("tp4")), {"x": PartitionSpec(None, "tensor")})
+    with unittest.mock.patch.object(meshes, "to_jax", side_effect=AssertionError("sent from the host")):
+        copy = trained.laid_out({"x": x.detach()}, *place)["x"]
+    assert copy.sharding.spec == PartitionSpec(None, "tensor") and to_host(copy).equal(x)
+    x += 1
+    assert to_host(trained.laid_out({"x": x.detach()}, *place)["x"]).equal(x)  # sent anew
+    return "resharded by the devices"
+
+
+def main(dtype, *texts):
+    print(resharded())
+    dtype = getattr(torch, dtype)
+    for text in texts:
+        mesh, _, kind = text.partition("+")
+        sizes = parse(mesh)
+        adapters = ("own", None) if kind == "lora" else (None,)
+        experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
+        model = decoder_model(decoder_config(**SIZES | {"layers": 1} | experts))
+        wanted, _ = completions(model, dtype, None, adapters)
+        found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters)
+        same = all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
+        gap = max((x.raw_logp - y.raw_logp).abs().max().item() for x, y in zip(found, wanted, strict=True))
+        print(text, f"{gap:.1e}", *peaks, "" if same else "other tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
