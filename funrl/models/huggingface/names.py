@@ -218,11 +218,24 @@ def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored
 
         there = names_in_files(skeleton(config, CPU, False), [place.name for place in places.values()], found)
         return {name: place._replace(name=there.get(place.name, place.name)) for name, place in places.items()}
+    family = FAMILIES.get(config.source.family)
+    if family is not None and family.vision is not None:
+        others = family.vision.other_prefixes
+        return {name: place._replace(name=_other_name(place.name, others, found)) for name, place in places.items()}
     if config.source.family not in TEXT_PARTS.values():
         return places
     if any(name.startswith(NESTED_PREFIX) for name in found):
         places = {name: _nested(place) for name, place in places.items()}
     return {name: _joint_experts(place, found) for name, place in places.items()}
+
+
+def _other_name(name: str, others: Mapping[str, Sequence[str]], found: Collection[str]) -> str:
+    """The name in files of a tensor whose name may begin otherwise."""
+    if name in found:
+        return name
+    prefix = next((x for x in others if name.startswith(x)), "")
+    names = [other + name.removeprefix(prefix) for other in others.get(prefix, ())]
+    return next((x for x in names if x in found), name)
 
 
 def _nested(place: Stored) -> Stored:

@@ -27,6 +27,7 @@ class VisionFamily(NamedTuple):
       name: name of a weight in the tree of the tower -> its name in files.
       make: config -> the model.
       prefix: how the names of the text model's tensors begin.
+      other_prefixes: beginnings of names -> those that some files have instead.
     """
 
     text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -35,6 +36,7 @@ class VisionFamily(NamedTuple):
     name: Callable[[str], str]
     make: Callable[[Any], Model]
     prefix: str = "model."
+    other_prefixes: Mapping[str, Sequence[str]] = {}
 
 
 class HFFamily(NamedTuple):
