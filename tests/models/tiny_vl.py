@@ -28,7 +28,8 @@ ROWS = (
 )
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
+QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (*QWENS, "gemma3")
 SQUARE = 4  # patches of a side of every picture of gemma3
 SQUARE_ROWS = (  # rows for it
     (3, (4, 4), 2, (4, 4), 4),

@@ -15,7 +15,7 @@ from funrl.models import decoder_config, decoder_model, with_fields
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.directories import save
 from funrl.models.lora import with_lora
-from funrl.models.vision.config import TowerConfig, TowerForm
+from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
 from funrl.models.vision.model import with_vision
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -38,6 +38,13 @@ FORM = TowerForm(
     norm="layer", gated=False, patch_bias=True, table=3, deep_layers=(0, 1), mean=(0.5,) * 3, std=(0.5,) * 3
 )
 DEEP_TOWER = dataclasses.replace(TOWER, window=None, whole_layers=(), form=FORM)  # as that of Qwen3-VL
+SQUARE_TOWER = dataclasses.replace(  # as that of Gemma 3
+    DEEP_TOWER,
+    embed=12,
+    form=dataclasses.replace(FORM, table=4, deep_layers=(), frames=1, joined=False, rotates=False, merger="mean"),
+    layout=PictureLayout(side=4, mutual=True),
+)
+SQUARE_GRIDS = ((), ((4, 4),), ((4, 4), (4, 4)))
 EXPERTS = Experts(count=4, per_token=2, mlp=8)
 GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
 
@@ -96,7 +103,10 @@ def with_pictures(example, number, grids=GRIDS):
 def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, **settings: Any):
     """A job of `small_job` with a vision-language model; a third of the prompts have no picture."""
     job = small_job(compose, None, **settings)
-    config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=(0, 1), max_positions=128)
+    axes = () if tower.layout.mutual else (0, 1)
+    config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=axes, max_positions=128)
+    if tower.layout.mutual:
+        config = with_fields(config, windows=(5, None), local_rope_theta=100.0)
     config = config if experts is None else with_fields(config, experts=experts)
     model = with_vision(decoder_model(config), tower)
     prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]

@@ -13,6 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.configs.hf_family import UNEMBED
 from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
@@ -54,7 +55,6 @@ _LAYER = {
 }
 HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-UNEMBED = "lm_head.weight"
 _TOP = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
@@ -112,7 +112,7 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
 
     vision = FAMILIES[family].vision if family in FAMILIES else None
-    prefix = "model." if vision is None else vision.prefix
+    prefix, unembed = ("model.", UNEMBED) if vision is None else (vision.prefix, vision.unembed)
 
     def theirs(name: str) -> str:
         parts = name.split("/")
@@ -121,7 +121,7 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
                 raise ModelError(f"a {family} directory has no place for a vision tower")
             return vision.name("/".join(parts[1:]))
         if name == "unembed":
-            return UNEMBED
+            return unembed
         return prefix + (_TOP[name] if len(parts) == 1 else f"layers.{parts[1]}.{layer[parts[-1]]}")
 
     return theirs

@@ -13,7 +13,7 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import VisionFamily
+from funrl.models.huggingface.configs.hf_family import UNEMBED, VisionFamily
 from funrl.models.huggingface.configs.qwen2_5_vl import tower_in
 from funrl.models.huggingface.family_fields import GELU
 from funrl.models.vision.config import CHANNELS, PictureLayout, TowerConfig, TowerForm, VisionLanguageConfig, with_tower
@@ -48,6 +48,7 @@ TEXT_PREFIX = "language_model.model."
 TOWER_PREFIX = "vision_tower.vision_model."
 OTHER_PREFIXES = {  # beginnings of names, and those that other versions of transformers write instead
     TEXT_PREFIX: ("model.language_model.",),
+    f"language_model.{UNEMBED}": (UNEMBED,),
     TOWER_PREFIX: ("vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
     "multi_modal_projector.": ("model.multi_modal_projector.",),
 }
@@ -185,5 +186,6 @@ GEMMA3_VISION = VisionFamily(
     name=name_of_gemma3,
     make=vision_language_model,
     prefix=TEXT_PREFIX,
+    unembed=f"language_model.{UNEMBED}",
     other_prefixes=OTHER_PREFIXES,
 )
