@@ -29,7 +29,8 @@ TOKENS = (SIDE // MERGE) ** 2
 MARKS = ("<bos>", "<start_of_image>", "<image_soft_token>", "<end_of_image>")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{{ '<start_of_image>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}:{% endfor %}"
+    "{% for c in m.content %}{{ '<start_of_image>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
+    ":{% endfor %}"
 )
 
 
