@@ -1,4 +1,4 @@
-"""What tokens of a packed row see of later ones, added to causal attention: those of a picture see one another.
+"""Attention to later tokens of a group, beside causal attention: the tokens of a picture see one another.
 
 The keys that a token sees are those of causal attention and the later tokens of its own group. So the matrix of weights
 that is made is that of a group, for any number of tokens in the row.
@@ -7,27 +7,26 @@ that is made is that of a group, for any number of tokens in the row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.packed import AttentionOptions
 from funrl.compiled_kernels.paged_attention import Paging
 
 _WEIGHTS = 1 << 24  # numbers in the matrices that are made at once; those of one group may be more
 
 
-# Flat arguments: torch.library takes tensors and numbers, no records.
 @torch.library.custom_op("funrl::add_later", mutates_args=())
-def add_later(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, places: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def add_later(qkv: Sequence[Tensor], out: Tensor, lse: Tensor, places: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to earlier and later keys, from attention to the earlier ones.
 
     The gradients of causal attention with both results in place of its own are those of its part of the keys.
 
     Args:
-      q, k, v: of T tokens, [T, H, N] and [T, K, N].
+      qkv: queries, keys and values of T tokens, [T, H, N] and twice [T, K, N].
       out: [T, H, N], of causal attention.
       lse: logarithms of its normalisers, [H, T], float32 or wider.
       places: [R, M] int64, the tokens of each group in ascending order; each sees the later ones of its group.
@@ -35,30 +34,35 @@ def add_later(
 
     Returns: the result; logarithms of the normalisers with the later keys.
     """
-    out, lse = out.clone(), lse.clone()
+    q, k, v = qkv
+    out = out.clone()
+    lse = lse.clone()
+    kv_heads = k.shape[1]
     for part in _parts(places, q.shape[1]):
         logits, _, _ = _later(q, k, part, scale, lse.dtype)
-        before = _of_groups(lse.T, part, k.shape[1])
-        total = torch.logaddexp(before, logits.logsumexp(-1))
+        earlier = _of_groups(lse.T, part, kv_heads)
+        total = torch.logaddexp(earlier, logits.logsumexp(-1))
         weights = (logits - total.unsqueeze(-1)).exp()
-        mine = _of_groups(out, part, k.shape[1]).to(lse.dtype) * (before - total).exp().unsqueeze(-1)
-        mine = mine + weights @ _of_groups(v, part, k.shape[1]).to(lse.dtype)
-        out[part.flatten()] = _tokens(mine).to(out.dtype)
+        result = _of_groups(out, part, kv_heads).to(lse.dtype) * (earlier - total).exp().unsqueeze(-1)
+        result = result + weights @ _of_groups(v, part, kv_heads).to(lse.dtype)
+        out[part.flatten()] = _tokens(result).to(out.dtype)
         lse[:, part.flatten()] = _tokens(total).T
     return out, lse
 
 
 @torch.library.custom_op("funrl::later_gradients", mutates_args=())
 def later_gradients(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, places: Tensor, scale: float
+    d_out: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, places: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `add_later` by q, k and v through the later keys.
+    """Gradients of `add_later` by queries, keys and values, through the later keys.
 
     Args:
       d_out: of its first result.
+      qkv, places, scale: its arguments.
       out, lse: its results.
     """
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    q, k, v = qkv
+    d_q, d_k, d_v = (torch.zeros_like(x) for x in qkv)
     kv_heads = k.shape[1]
     for part in _parts(places, q.shape[1]):
         logits, q_part, k_part = _later(q, k, part, scale, lse.dtype)
@@ -66,20 +70,21 @@ def later_gradients(
         weights = (logits - _of_groups(lse.T, part, kv_heads).unsqueeze(-1)).exp()
         d_weights = d_part @ v_part.mT - (d_part * out_part).sum(-1, keepdim=True)
         d_logits = weights * d_weights * (scale or q.shape[-1] ** -0.5)
-        sums = (d_logits @ k_part, (d_logits.mT @ q_part).sum(2, keepdim=True), (weights.mT @ d_part).sum(2, True))
-        for grad, x in zip(grads, sums, strict=True):
-            grad[part.flatten()] = _tokens(x).to(grad.dtype)
-    d_q, d_k, d_v = grads
+        tokens = part.flatten()
+        d_q[tokens] = _tokens(d_logits @ k_part).to(q.dtype)
+        d_k[tokens] = _tokens((d_logits.mT @ q_part).sum(2, keepdim=True)).to(k.dtype)
+        d_v[tokens] = _tokens((weights.mT @ d_part).sum(2, keepdim=True)).to(v.dtype)
     return d_q, d_k, d_v
 
 
 @add_later.register_fake
-def _(q, k, v, out, lse, places, scale):
+def _(qkv, out, lse, places, scale):
     return torch.empty_like(out), torch.empty_like(lse)
 
 
 @later_gradients.register_fake
-def _(d_out, q, k, v, out, lse, places, scale):
+def _(d_out, qkv, out, lse, places, scale):
+    q, k, v = qkv
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -101,9 +106,7 @@ def mutual_paged_attention(
     cache: tuple[Tensor, Tensor],
     paging: Paging,
     places_RM: Tensor,
-    window: int | None = None,
-    scale: float | None = None,
-    cap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Results of `paged_attention`, with those of groups of tokens that see one another too.
 
@@ -115,21 +118,41 @@ def mutual_paged_attention(
       cache: keys and values, the new ones included.
       paging: places of the tokens.
       places_RM: the tokens of each group in the pass, of which all are.
-      window, scale, cap: as in `paged_attention`.
+      options: of `paged_attention`.
     """
-    page = cache[0].shape[1]
-    sequences_R = torch.searchsorted(paging.offsets_S1.long(), places_RM[:, 0].contiguous(), right=True) - 1
-    keys_S = torch.arange(paging.table_SP.shape[1] * page, device=q_NHD.device)
-    for sequence, places_M in zip(sequences_R, places_RM, strict=True):
-        pages_P = paging.table_SP[sequence].long()
-        k_1SKD, v_1SKD = (x[pages_P].flatten(0, 1).unsqueeze(0) for x in cache)
-        positions_M = paging.positions_N[places_M]
-        seen_MS = keys_S <= positions_M[-1]
-        if window:
-            seen_MS = seen_MS & (positions_M.unsqueeze(-1) - keys_S < window)
-        seen_1MS = seen_MS.expand(len(places_M), -1).unsqueeze(0)
-        out_NHD[places_M] = attention(q_NHD[places_M].unsqueeze(0), k_1SKD, v_1SKD, seen_1MS, scale=scale, cap=cap)[0]
+    pages = (paging.table_SP, paging.offsets_S1, paging.positions_N)
+    _add_later_in_pages(q_NHD, out_NHD, cache, pages, places_RM, [float(x) for x in options])
     return out_NHD
+
+
+@torch.library.custom_op("funrl::add_later_in_pages", mutates_args=("out",))
+def _add_later_in_pages(
+    q: Tensor,
+    out: Tensor,
+    cache: Sequence[Tensor],
+    pages: Sequence[Tensor],
+    places: Tensor,
+    options: Sequence[float],
+) -> None:
+    table, offsets, positions = pages
+    window, scale, cap = options
+    sequences_R = torch.searchsorted(offsets.long(), places[:, 0].contiguous(), right=True) - 1
+    numbers_S = torch.arange(table.shape[1] * cache[0].shape[1], device=q.device)
+    for sequence, places_M in zip(sequences_R, places, strict=True):
+        own_P = table[sequence].long()
+        k_1SKD, v_1SKD = (x[own_P].flatten(0, 1).unsqueeze(0) for x in cache)
+        positions_M1 = positions[places_M].unsqueeze(-1)
+        seen_MS = (numbers_S <= positions_M1[-1]).expand(len(places_M), -1)
+        if window:
+            seen_MS = seen_MS & (positions_M1 - numbers_S < window)
+        queries = q[places_M].unsqueeze(0)
+        seen_1MS = seen_MS.unsqueeze(0)
+        out[places_M] = attention(queries, k_1SKD, v_1SKD, seen_1MS, scale=scale or None, cap=cap or None)[0]
+
+
+@_add_later_in_pages.register_fake
+def _(q, out, cache, pages, places, options):
+    return None
 
 
 def _parts(places: Tensor, heads: int) -> tuple[Tensor, ...]:

@@ -100,9 +100,9 @@ def varlen_attention(
         return _without_padding(out_1THN[0], offsets).unsqueeze(0)
     if blockwise:
         return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
-    q, k, v = (x[0] for x in (q_1THN, k_1TKN, v_1TKN))
-    numbers = (window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0)
-    return _VarlenAttention.apply(q, k, v, offsets, sinks_H, mutual_RM, *numbers)[0].unsqueeze(0)
+    tensors = (q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, sinks_H, mutual_RM)
+    numbers = (window or 0, longest or q_1THN.shape[1], scale or 0.0, cap or 0.0)
+    return _VarlenAttention.apply(*tensors, *numbers)[0].unsqueeze(0)
 
 
 def varlen_attention_reference(
@@ -326,7 +326,7 @@ class _VarlenAttention(torch.autograd.Function):
     def forward(q, k, v, offsets, sinks, mutual, window, longest, scale, cap):
         out, lse, generator = _forward(q, k, v, offsets, window, longest, scale, cap)
         if mutual is not None:
-            out, lse = add_later(q, k, v, out, lse, mutual, scale)
+            out, lse = add_later((q, k, v), out, lse, mutual, scale)
         if sinks is None:
             return out, lse, generator
         out, total = add_sinks(out, lse.T, sinks)
@@ -334,17 +334,17 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, sinks, mutual, ctx.window, ctx.longest, *ctx.logits = inputs
-        ctx.save_for_backward(q, k, v, *output, offsets, sinks, mutual)
+        ctx.window, ctx.longest, *ctx.logits = inputs[6:]
+        ctx.save_for_backward(*inputs[:6], *output)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx, d_out, *_):
-        q, k, v, out, lse, generator, offsets, sinks, mutual = ctx.saved_tensors
+        q, k, v, offsets, sinks, mutual, out, lse, generator = ctx.saved_tensors
         with torch.no_grad():
             grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator, *ctx.logits)
             if mutual is not None:
-                more = later_gradients(d_out, q, k, v, out, lse, mutual, ctx.logits[0])
+                more = later_gradients(d_out, (q, k, v), out, lse, mutual, ctx.logits[0])
                 grads = tuple(x + y for x, y in zip(grads, more, strict=True))
             d_sinks = None if sinks is None else sink_gradient(d_out, out, lse.T, sinks)
         return *grads, None, d_sinks, *(None,) * 5

@@ -7,11 +7,13 @@ from packed_rows import draw, offsets_of
 from funrl.compiled_kernels.attention import attention_reference
 from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.mutual_attention import mutual_mask, mutual_paged_attention
+from funrl.compiled_kernels.packed import AttentionOptions
 from funrl.compiled_kernels.paged_attention import paged_attention, paging_of
 from funrl.compiled_kernels.varlen_attention import varlen_attention, varlen_attention_reference
 
 GROUPS = torch.tensor([[1, 2, 3, 4], [9, 10, 11, 12], [13, 14, 15, 16]])
 LENGTHS = [6, 2, 12]
+NO_WINDOW = AttentionOptions()
 
 
 def with_gradients(attend, q, k, v, d_out):
@@ -65,9 +67,22 @@ def test_pages_have_the_numbers_of_packed_rows(window):
         paging = paging_of(counts, ends, table if len(counts) > 1 else table[2:], 4)
         groups = torch.tensor(places or [[0, 1, 2, 3], [4, 5, 6, 7]])
         out = paged_attention(*new, cache, paging, window)
-        outs.append((rows, mutual_paged_attention(new[0], out, cache, paging, groups, window=window)))
+        outs.append((rows, mutual_paged_attention(new[0], out, cache, paging, groups, AttentionOptions(window or 0))))
     for rows, out in outs:
         assert (out - expected[rows]).abs().max() < 1e-12
+
+
+def test_pages_go_under_the_compiler_whole_for_any_number_of_groups():
+    q, k, v, _ = (x.detach()[0] for x in draw(16, 4, 2))
+    cache = tuple(torch.zeros(4, 4, 2, 8, dtype=q.dtype) for _ in range(2))
+    paging = paging_of([16], [16], torch.tensor([[3, 1, 0, 2]]), 4)
+    out = paged_attention(q, k, v, cache, paging)
+    run = torch.compile(mutual_paged_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for groups in (GROUPS[:1], GROUPS[:2], torch.tensor([[0, 1], [2, 3], [7, 8]])):
+        expected = mutual_paged_attention(q, out.clone(), cache, paging, groups, AttentionOptions(0))
+        assert torch.equal(
+            run(q, out.clone(), cache, paging, groups, AttentionOptions(0)), expected
+        ) and not torch.equal(out, expected)
 
 
 def test_the_mask_has_the_groups_and_other_forms_are_refused():

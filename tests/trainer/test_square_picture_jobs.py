@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     prompts = [{"prompt": "a cab ?", "images": [str(path / x) for x in shown[i % 3]]} for i in range(12)]
     write(path / "prompts.jsonl", prompts)
     write(path / "texts.jsonl", [{**record, "completion": "b"} for record in prompts])
-    (path / "reward.py").write_text("def score(prompt, completion, images, **fields):\n    return len(images) + len(completion)\n")
+    (path / "reward.py").write_text("def score(prompt, completion, **fields):\n    return len(completion)\n")
     return path
 
 

@@ -19,8 +19,7 @@ from funrl.models.huggingface.family_fields import GELU
 from funrl.models.vision.config import CHANNELS, PictureLayout, TowerConfig, TowerForm, VisionLanguageConfig, with_tower
 from funrl.models.vision.model import vision_language_model
 
-GEMMA3_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
-SIGLIP = "siglip_vision_model"
+_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
 _OUTER = {  # fields of config.json
     "mm_tokens_per_image": 256,
     "boi_token_index": 255999,
@@ -37,27 +36,27 @@ _TOWER_DEFAULTS = {
     "layer_norm_eps": 1e-6,
 }
 _TOWER_ONLY = {  # the values of fields that are supported
-    "model_type": SIGLIP,
+    "model_type": "siglip_vision_model",
     "num_channels": CHANNELS,
     "hidden_act": GELU,
     "vision_use_head": False,
 }
 _UNSAID = {"vision_use_head": True}  # the value of a field that is absent
 _HALF = (0.5, 0.5, 0.5)
-TEXT_PREFIX = "language_model.model."
-TOWER_PREFIX = "vision_tower.vision_model."
-OTHER_PREFIXES = {  # beginnings of names, and those that other versions of transformers write instead
-    TEXT_PREFIX: ("model.language_model.",),
+_TEXT_PREFIX = "language_model.model."
+_TOWER_PREFIX = "vision_tower.vision_model."
+_OTHER_PREFIXES = {  # beginnings of names, and those that other versions of transformers write instead
+    _TEXT_PREFIX: ("model.language_model.",),
     f"language_model.{UNEMBED}": (UNEMBED,),
-    TOWER_PREFIX: ("vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
+    _TOWER_PREFIX: ("vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
     "multi_modal_projector.": ("model.multi_modal_projector.",),
 }
 _NAMES = {
-    "embed/patch": f"{TOWER_PREFIX}embeddings.patch_embedding.weight",
-    "embed/patch_bias": f"{TOWER_PREFIX}embeddings.patch_embedding.bias",
-    "embed/table": f"{TOWER_PREFIX}embeddings.position_embedding.weight",
-    "merger/norm": f"{TOWER_PREFIX}post_layernorm.weight",
-    "merger/norm_bias": f"{TOWER_PREFIX}post_layernorm.bias",
+    "embed/patch": f"{_TOWER_PREFIX}embeddings.patch_embedding.weight",
+    "embed/patch_bias": f"{_TOWER_PREFIX}embeddings.patch_embedding.bias",
+    "embed/table": f"{_TOWER_PREFIX}embeddings.position_embedding.weight",
+    "merger/norm": f"{_TOWER_PREFIX}post_layernorm.weight",
+    "merger/norm_bias": f"{_TOWER_PREFIX}post_layernorm.bias",
     "merger/mean_norm": "multi_modal_projector.mm_soft_emb_norm.weight",
     "merger/project": "multi_modal_projector.mm_input_projection_weight",
 }
@@ -81,7 +80,7 @@ _LAYER = {
 
 def text_of_gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text model: those of text_config, and ends of texts as config.json has them."""
-    text = {**GEMMA3_DEFAULTS, **(raw.get("text_config") or {})}
+    text = {**_DEFAULTS, **(raw.get("text_config") or {})}
     ends = raw.get("eos_token_id")
     return text if ends is None else text | {"eos_token_id": ends}
 
@@ -176,7 +175,7 @@ def name_of_gemma3(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, layer, leaf = name.split("/")
-    return f"{TOWER_PREFIX}encoder.layers.{layer}.{_LAYER[leaf]}"
+    return f"{_TOWER_PREFIX}encoder.layers.{layer}.{_LAYER[leaf]}"
 
 
 GEMMA3_VISION = VisionFamily(
@@ -185,7 +184,7 @@ GEMMA3_VISION = VisionFamily(
     nest=nest_gemma3,
     name=name_of_gemma3,
     make=vision_language_model,
-    prefix=TEXT_PREFIX,
+    prefix=_TEXT_PREFIX,
     unembed=f"language_model.{UNEMBED}",
-    other_prefixes=OTHER_PREFIXES,
+    other_prefixes=_OTHER_PREFIXES,
 )
