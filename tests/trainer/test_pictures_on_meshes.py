@@ -112,9 +112,10 @@ def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
 
 
 @pytest.mark.slow
-def test_adapters_learn_beside_the_decoder_alone():
-    one = steps_on("dp1", lora_rank=2, freeze=None)
-    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
+@pytest.mark.parametrize("model", ["windows", "square"])
+def test_adapters_learn_beside_the_decoder_alone(model):
+    one = steps_on("dp1", lora_rank=2, freeze=None, **MODELS[model])
+    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
 
