@@ -19,7 +19,7 @@ from funrl.models.huggingface.family_fields import GELU
 from funrl.models.vision.config import CHANNELS, PictureLayout, TowerConfig, TowerForm, VisionLanguageConfig, with_tower
 from funrl.models.vision.model import vision_language_model
 
-_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "tie_word_embeddings": True}
+_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8}
 _OUTER = {  # fields of config.json
     "mm_tokens_per_image": 256,
     "boi_token_index": 255999,
@@ -79,10 +79,10 @@ _LAYER = {
 
 
 def text_of_gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text model: those of text_config, and ends of texts as config.json has them."""
+    """The fields of the text model: those of text_config, and some that config.json itself has."""
     text = {**_DEFAULTS, **(raw.get("text_config") or {})}
-    ends = raw.get("eos_token_id")
-    return text if ends is None else text | {"eos_token_id": ends}
+    given = {name: raw[name] for name in ("eos_token_id", "dtype", "torch_dtype") if raw.get(name) is not None}
+    return text | given | {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
 
 
 def tower_of_gemma3(raw: Mapping[str, Any], config: Config) -> VisionLanguageConfig:
