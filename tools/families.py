@@ -83,6 +83,10 @@ NOTES = {
         "the same with q and k normalised, and another rotary base in layers with a window",
         "caps of attention logits",
     ),
+    "gemma3": (
+        "`gemma3_text` with a vision tower, and tokens of a picture that see one another ([pictures](vision.md))",
+        "sp; pan and scan; caps of attention logits",
+    ),
 }
 
 

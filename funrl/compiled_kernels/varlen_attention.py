@@ -27,6 +27,7 @@ from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
+from funrl.compiled_kernels.mutual_attention import add_later, later_gradients, mutual_mask
 from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
 
 _aten = torch.ops.aten
@@ -59,13 +60,13 @@ def varlen_attention(
     cap: float | None = None,
     blockwise: bool = False,
     sinks_H: Tensor | None = None,
+    mutual_RM: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v, where a token sees itself and the tokens before it in its own segment.
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row; by the function
-    of the decoding step, so they have its bits. On CUDA and ROCm
-    16-bit tensors go to the kernel that `flash_kernel` finds; wider ones, and capped ones where it has no cap, are
-    computed segment by segment. On XLA it is `blockwise_attention`.
+    of the decoding step, so they have its bits. On CUDA and ROCm 16-bit tensors go to the kernel of `flash_kernel`;
+    wider ones, and capped ones without a kernel, are computed segment by segment. On XLA it is `blockwise_attention`.
 
     Args:
       q_1THN: queries of a packed row of T tokens.
@@ -78,25 +79,30 @@ def varlen_attention(
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
       blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
-      sinks_H: logit of each head of a further key, which every token sees and whose value is 0. Wide tensors on CUDA
-        then have the whole matrix of weights.
+      sinks_H: logit of each head of a further key, which every token sees and whose value is 0.
+      mutual_RM: int64, tokens of groups within segments that see later ones of their group too. The whole matrix of
+        weights is made where wide tensors on CUDA have sinks or groups, and for groups with a cap.
 
     Raises:
-      KernelError: there are sinks on XLA, or a cap beside them.
+      KernelError: there are sinks or groups on XLA, or a cap or groups beside sinks.
 
     Returns: [1, T, H, N] in the dtype of q; differentiable once.
     """
-    if sinks_H is not None and (blockwise or cap or q_1THN.device.type == "xla"):
+    blockwise = blockwise or q_1THN.device.type == "xla"
+    if sinks_H is not None and (blockwise or cap):
         raise KernelError("attention sinks have no form for XLA, and none with capped logits")
-    if sinks_H is not None and q_1THN.is_cuda and not _is_for_flash(q_1THN, 0.0):
-        seen_1TT = _seen(offsets, q_1THN.shape[1], window)
-        out_1THN = attention(q_1THN, k_1TKN, v_1TKN, seen_1TT, scale=scale, sinks_H=sinks_H)
+    if mutual_RM is not None and (blockwise or sinks_H is not None):
+        raise KernelError("attention to later tokens has no form for XLA, and none with sinks")
+    no_sums = q_1THN.is_cuda and not _is_for_flash(q_1THN, 0.0)  # of weights
+    if (sinks_H is not None and no_sums) or (mutual_RM is not None and (cap or no_sums)):
+        seen_1TT = _seen(offsets, q_1THN.shape[1], window, mutual_RM)
+        out_1THN = attention(q_1THN, k_1TKN, v_1TKN, seen_1TT, scale=scale, cap=cap or None, sinks_H=sinks_H)
         return _without_padding(out_1THN[0], offsets).unsqueeze(0)
-    if blockwise or q_1THN.device.type == "xla":
+    if blockwise:
         return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
-    q, k, v = (x[0] for x in (q_1THN, k_1TKN, v_1TKN))
-    numbers = (window or 0, longest or q.shape[0], scale or 0.0, cap or 0.0)
-    return _VarlenAttention.apply(q, k, v, offsets, sinks_H, *numbers)[0].unsqueeze(0)
+    tensors = (q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, sinks_H, mutual_RM)
+    numbers = (window or 0, longest or q_1THN.shape[1], scale or 0.0, cap or 0.0)
+    return _VarlenAttention.apply(*tensors, *numbers)[0].unsqueeze(0)
 
 
 def varlen_attention_reference(
@@ -108,13 +114,15 @@ def varlen_attention_reference(
     scale: float | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    mutual_RM: Tensor | None = None,
 ) -> Tensor:
     """`varlen_attention` with the whole matrix of weights of each segment."""
     outs = []
+    groups = mutual_mask(offsets.new_zeros(0, 1).long() if mutual_RM is None else mutual_RM, q_1THN.shape[1])
     for begin, end in itertools.pairwise(offsets.tolist()):
         part = slice(begin, end)
         q, k, v = (x[:, part] for x in (q_1THN, k_1TKN, v_1TKN))
-        seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+        seen = torch.ones(1, q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() | groups[part, part]
         seen = seen if window is None else seen.triu(1 - window)
         outs.append(attention_reference(q, k, v, seen, scale=scale, cap=cap, sinks_H=sinks_H))
     padding = q_1THN.new_zeros(1, q_1THN.shape[1] - int(offsets[-1]), *q_1THN.shape[2:])
@@ -122,7 +130,7 @@ def varlen_attention_reference(
 
 
 def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
-    """Offsets of segments, from their numbers, without waiting for the device.
+    """Offsets of segments, from their numbers, without a wait for the device.
 
     Args:
       segments_1T: 1, 2, ... ascending in runs, a number may be missing; 0 is padding, after all of them.
@@ -133,8 +141,7 @@ def segment_offsets(segments_1T: Tensor, count: int) -> Tensor:
     Example: segment_offsets(torch.tensor([[1, 1, 3, 0]]), 4) is [0, 2, 2, 3, 3].
     """
     segments = segments_1T[0]
-    tokens = torch.zeros(count + 1, dtype=torch.int32, device=segments.device)
-    tokens = tokens.scatter_add(0, segments.long(), (segments > 0).int())
+    tokens = segments.new_zeros(count + 1, dtype=torch.int32).scatter_add(0, segments.long(), (segments > 0).int())
     return tokens.cumsum(0, dtype=torch.int32)
 
 
@@ -142,8 +149,7 @@ def bound_segments(offsets: Tensor, bounds: SegmentBounds) -> Tensor:
     """Attach to offsets what the host knows of them, and return them.
 
     Kernels on a GPU plan blocks and workspace for every segment, empty or not, as if it were as long as the longest. So
-    they receive the offsets of the used segments only, in few sizes. The bounds hold as long as the offsets do not
-    change; a copy of the offsets has none.
+    they receive offsets of used segments only, in few sizes. Bounds hold until offsets change; a copy has none.
     """
     _BOUNDS[offsets] = bounds
     return offsets
@@ -202,16 +208,15 @@ def _forward(
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if computes_exactly(q, k, v):
-        out, lse = sequence_attention(q, k, v, offsets, AttentionOptions(window, scale, cap))
-        return out, lse, q.new_empty(0, dtype=torch.uint64)
+        sums = sequence_attention(q, k, v, offsets, AttentionOptions(window, scale, cap))
+        return *sums, q.new_empty(0, dtype=torch.uint64)
     if cap:
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     out = torch.zeros_like(q)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=_wide(q))
     for block in _blocks(offsets, window, q):
-        band = block.band
         values, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_heads_first(block, q, k, v), 0.0, band is None, attn_mask=band, scale=scale or None
+            *_heads_first(block, q, k, v), 0.0, block.band is None, attn_mask=block.band, scale=scale or None
         )
         out[block.queries] = _tokens_first(values)
         lse[:, block.queries] = sums.transpose(0, 1).flatten(1)
@@ -293,8 +298,9 @@ def _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap):
     for block in _blocks(offsets, window, q, True):
         d_part, q_part = (x[block.queries].unflatten(0, (block.count, -1)) for x in (d_out, q))
         k_part, v_part = (x[block.keys].unflatten(0, (block.count, -1)) for x in (k, v))
-        factor = scale or q.shape[-1] ** -0.5
-        grads = attention_gradients(d_part, q_part, k_part, v_part, block.seen, factor, cap or None)
+        grads = attention_gradients(
+            d_part, q_part, k_part, v_part, block.seen, scale or q.shape[-1] ** -0.5, cap or None
+        )
         d_q[block.queries] = grads[0].flatten(0, 1)
         d_k[block.keys] += grads[1].flatten(0, 1)
         d_v[block.keys] += grads[2].flatten(0, 1)
@@ -317,8 +323,10 @@ class _VarlenAttention(torch.autograd.Function):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod
-    def forward(q, k, v, offsets, sinks, window, longest, scale, cap):
+    def forward(q, k, v, offsets, sinks, mutual, window, longest, scale, cap):
         out, lse, generator = _forward(q, k, v, offsets, window, longest, scale, cap)
+        if mutual is not None:
+            out, lse = add_later((q, k, v), out, lse, mutual, scale)
         if sinks is None:
             return out, lse, generator
         out, total = add_sinks(out, lse.T, sinks)
@@ -326,17 +334,20 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, offsets, sinks, ctx.window, ctx.longest, *ctx.logits = inputs
-        ctx.save_for_backward(q, k, v, *output, offsets, sinks)
+        ctx.window, ctx.longest, *ctx.logits = inputs[6:]
+        ctx.save_for_backward(*inputs[:6], *output)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx, d_out, *_):
-        q, k, v, out, lse, generator, offsets, sinks = ctx.saved_tensors
+        q, k, v, offsets, sinks, mutual, out, lse, generator = ctx.saved_tensors
         with torch.no_grad():
             grads = _backward(d_out, q, k, v, out, lse, offsets, ctx.window, ctx.longest, generator, *ctx.logits)
+            if mutual is not None:
+                more = later_gradients(d_out, (q, k, v), out, lse, mutual, ctx.logits[0])
+                grads = tuple(x + y for x, y in zip(grads, more, strict=True))
             d_sinks = None if sinks is None else sink_gradient(d_out, out, lse.T, sinks)
-        return *grads, None, d_sinks, *(None,) * 4
+        return *grads, None, d_sinks, *(None,) * 5
 
 
 class _Block(NamedTuple):
@@ -372,8 +383,7 @@ def _blocks(offsets: Tensor, window: int, q: Tensor, small: bool = False) -> Ite
                 yield _Block(whole, whole, some, None)
             continue
         reach = window or length
-        sizes = None
-        band = None
+        sizes = band = None
         for segment in range(start, start + count * length, length):
             for begin in range(segment, segment + length, _BLOCK):
                 end = min(begin + _BLOCK, segment + length)
@@ -412,8 +422,7 @@ def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap
     if cap:
         q, k, v = (x.unflatten(0, (block.count, -1)) for x in (q, k, v))
         return attention(q, k, v, block.seen, block.band is None, scale or None, cap).flatten(0, 1)
-    everything = block._replace(queries=slice(None), keys=slice(None))
-    queries, keys, values = _heads_first(everything, q, k, v)
+    queries, keys, values = _heads_first(block._replace(queries=slice(None), keys=slice(None)), q, k, v)
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values))
     return _tokens_first(
         F.scaled_dot_product_attention(
@@ -427,12 +436,13 @@ def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:
     return x.masked_fill((torch.arange(len(x), device=x.device) >= offsets[-1])[:, None, None], 0)
 
 
-def _seen(offsets: Tensor, tokens: int, window: int | None) -> Tensor:
+def _seen(offsets: Tensor, tokens: int, window: int | None, mutual_RM: Tensor | None = None) -> Tensor:
     """Bool [1, T, T]: the tokens that each token sees; padding sees padding."""
     places = torch.arange(tokens, device=offsets.device)
     segments = torch.searchsorted(offsets.long(), places, right=True)
     distance = places[:, None] - places
-    seen = (distance >= 0) & (segments[:, None] == segments)
+    seen = distance >= 0 if mutual_RM is None else (distance >= 0) | mutual_mask(mutual_RM, tokens)
+    seen &= segments[:, None] == segments
     return (seen if window is None else seen & (distance < window)).unsqueeze(0)
 
 

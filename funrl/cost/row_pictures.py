@@ -25,7 +25,7 @@ from funrl.models import Model
 from funrl.models.model import Inputs, ModelConfig
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
 from funrl.models.vision.grids import Grid, picture_tokens
-from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, place_tokens
+from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, with_pictures
 from funrl.rollout.requests import Request
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.build import Parts
@@ -233,10 +233,9 @@ def assumed_inputs(tower: TowerConfig, grids: tuple[Grid, ...], batch: Batch, in
         first_BT = first_M[inputs.positions.clamp(max=len(first_M) - 1)]
         is_picture_BT = (first_BT == tower.placeholder) & (inputs.segments > 0)
         tokens_BT = torch.where(is_picture_BT, tower.placeholder, 0 if tower.placeholder else 1)
-    at_BT, positions_BT3 = place_tokens(tower, inputs._replace(tokens=tokens_BT), of_rows)
     patches = sum(height * width for height, width in of_rows)
     pictures = Pictures(unread_patches(tower, patches, tokens_BT.device), of_rows)
-    return inputs._replace(pictures=pictures, inserted_at=at_BT, axial_positions=positions_BT3)
+    return with_pictures(tower, inputs._replace(tokens=tokens_BT), pictures)._replace(tokens=inputs.tokens)
 
 
 def assumed_prompt(job: RLJob, tokens: int) -> Request | None:

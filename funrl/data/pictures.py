@@ -19,6 +19,7 @@ import numpy as np
 from einops import rearrange
 
 from funrl.data.json_lines import DataError
+from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.kinds import OwnedLines
@@ -33,6 +34,7 @@ PROCESSOR_CLASSES = {  # in transformers, by family
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
+    "gemma3": "Gemma3Processor",
 }
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
@@ -47,12 +49,14 @@ class PictureForm(NamedTuple):
       tower: its sizes and tokens.
       min_pixels, max_pixels: bounds on the pixels of a resized picture.
       files: names and texts of the files that tell transformers of this form.
+      bos: token that a text may begin with, before its pictures; None: there is none.
     """
 
     tower: TowerConfig
     min_pixels: int
     max_pixels: int
     files: tuple[tuple[str, str], ...] = ()
+    bos: int | None = None
 
     @property
     def factor(self) -> int:
@@ -75,11 +79,15 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     if not isinstance(config, VisionLanguageConfig):
         return None
     pixels = (config.tower.patch * config.tower.merge) ** 2
-    form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels)
+    form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels, bos=config.special_tokens.bos)
+    if (square := square_side(config.tower)) is not None:
+        form = form._replace(min_pixels=square**2, max_pixels=square**2)
     present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
     name, got = _processor_fields(dict(files), form.tower)
-    if got is not None:
+    if got is not None and square is not None:
+        check_square_file(name, got, form.tower)
+    elif got is not None:
         form = _with_bounds(form, name, got)
     elif config.source.family in PROCESSOR_CLASSES:
         files = (*files, (PROCESSOR, _processor_text(form, PROCESSOR_CLASSES[config.source.family])))
@@ -162,8 +170,10 @@ def with_most_pixels(form: PictureForm, max_pixels: int) -> PictureForm:
     """The form with another upper bound on pixels, which its preprocessor_config.json gives too.
 
     Raises:
-      DataError: the bound is below the lower one, or below the pixels of one token.
+      DataError: the bound is below the lower one, or below the pixels of one token; or all pictures have one size.
     """
+    if (side := square_side(form.tower)) is not None:
+        raise DataError(f"the model takes every picture as {side} x {side} pixels; leave it out")
     form = _checked_bounds(form._replace(max_pixels=max_pixels))
     return form._replace(files=tuple((name, _bounded_text(name, text, form)) for name, text in form.files))
 
@@ -191,6 +201,8 @@ def _processor_text(form: PictureForm, processor_class: str) -> str:
     """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
+    if square_side(form.tower) is not None:
+        return square_file_text(form.tower, processor_class)
     values = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor_class,
@@ -275,7 +287,8 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
     places = sum(token == tower.placeholder for token in tokens)
     if pictures and not places:
         around = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
-        tokens = [*around * len(pictures), *tokens]
+        first = int(form.bos is not None and list(tokens[:1]) == [form.bos])
+        tokens = [*tokens[:first], *around * len(pictures), *tokens[first:]]
     elif places != len(pictures):
         raise DataError(
             f"there are {places} places for pictures (token {tower.placeholder}) and {len(pictures)} pictures; a text "
@@ -384,9 +397,11 @@ def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, 
     from PIL import Image
 
     tower = form.tower
-    height, width = fitting_size(picture.height, picture.width, form)
+    square = square_side(tower)
+    way = Image.Resampling.BICUBIC if square is None else Image.Resampling.BILINEAR
+    height, width = (square, square) if square else fitting_size(picture.height, picture.width, form)
     if (width, height) != picture.size:
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        picture = picture.resize((width, height), way)
     grid = (height // tower.patch, width // tower.patch)
     order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
     sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}

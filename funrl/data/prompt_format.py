@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
+from funrl.data.processors.square_pictures import framed
 from funrl.data.records import read_records, source_problem
 from funrl.data.tokenizer import encode_prompt
 
@@ -207,6 +208,8 @@ def marked(prompt: Any, tokenizer: Any) -> Any:
     """
     if isinstance(prompt, str):
         tower = tokenizer.picture_form.tower
+        if tower.layout.frame is not None:
+            return framed(prompt.replace(PICTURE_MARK, tokenizer.convert_ids_to_tokens(tower.begin)), tokenizer)
         ids = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
         return prompt.replace(PICTURE_MARK, "".join(tokenizer.convert_ids_to_tokens(ids)))
     return [{**message, "content": _parts(message.get("content"))} for message in prompt]

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.data.processors.square_pictures import framed
+
 PAD = "<pad>"
 END = "</s>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -164,7 +166,7 @@ def render_chat(
         return [hidden(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     shown = [message if message.get("role") in TRUSTED else hidden(message) for message in messages]
-    rendered = chat_text(tokenizer, shown, tools, arguments=arguments, **more)
+    rendered = framed(chat_text(tokenizer, shown, tools, arguments=arguments, **more), tokenizer)
     if not words:
         return RenderedChat(rendered)
     texts = {place: word for word, place in words.items()}

@@ -136,6 +136,8 @@ class Inputs(NamedTuple):
         the first L layers, one each; None: no token has such.
       inserted_at: [B, T] int64, which of these a token has; -1: its embedding.
       pictures: those of the rows, as `OwnedValues.read` gives them.
+      mutual_RM: [R, M] int64, tokens of the rows end to end, in R groups of M that see one another, as those of a
+        picture may; None: tokens see none after them.
     """
 
     tokens: Tensor
@@ -150,6 +152,7 @@ class Inputs(NamedTuple):
     inserted: Tensor | None = None
     inserted_at: Tensor | None = None
     pictures: Any = None
+    mutual_RM: Tensor | None = None
 
 
 class RouterLoad(NamedTuple):
@@ -256,12 +259,14 @@ class PromptStates(NamedTuple):
       inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
       positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
       shrink: by how much the positions of tokens behind the prompt are below their numbers.
+      mutual_RM: int64 on the CPU, as `Inputs.mutual_RM`; None: tokens see none after them.
     """
 
     inserted_LMD: Tensor
     inserted_at_T: Tensor
     positions_T3: Tensor
     shrink: int
+    mutual_RM: Tensor | None = None
 
 
 class OwnedValues(NamedTuple):
@@ -275,6 +280,8 @@ class OwnedValues(NamedTuple):
       contents: `(token ids, lines)` -> the ids, with a negative number, which the values make, at tokens for these:
         equal numbers mean equal keys and values.
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
+      whole: `(token ids)` -> first and last but one of the tokens of each group that sees one another, in order; None:
+        there are no such groups.
     """
 
     none: Mapping[str, Tensor]
@@ -283,6 +290,7 @@ class OwnedValues(NamedTuple):
     check: Callable[[Sequence[int], OwnedLines | None], None]
     contents: Callable[[Sequence[int], OwnedLines], list[int]]
     frozen: Mapping[str, tuple[str, ...]] = {}
+    whole: Callable[[Sequence[int]], list[tuple[int, int]]] | None = None
 
 
 class Routers(NamedTuple):
@@ -311,7 +319,8 @@ class Abilities(NamedTuple):
       compiled_step: sizes for `compiled_kernels.decode_step`, if it computes what `apply` and `unembed` do; else the
         reason why it does not.
       routers: None: there are no experts.
-      splits_rows: ranks of `sequence` can share a row's tokens; False: a state is carried along the row.
+      splits_rows: ranks of `sequence` can share a row's tokens; False: a state is carried along the row, or some tokens
+        see later ones.
       heads: query heads of a layer, which ranks that share a row's tokens may split.
       logit_cap: logits x become cap tanh(x / cap); None: they stay.
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.

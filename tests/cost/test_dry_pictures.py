@@ -53,8 +53,19 @@ FAMILIES = {
         "vision_config": TOWER | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 2]},
     },
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2,
+            "image_size": 128, "patch_size": 8, "vision_use_head": False},
+        "mm_tokens_per_image": 64, "image_token_index": 90, "boi_token_index": 92, "eoi_token_index": 93,
+    },
 }  # fmt: skip
-CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+CLASSES = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
 
 
 @pytest.fixture(params=quick(FAMILIES, ["qwen2_5_vl"]))
@@ -86,7 +97,8 @@ def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     found = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
     without, with_one = (one.phases["generate"] for one in found)
     prompts = job.settings.run.batch_prompts
-    assert with_one.flops - without.flops == pytest.approx(prompts * tower, rel=0.01)
+    mutual = 0.04 if "gemma3" in job.model.config.source.family else 0  # its tokens attend to later ones anew
+    assert with_one.flops - without.flops == pytest.approx((1 + mutual / 2) * prompts * tower, rel=0.01 + mutual / 2)
     held = with_one.peak["cache"] - without.peak["cache"]
     layers = 1 + len(job.model.config.tower.form.deep_layers)
     assert held >= (prompts - 1) * layers * 64 * job.model.config.embed * 4  # states of 64 tokens
@@ -154,7 +166,7 @@ def test_a_frozen_tower_has_no_backward_pass(folder):
         for freeze in ("vision", "none")
     )
     assert forward < frozen < 1.6 * forward  # and the backward pass of the projector
-    assert 2.5 * forward < learning < 3.2 * forward
+    assert 2.5 * forward < learning < 3.3 * forward
 
 
 @pytest.mark.parametrize("mesh", quick(["dp2", "sp2"], ["sp2"]))
@@ -179,6 +191,7 @@ def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
     assert seeing["score_reference"].flops - blind["score_reference"].flops == pytest.approx(alone[1] - alone[0])
 
 
+@pytest.mark.parametrize("folder", quick(("qwen2_5_vl", "qwen3_vl"), ["qwen2_5_vl"]), indirect=True)
 def test_pictures_are_bounded_by_pixels_and_by_the_row(folder):
     assert row_grids(own_job(folder), 2000) == ((16, 16),)
     assert row_grids(own_job(folder, max_pixels=64 * 96), 2000) == ((8, 12),)
@@ -191,6 +204,13 @@ def test_pictures_are_bounded_by_pixels_and_by_the_row(folder):
         row_grids(own_job(folder, assume_pictures=3), 8)
     with pytest.raises(SettingsError, match="--assume_pictures=1: preferences have no pictures; leave it out"):
         row_grids(own_job(folder, "dpo", assume_pictures=1), 80)
+
+
+@pytest.mark.parametrize("folder", ["gemma3"], indirect=True)
+def test_pictures_of_one_size_are_not_bounded_by_the_row(folder):
+    assert row_grids(own_job(folder, assume_pictures=3), 2000) == ((16, 16),) * 3
+    with pytest.raises(SettingsError, match="--prompt_tokens=150: 3 pictures take 198 tokens or more; give a larger"):
+        row_grids(own_job(folder, assume_pictures=3), 150)
 
 
 def test_flags_of_pictures_are_refused_where_the_model_reads_text():

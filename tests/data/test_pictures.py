@@ -166,7 +166,7 @@ def seeing(family, **form):
     return with_tower(config, dataclasses.replace(TOWER, form=TowerForm(**form)))
 
 
-@pytest.mark.parametrize("family", PROCESSOR_CLASSES)
+@pytest.mark.parametrize("family", [name for name in PROCESSOR_CLASSES if name != "gemma3"])
 def test_the_form_of_a_model_without_files_is_written_as_transformers_reads_it(family, tmp_path):
     from transformers import AutoImageProcessor
 

@@ -1,6 +1,6 @@
 """Random configurations of vision-language models, and random rows of pictures, against transformers.
 
-Draws 0 to 99 were run once, with DRAWS = QUICK = 100: none exceeded the tolerance.
+Draws 0 to 99 of the Qwens, and 0 to 29 of Gemma 3, were run once: none exceeded the tolerance.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from selection import quick
-from tiny_vl import FAMILIES, picture_batch, transformers_config, transformers_logits, transformers_model
+from tiny_vl import QWENS, gemma3_config, picture_batch, transformers_config, transformers_logits, transformers_model
 
 from funrl.models.huggingface.directories import load, save
 from funrl.models.placed import inputs_of
@@ -20,12 +20,13 @@ from funrl.models.vision.inputs import picture_inputs
 from funrl.trainer.steps.micro import micro_batch
 
 DRAWS, QUICK = 24, 6
+GEMMA_DRAWS, QUICK_GEMMA = 12, 2
 
 
 def drawn_config(number: int) -> Any:
     """A small configuration of transformers."""
     pick = random.Random(number)
-    family = pick.choice(FAMILIES)
+    family = pick.choice(QWENS)
     heads = pick.choice([2, 4])
     head = pick.choice([8, 12, 16])
     layers = pick.choice([1, 2, 3])
@@ -73,14 +74,59 @@ def drawn_config(number: int) -> Any:
     return config
 
 
-def drawn_rows(number: int, merge: int) -> tuple:
-    """Texts and pictures of two to four rows, one of them without pictures."""
+def drawn_gemma(number: int) -> Any:
+    """A small configuration of Gemma 3."""
+    pick = random.Random(number)
+    heads = pick.choice([2, 4])
+    layers = pick.choice([1, 2, 3])
+    merge = pick.choice([1, 2, 3])
+    tokens = pick.choice([1, 2, 3, 4])  # of a side
+    patch = pick.choice([2, 3, 4])
+    rope = {"sliding_attention": {"rope_theta": pick.choice([1e3, 1e4]), "rope_type": "default"}}
+    rope["full_attention"] = {"rope_theta": 1e6, "rope_type": "default"}
+    if pick.random() < 0.5:
+        rope["full_attention"] |= {"rope_type": "linear", "factor": 8.0}
+    text = {
+        "hidden_size": heads * pick.choice([8, 12]),
+        "head_dim": pick.choice([8, 12]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick.choice([1, 2, heads]),
+        "intermediate_size": pick.choice([24, 40]),
+        "query_pre_attn_scalar": pick.choice([8, 12, 20]),
+        "sliding_window": pick.choice([2, 5, 11]),
+        "layer_types": [pick.choice(["sliding_attention", "full_attention"]) for _ in range(layers)],
+        "final_logit_softcapping": None,
+        "rope_parameters": rope,
+    }
+    tower_heads = pick.choice([1, 2, 3])
+    vision = {
+        "num_hidden_layers": pick.choice([1, 2, 3]),
+        "num_attention_heads": tower_heads,
+        "hidden_size": tower_heads * pick.choice([5, 8, 12]),
+        "intermediate_size": pick.choice([20, 36]),
+        "patch_size": patch,
+        "image_size": patch * merge * tokens,
+        "layer_norm_eps": pick.choice([1e-5, 1e-6]),
+    }
+    config = gemma3_config(text, vision, mm_tokens_per_image=tokens**2)
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = pick.random() < 0.7
+    return config
+
+
+def drawn_rows(number: int, merge: int, side: int | None = None) -> tuple:
+    """Texts and pictures of two to four rows, one of them without pictures.
+
+    Args:
+      side: patches of a side of every picture; None: they are drawn.
+    """
     pick = random.Random(number)
 
     def row() -> tuple:
         parts: list[Any] = [pick.randint(1, 5)]
         for _ in range(pick.randint(1, 3)):
-            parts += [(merge * pick.randint(1, 5), merge * pick.randint(1, 5)), pick.randint(0, 4)]
+            size = (merge * pick.randint(1, 5), merge * pick.randint(1, 5))
+            parts += [size if side is None else (side, side), pick.randint(0, 4)]
         return tuple(parts)
 
     rows = [row() for _ in range(pick.randint(1, 3))]
@@ -90,13 +136,23 @@ def drawn_rows(number: int, merge: int) -> tuple:
 
 @pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))
 def test_a_draw(number, tmp_path):
+    check(drawn_config(number), number, tmp_path)
+
+
+@pytest.mark.parametrize("number", quick(range(GEMMA_DRAWS), range(QUICK_GEMMA)))
+def test_a_draw_of_gemma3(number, tmp_path):
+    check(drawn_gemma(number), number, tmp_path)
+
+
+def check(config, number, tmp_path):
+    """Compare logits of packed rows, and saved weights, with those of transformers."""
     from transformers import AutoModelForImageTextToText
 
-    theirs = transformers_model(drawn_config(number), seed=number)
+    theirs = transformers_model(config, seed=number)
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = load(tmp_path / "theirs")
     tower = model.config.tower
-    batch, lengths = picture_batch(drawn_rows(number, tower.merge), number, tower.merge, tower.patch)
+    batch, lengths = picture_batch(drawn_rows(number, tower.merge, tower.layout.side), number, tower.merge, tower.patch)
     packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(lengths)), 512, 8)
     inputs = picture_inputs(tower, packed.batch, inputs_of(packed.batch))
     with torch.no_grad():

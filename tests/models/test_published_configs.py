@@ -81,6 +81,19 @@ PUBLISHED = {
         attn_logit_softcapping=None, final_logit_softcapping=None, max_position_embeddings=32768, sliding_window=512,
         rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window_pattern=6, vocab_size=262144,
     )),
+    "google/gemma-3-4b-it": (4_300_079_472, {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 255999,
+        "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+        "mm_tokens_per_image": 256, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        },
+    }),
     "mistralai/Mistral-7B-v0.3": (7_248_023_552, USUAL | sized(
         4096, 14336, 32, 32, 8, architectures=["MistralForCausalLM"], model_type="mistral", bos_token_id=1,
         eos_token_id=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-05, rope_theta=1000000.0,

@@ -11,8 +11,8 @@ from tiny_vl import (
     FAMILIES,
     MERGE,
     PLACEHOLDER,
-    ROWS,
     picture_batch,
+    rows_of,
     saved_model,
     transformers_logits,
 )
@@ -34,26 +34,31 @@ def peer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return saved_model(folder, request.param), folder
 
 
+@pytest.fixture
+def rows(peer):
+    return rows_of(peer[0].config.model_type)
+
+
 def _hidden(model, params, batch):
     inputs = picture_inputs(model.config.tower, batch, inputs_of(batch))
     return model.apply(params, inputs).hidden
 
 
-def test_logits_are_those_of_transformers(peer):
+def test_logits_are_those_of_transformers(peer, rows):
     theirs, folder = peer
     model, params = load(folder)
-    batch, lengths = picture_batch()
+    batch, lengths = picture_batch(rows)
     logits = _hidden(model, params, batch) @ model.unembed(params).T
     for row, length in enumerate(lengths):
         expected = transformers_logits(theirs, model.config.tower.form, batch, row, length)
         assert (logits[row, :length] - expected).abs().max() < 2e-5
 
 
-def test_packed_rows_have_the_logits_of_each_alone(peer):
+def test_packed_rows_have_the_logits_of_each_alone(peer, rows):
     theirs, folder = peer
     model, params = load(folder)
-    batch, lengths = picture_batch()
-    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(ROWS)), 192, 8)
+    batch, lengths = picture_batch(rows)
+    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(rows)), 192, 8)
     logits = (_hidden(model, params, packed.batch) @ model.unembed(params).T)[0]
     begin = 0
     for row in packed.rows.tolist():
@@ -89,10 +94,10 @@ def test_rows_without_pictures_are_those_of_the_text_model(peer):
     assert torch.equal(with_fields, plain)
 
 
-def test_placeholders_are_as_many_as_the_pictures_have(peer):
+def test_placeholders_are_as_many_as_the_pictures_have(peer, rows):
     _, folder = peer
     model, params = load(folder)
-    batch, _ = picture_batch()
+    batch, _ = picture_batch(rows)
     tokens = batch.tokens.clone()
     tokens[1, 2] = PLACEHOLDER
     with pytest.raises(ModelError, match="placeholders of pictures have pictures of"):

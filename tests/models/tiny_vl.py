@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from funrl.batch import Batch, declare
@@ -27,7 +28,15 @@ ROWS = (
 )
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (*QWENS, "gemma3")
+SQUARE = 4  # patches of a side of every picture of gemma3
+SQUARE_ROWS = (  # rows for it
+    (3, (4, 4), 2, (4, 4), 4),
+    (5,),
+    (1, (4, 4), 1, (4, 4), 1, (4, 4), 3),
+    (2, (4, 4), 2),
+)
 TEXT = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": VOCAB},
@@ -41,10 +50,38 @@ TOWER = {
 }
 
 
+GEMMA = {
+    **{"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 6},
+    **{"layer_types": ["sliding_attention", "full_attention"]},
+}
+SIGLIP = {
+    **{"model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 20, "intermediate_size": 28},
+    **{"num_attention_heads": 2, "patch_size": PATCH, "image_size": SQUARE * PATCH, "vision_use_head": False},
+}
+
+
+def rows_of(family: str) -> tuple:
+    """Rows for a family."""
+    return SQUARE_ROWS if family == "gemma3" else ROWS
+
+
+def gemma3_config(text: dict[str, Any], vision: dict[str, Any], **outer: Any) -> Any:
+    """The config of a tiny Gemma 3."""
+    import transformers
+
+    tokens = {"image_token_index": PLACEHOLDER, "boi_token_index": BEGIN, "eoi_token_index": END}
+    sizes = {"mm_tokens_per_image": (SQUARE // MERGE) ** 2}
+    return transformers.Gemma3Config(
+        text_config=TEXT | GEMMA | text, vision_config=SIGLIP | vision, **sizes | tokens | outer
+    )
+
+
 def transformers_config(family: str, text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> Any:
     """The config of a tiny vision-language model."""
     import transformers
 
+    if family == "gemma3":
+        return gemma3_config(text or {}, vision or {})
     config = TEXT | {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
     if family == "qwen2_5_vl":
         name = "Qwen2_5_VL"
@@ -121,6 +158,12 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0, merge: int = MERGE, patch: 
     return batch, lengths
 
 
+def merge_of(config: Any) -> int:
+    """Patches of a side of a token of a Gemma 3."""
+    vision = config.vision_config
+    return vision.image_size // vision.patch_size // round(config.mm_tokens_per_image**0.5)
+
+
 def offsets_of(counts: list[int]) -> Tensor:
     """Offsets of rows that own these numbers of values."""
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
@@ -132,7 +175,12 @@ def transformers_logits(model: Any, form: TowerForm, batch: Batch, row: int, len
     begin, end = batch.patches.offsets[row : row + 2].tolist()
     pixels = normalized(batch.patches.values[begin:end], torch.float32, form)
     kw: dict[str, Any] = {}
-    if end > begin:
+    if end > begin and model.config.model_type == "gemma3":
+        merge, side = merge_of(model.config), model.config.vision_config.image_size // pixels.shape[-1]
+        order = "(n rows columns y x) c h w -> n c (rows y h) (columns x w)"
+        sides = {"rows": side // merge, "columns": side // merge, "y": merge, "x": merge}
+        kw = {"pixel_values": rearrange(pixels, order, **sides), "token_type_ids": (tokens == PLACEHOLDER).int()}
+    elif end > begin:
         first, last = batch.grids.offsets[row : row + 2].tolist()
         grids = batch.grids.values[first:last]
         kw = {

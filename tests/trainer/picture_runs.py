@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from small_runs import SIZES, begin, gradients, small_job, whole_batch, whole_weights
 
+from funrl.data.pictures import picture_form, with_picture_form
 from funrl.data.tokenizer import END, character_tokenizer
 from funrl.kinds import owned_lines
 from funrl.models import decoder_config, decoder_model, with_fields
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.directories import save
 from funrl.models.lora import with_lora
-from funrl.models.vision.config import TowerConfig, TowerForm
+from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
 from funrl.models.vision.model import with_vision
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
@@ -38,6 +39,14 @@ FORM = TowerForm(
     norm="layer", gated=False, patch_bias=True, table=3, deep_layers=(0, 1), mean=(0.5,) * 3, std=(0.5,) * 3
 )
 DEEP_TOWER = dataclasses.replace(TOWER, window=None, whole_layers=(), form=FORM)  # as that of Qwen3-VL
+SQUARE_TOWER = dataclasses.replace(  # as that of Gemma 3
+    DEEP_TOWER,
+    embed=12,
+    form=dataclasses.replace(FORM, table=4, deep_layers=(), frames=1, joined=False, rotates=False, merger="mean"),
+    layout=PictureLayout(side=4, mutual=True),
+)
+SQUARE_LAYOUT = PictureLayout(side=4, frame="\n\n", mutual=True)  # with the text of its processor
+SQUARE_GRIDS = ((), ((4, 4),), ((4, 4), (4, 4)))
 EXPERTS = Experts(count=4, per_token=2, mlp=8)
 GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
 
@@ -83,6 +92,47 @@ def save_seeing_model(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 64, "max_pixels": 1024}))
 
 
+GEMMA_MARKS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+GEMMA_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{{ '<start_of_image>' if c.type == 'image' else c.text }}{% endfor %}{% endif %}"
+    "{{ '" + END + "' if m.role == 'assistant' else '?' }}{% endfor %}"
+)
+
+
+def save_square_model(folder):
+    """Write a directory of a tiny Gemma 3, whose pictures have 16 x 16 pixels and 4 tokens."""
+    tokenizer = character_tokenizer("abcdefgh ?\n")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(GEMMA_MARKS)})
+    tokenizer.chat_template = GEMMA_TEMPLATE
+    begin, placeholder, end = tokenizer.convert_tokens_to_ids(list(GEMMA_MARKS))
+    sizes = {"embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6}
+    config = decoder_config(
+        **sizes,
+        vocab=len(tokenizer),
+        tied=True,
+        activation="gelu",
+        qk_norm=True,
+        norms="sandwich",
+        norm_offset=1.0,
+        embed_scale=4.0,
+        attention_scale=8**-0.5,
+        windows=(5, None),
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        max_positions=256,
+        eos=(1,),
+        pad=0,
+        family="gemma3",
+    )
+    tower = dataclasses.replace(
+        SQUARE_TOWER, placeholder=placeholder, banned=(), begin=begin, end=end, layout=SQUARE_LAYOUT
+    )
+    model = with_vision(decoder_model(config), tower)
+    tokenizer = with_picture_form(tokenizer, picture_form(model.config))
+    save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+
+
 def with_pictures(example, number, grids=GRIDS):
     """A prompt whose pictures are before its text."""
     own = grids[number % len(grids)]
@@ -96,7 +146,10 @@ def with_pictures(example, number, grids=GRIDS):
 def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, **settings: Any):
     """A job of `small_job` with a vision-language model; a third of the prompts have no picture."""
     job = small_job(compose, None, **settings)
-    config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=(0, 1), max_positions=128)
+    axes = () if tower.layout.mutual else (0, 1)
+    config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=axes, max_positions=128)
+    if tower.layout.mutual:
+        config = with_fields(config, windows=(5, None), local_rope_theta=100.0)
     config = config if experts is None else with_fields(config, experts=experts)
     model = with_vision(decoder_model(config), tower)
     prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]

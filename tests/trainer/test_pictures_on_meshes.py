@@ -2,19 +2,21 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
-from picture_runs import DEEP_TOWER, EXPERTS, TOWER, picture_job, picture_steps
+from picture_runs import DEEP_TOWER, EXPERTS, SQUARE_GRIDS, SQUARE_TOWER, TOWER, picture_job, picture_steps
 from selection import quick
 from small_runs import GRPO, assert_same, begin
 
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import single
+from funrl.mesh.mesh import MeshError, single
 from funrl.models import with_value_head
 from funrl.trainer.initial_weights import random_weights
+from funrl.trainer.jobs.sharding import check_layouts
 from funrl.trainer.loop import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
@@ -41,9 +43,11 @@ MODELS = {
     "windows": {},
     "deep": {"tower": DEEP_TOWER},
     "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
+    "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
 }
 CASES = [("windows", mesh) for mesh in MESHES] + [("deep", mesh) for mesh in MESHES]
 CASES += [("deep, experts", mesh) for mesh in ("dp2", "tp2", "fsdp2")]
+CASES += [("square", mesh) for mesh in MESHES if not mesh.startswith("sp")]
 
 
 @functools.cache
@@ -51,20 +55,31 @@ def alone(model="windows"):
     return steps_on("dp1", **MODELS[model])
 
 
-@pytest.mark.parametrize("case", quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"))), ids=", ".join)
+@pytest.mark.parametrize(
+    "case", quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"), ("square", "fsdp2"))), ids=", ".join
+)
 def test_steps_are_those_of_one_process(case):
     model, mesh = case
     assert_same(steps_on(**MESHES[mesh], **MODELS[model]), alone(model), 1e-9)
 
 
-# what is added behind the last layer, to tokens of pictures, reaches no text
-@pytest.mark.parametrize("model,weights,idle", [("windows", 30, "none"), ("deep", 45, "vision/deep_mergers/1/")])
+# what is added behind the last layer, to tokens of pictures, reaches no text; a bias of all keys changes no weights
+@pytest.mark.parametrize(
+    "model,weights,idle",
+    [("windows", 30, "none"), ("deep", 45, "vision/deep_mergers/1/"), ("square", 39, r"vision/layers/\d/key_bias")],
+)
 def test_the_tower_learns_and_the_engine_sees_what_the_trainer_sees(model, weights, idle):
     one = alone(model)
     tower = {name: x for name, x in trees.named(one["grads"][0]["policy"].tree) if name.startswith("vision/")}
     assert len(tower) == weights
-    assert all(bool(x.abs().max() > 1e-9) != name.startswith(idle) for name, x in tower.items())
+    assert all(bool(x.abs().max() > 1e-9) != bool(re.match(idle, name)) for name, x in tower.items())
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in one["metrics"])
+
+
+def test_tokens_that_see_later_ones_are_not_split_over_sp():
+    job = picture_job(GRPO, **MODELS["square"])
+    with pytest.raises(MeshError, match="whose tokens of a picture see one another, so that its tokens are not split"):
+        check_layouts({"policy": job.model}, job.settings, {**job.sizes, "sequence": 2}, job.sizes)
 
 
 def test_a_frozen_tower_stays_and_its_projector_learns():
@@ -97,9 +112,10 @@ def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
 
 
 @pytest.mark.slow
-def test_adapters_learn_beside_the_decoder_alone():
-    one = steps_on("dp1", lora_rank=2, freeze=None)
-    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
+@pytest.mark.parametrize("model", ["windows", "square"])
+def test_adapters_learn_beside_the_decoder_alone(model):
+    one = steps_on("dp1", lora_rank=2, freeze=None, **MODELS[model])
+    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
 

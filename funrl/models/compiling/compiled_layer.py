@@ -53,6 +53,7 @@ def _mark_dynamic(x_BTD, context) -> None:
     """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
     rotations = [(x, x.dim() - 2) for x in context.rope or () if x is not None]
     others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.segments_BT, 2), (context.routes_BTK, 2)
+    others = *others, (context.mutual_RM, 1)
     for x, dims in [(x_BTD, 2), *rotations, *others]:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, [dim for dim in range(dims) if x.shape[dim] > 1])

@@ -13,6 +13,8 @@ from funrl.compiled_kernels.attention import attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.router import sigmoid
 from funrl.compiled_kernels.exact.shared_norm import NormNumbers, scale_rows, square_sums
+from funrl.compiled_kernels.mutual_attention import mutual_paged_attention
+from funrl.compiled_kernels.packed import AttentionOptions
 from funrl.compiled_kernels.paged_attention import PagedHeads, paged_attention, static_paged_attention
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
@@ -165,10 +167,15 @@ class Attention:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
             keys, values = context.kv_cache
             attend = static_paged_attention if context.blockwise else paged_attention
-            return attend(*new, (keys, values), context.paging, self.window, **options).unsqueeze(0)
+            out_NHD = attend(*new, (keys, values), context.paging, self.window, **options)
+            if context.mutual_RM is not None:
+                numbers = AttentionOptions(self.window or 0, self.scale or 0.0, self.cap or 0.0)
+                groups = (context.paging, context.mutual_RM, numbers)
+                out_NHD = mutual_paged_attention(new[0], out_NHD, (keys, values), *groups)
+            return out_NHD.unsqueeze(0)
         if context.offsets is not None:
             new = (q_BTHN, k_BTKN, v_BTKN, context.offsets)
-            options["blockwise"] = context.blockwise
+            options |= {"blockwise": context.blockwise, "mutual_RM": context.mutual_RM}
             return split_attention(*new, mesh, self.window, context.form, **options)
         return attention(q_BTHN, k_BTKN, v_BTKN, mask_BTS=context.attention_mask_BTS, causal=context.causal, **options)
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.mutual_attention import group_numbers
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import own_shard, pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -233,12 +234,13 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
         window = layer.mixer.window
         context = Context(layer, ropes[layer.mixer.rope], segments_BT=segments, split=inputs.split)
         if packed:
-            contexts[number] = context._replace(offsets=inputs.offsets, paging=inputs.paging, cells_S=inputs.cells_S)
-        elif segments is None and (window is None or window >= T):
+            context = context._replace(offsets=inputs.offsets, paging=inputs.paging, cells_S=inputs.cells_S)
+            contexts[number] = context._replace(mutual_RM=inputs.mutual_RM)
+        elif segments is None and inputs.mutual_RM is None and (window is None or window >= T):
             contexts[number] = context._replace(causal=T > 1)
         else:
             if window not in masks:
-                masks[window] = _attention_mask(T, segments, window, device=device)
+                masks[window] = _attention_mask(inputs, window, device=device)
             contexts[number] = context._replace(attention_mask_BTS=masks[window], causal=False)
     return contexts
 
@@ -272,11 +274,16 @@ def _with_inserted(x_BTD: Tensor, inputs: Inputs, mesh: Mesh, layers: int) -> Te
     return torch.where((at_BT >= 0).unsqueeze(-1), rows_BTD if layers == 0 else x_BTD + rows_BTD, x_BTD)
 
 
-def _attention_mask(T: int, segments_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+def _attention_mask(inputs: Inputs, window: int | None, device: torch.device) -> Tensor:
     """Bool [B, T, T], the batch dim 1 where rows are equal: the tokens that each token sees."""
+    B, T = inputs.tokens.shape
+    segments_BT = inputs.segments
     position_T = torch.arange(T, device=device)
     distance_TS = position_T[:, None] - position_T
     mask = distance_TS >= 0
+    if inputs.mutual_RM is not None:
+        groups_BT = group_numbers(inputs.mutual_RM, B * T).view(B, T)
+        mask = mask | ((groups_BT.unsqueeze(-1) == groups_BT.unsqueeze(-2)) & (groups_BT > 0).unsqueeze(-1))
     if window is not None:
         mask = mask & (distance_TS < window)
     if segments_BT is not None:

@@ -156,6 +156,7 @@ class Context(NamedTuple):
       split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
       blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of
         pages.
+      mutual_RM: as in `Inputs`, of packed rows and of pages; the mask has them already.
     """
 
     layer: DecoderLayer
@@ -171,6 +172,7 @@ class Context(NamedTuple):
     routes_BTK: Tensor | None = None
     split: bool = False
     blockwise: bool = False
+    mutual_RM: Tensor | None = None
 
 
 class CacheShapes(NamedTuple):

@@ -43,13 +43,15 @@ def split_attention(
 
     Args:
       form: one of `FORMS`; auto is ulysses where the heads divide.
-      how: `scale`, `cap`, `sinks_H` of this rank's heads, and `blockwise`.
+      how: `scale`, `cap`, `sinks_H` of this rank's heads, `blockwise` and `mutual_RM`.
 
     Raises:
-      ModelError: attention by blocks is asked for where keys go round a ring.
+      ModelError: attention by blocks is asked for where keys go round a ring, or tokens of a split row see later ones.
     """
     if mesh.size(AXIS) == 1:
         return varlen_attention(q_1tHN, k_1tKN, v_1tKN, offsets=offsets, window=window, **how)
+    if how.pop("mutual_RM", None) is not None:
+        raise ModelError("tokens that see later ones are not split over sp")
     if is_ring(form, q_1tHN.shape[2], mesh.sizes):
         if how.pop("blockwise", False):
             raise ModelError("the steps of ring attention depend on where sequences begin: it has no static shapes")

@@ -13,6 +13,7 @@ from funrl.models.huggingface.configs import (
     deepseek,
     ernie4_5,
     exaone4,
+    gemma3,
     glm4_moe,
     gpt_oss,
     minimax_m2,
@@ -24,7 +25,7 @@ from funrl.models.huggingface.configs import (
     qwen3_next,
     qwen3_vl,
 )
-from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, VisionFamily, family_of
+from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of
 from funrl.models.huggingface.family_fields import (
     ACTIVATIONS,
     GELU,
@@ -56,7 +57,6 @@ from funrl.models.huggingface.family_fields import (
     write_smollm3,
     write_window,
 )
-from funrl.models.vision.model import vision_language_model
 
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {
@@ -88,18 +88,25 @@ _GEMMA_SUPPORTED = {
     "hidden_activation": (GELU,),
     "use_bidirectional_attention": (False, None),
 }
+_GEMMA3 = family_of(
+    "Gemma3",
+    _GEMMA
+    | {
+        "max_position_embeddings": 131072,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+    },
+    supported=_GEMMA_SUPPORTED | {"attn_logit_softcapping": (None,)},  # which transformers does not apply
+    read=read_gemma3,
+    write=write_gemma3,
+    kinds=gemma3_kinds,
+)
 _MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
     f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-_QWEN3_VISION = VisionFamily(
-    text=qwen2_5_vl.text_of_qwen2_5_vl,
-    tower=qwen3_vl.tower_of_qwen3_vl,
-    nest=qwen3_vl.nest_qwen3_vl,
-    name=qwen3_vl.name_of_qwen3_vl,
-    make=vision_language_model,
-    prefix=qwen3_vl.TEXT_PREFIX,
-)
 FAMILIES: Mapping[str, HFFamily] = {
     "llama": family_of("Llama", _LLAMA, supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
     "qwen2": family_of(
@@ -116,13 +123,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         read=qwen2_5_vl.read_qwen2_5_vl,
         write=write_qwen2,
         rope_types=("default",),
-        vision=VisionFamily(
-            text=qwen2_5_vl.text_of_qwen2_5_vl,
-            tower=qwen2_5_vl.tower_of_qwen2_5_vl,
-            nest=qwen2_5_vl.nest_qwen2_5_vl,
-            name=qwen2_5_vl.name_of_qwen2_5_vl,
-            make=vision_language_model,
-        ),
+        vision=qwen2_5_vl.QWEN2_5_VISION,
     )._replace(
         architecture="Qwen2_5_VLForConditionalGeneration",
         classifier=None,
@@ -135,7 +136,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         read=qwen3_vl.read_qwen3_vl,
         write=write_bias,
         rope_types=("default",),
-        vision=_QWEN3_VISION,
+        vision=qwen3_vl.QWEN3_VISION,
     )._replace(architecture="Qwen3VLForConditionalGeneration", classifier=None, token_classifier=None),
     "qwen3_vl_moe": family_of(
         "Qwen3VLMoe",
@@ -146,7 +147,7 @@ FAMILIES: Mapping[str, HFFamily] = {
         rope_types=("default",),
         names=qwen3_vl.QWEN3_VL_MOE_NAMES,
         abreast=qwen3_vl.QWEN3_VL_MOE_ABREAST,
-        vision=_QWEN3_VISION,
+        vision=qwen3_vl.QWEN3_VISION,
     )._replace(architecture="Qwen3VLMoeForConditionalGeneration", classifier=None, token_classifier=None),
     "qwen3": family_of(
         "Qwen3",
@@ -432,19 +433,11 @@ FAMILIES: Mapping[str, HFFamily] = {
         write=write_gemma2,
         kinds=gemma2_kinds,
     ),
-    "gemma3_text": family_of(
-        "Gemma3",
-        _GEMMA
-        | {
-            "max_position_embeddings": 131072,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 10000.0,
-        },
-        supported=_GEMMA_SUPPORTED | {"attn_logit_softcapping": (None,)},  # which transformers does not apply
-        read=read_gemma3,
-        write=write_gemma3,
-        kinds=gemma3_kinds,
-    )._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
+    "gemma3_text": _GEMMA3._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
+    "gemma3": _GEMMA3._replace(
+        architecture="Gemma3ForConditionalGeneration",
+        classifier=None,
+        token_classifier=None,
+        vision=gemma3.GEMMA3_VISION,
+    ),
 }

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from funrl.models.huggingface.config import ModuleConfig
-from funrl.models.huggingface.configs.hf_family import LAYERS
+from funrl.models.huggingface.configs.hf_family import LAYERS, UNEMBED
 from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, VISION_PREFIX
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8
 from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS
-from funrl.models.huggingface.names import UNEMBED
 from funrl.models.huggingface.weight_files import weight_tables
 from funrl.models.model import Model, ModelConfig
+
+_UNEMBEDDINGS = (UNEMBED, f"language_model.{UNEMBED}", "embed_out.weight")
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
@@ -24,7 +25,7 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
     masks = (".attn.bias", ".attention.bias", ".masked_bias") if isinstance(config, ModuleConfig) else ()
     if _further_layer(name, config) is not None or _in_unread_tower(name, config):
         return True
-    return name.endswith((".rotary_emb.inv_freq", *masks)) or (config.tied and name in (UNEMBED, "embed_out.weight"))
+    return name.endswith((".rotary_emb.inv_freq", *masks)) or (config.tied and name in _UNEMBEDDINGS)
 
 
 def remarks_on_files(path: str | Path, model: Model) -> list[str]:

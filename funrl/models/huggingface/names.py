@@ -13,6 +13,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.configs.hf_family import UNEMBED
 from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
@@ -54,7 +55,6 @@ _LAYER = {
 }
 HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-UNEMBED = "lm_head.weight"
 _TOP = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
@@ -112,7 +112,7 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
 
     vision = FAMILIES[family].vision if family in FAMILIES else None
-    prefix = "model." if vision is None else vision.prefix
+    prefix, unembed = ("model.", UNEMBED) if vision is None else (vision.prefix, vision.unembed)
 
     def theirs(name: str) -> str:
         parts = name.split("/")
@@ -121,7 +121,7 @@ def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
                 raise ModelError(f"a {family} directory has no place for a vision tower")
             return vision.name("/".join(parts[1:]))
         if name == "unembed":
-            return UNEMBED
+            return unembed
         return prefix + (_TOP[name] if len(parts) == 1 else f"layers.{parts[1]}.{layer[parts[-1]]}")
 
     return theirs
@@ -218,11 +218,24 @@ def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored
 
         there = names_in_files(skeleton(config, CPU, False), [place.name for place in places.values()], found)
         return {name: place._replace(name=there.get(place.name, place.name)) for name, place in places.items()}
+    family = FAMILIES.get(config.source.family)
+    if family is not None and family.vision is not None:
+        others = family.vision.other_prefixes
+        return {name: place._replace(name=_other_name(place.name, others, found)) for name, place in places.items()}
     if config.source.family not in TEXT_PARTS.values():
         return places
     if any(name.startswith(NESTED_PREFIX) for name in found):
         places = {name: _nested(place) for name, place in places.items()}
     return {name: _joint_experts(place, found) for name, place in places.items()}
+
+
+def _other_name(name: str, others: Mapping[str, Sequence[str]], found: Collection[str]) -> str:
+    """The name in files of a tensor whose name may begin otherwise."""
+    if name in found:
+        return name
+    prefix = next((x for x in others if name.startswith(x)), "")
+    names = [other + name.removeprefix(prefix) for other in others.get(prefix, ())]
+    return next((x for x in names if x in found), name)
 
 
 def _nested(place: Stored) -> Stored:

@@ -15,6 +15,22 @@ NO_WINDOW = 1 << 30  # side in tokens: of no picture
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureLayout:
+    """Layout of pictures, and of their tokens among others.
+
+    Attributes:
+      side: patches of a side of every picture, which is squashed to a square; None: pictures keep their proportions.
+      frame: text before and after a picture, where a chat template has one token `begin` for all of it; None: the
+        template has the placeholder too.
+      mutual: tokens of a picture see one another in the decoder.
+    """
+
+    side: int | None = None
+    frame: str | None = None
+    mutual: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class TowerForm:
     """Form of the layers of a tower.
 
@@ -25,6 +41,11 @@ class TowerForm:
       table: side of a square of learned positions, which is stretched over each picture; 0: there is none.
       deep_layers: layers of the tower whose states are added behind the first layers of the decoder, one each.
       mean, std: of the pixels of each channel, from 0 to 1.
+      frames: copies of a picture that a patch is the product of.
+      joined: queries, keys and values are one product.
+      rotates: queries and keys are rotated by rows and columns.
+      merger: what makes tokens of neighbouring patches: an mlp of all of them, or their mean, normalized and projected.
+      eps: of the norms.
     """
 
     norm: Literal["rms", "layer"] = "rms"
@@ -34,6 +55,11 @@ class TowerForm:
     deep_layers: tuple[int, ...] = ()
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    frames: int = FRAMES
+    joined: bool = True
+    rotates: bool = True
+    merger: Literal["mlp", "mean"] = "mlp"
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +79,7 @@ class TowerConfig:
       begin, end: ids of the tokens around a picture.
       theta: base of the rotary frequencies.
       form: of its layers.
+      layout: of pictures and their tokens.
     """
 
     layers: int
@@ -69,14 +96,22 @@ class TowerConfig:
     end: int | None = None
     theta: float = 10000.0
     form: TowerForm = TowerForm()
+    layout: PictureLayout = PictureLayout()
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, embed=self.embed, heads=self.heads, inner=self.inner, patch=self.patch)
         check_sizes(merge=self.merge, window=self.window_tokens)
-        if self.embed % (4 * self.heads):
+        if self.embed % self.heads:
+            raise ModelError(f"the tower's embed {self.embed} is no multiple of its {self.heads} heads")
+        if self.form.rotates and self.embed % (4 * self.heads):
             raise ModelError(
                 f"the tower's embed {self.embed} over {self.heads} heads is no multiple of 4: a head rotates one half "
                 "by rows and one by columns"
+            )
+        side = self.layout.side
+        if side is not None and side % self.merge:
+            raise ModelError(
+                f"pictures have {side} patches a side, which is no multiple of the {self.merge} of a token"
             )
         deep = self.form.deep_layers
         if list(deep) != sorted(set(deep) & set(range(self.layers))):

@@ -53,8 +53,53 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
         blank = patches_PCHW.new_zeros(tower.merge**2, CHANNELS, tower.patch, tower.patch)
         nowhere_BT = torch.full_like(inputs.tokens, -1)
         return inputs._replace(pictures=Pictures(blank, ((tower.merge, tower.merge),)), inserted_at=nowhere_BT)
-    at_BT, positions_BT3 = place_tokens(tower, inputs, grids)
-    return inputs._replace(pictures=Pictures(patches_PCHW, grids), inserted_at=at_BT, axial_positions=positions_BT3)
+    return with_pictures(tower, inputs, Pictures(patches_PCHW, grids))
+
+
+def with_pictures(tower: TowerConfig, inputs: Inputs, pictures: Pictures) -> Inputs:
+    """Inputs with pictures, at least one, which are those of the placeholders of all rows in order.
+
+    Raises:
+      ModelError: as `place_tokens`; or a picture has not the side that all have.
+    """
+    side = tower.layout.side
+    wrong = [grid for grid in pictures.grids if side is not None and grid != (side, side)]
+    if wrong:
+        raise ModelError(f"a picture has {wrong[0][0]} x {wrong[0][1]} patches; the tower takes {side} x {side}")
+    at_BT, positions_BT3 = place_tokens(tower, inputs, pictures.grids)
+    return inputs._replace(
+        pictures=pictures,
+        inserted_at=at_BT,
+        axial_positions=positions_BT3,
+        mutual_RM=picture_places(at_BT, len(pictures.grids), pictures.grids[0], tower),
+    )
+
+
+def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) -> Tensor | None:
+    """Places [R, M] of the tokens of pictures in rows that stand end to end; None: they do not see one another.
+
+    Args:
+      at_BT: of `place_tokens`.
+      count: R.
+      grid: of every picture.
+      tower: of the model.
+    """
+    if not tower.layout.mutual:
+        return None
+    tokens = picture_tokens(grid, tower.merge)
+    at_N = at_BT.flatten()
+    numbers_N = torch.arange(len(at_N), device=at_N.device)
+    # Text goes to a place behind the last one.
+    places = numbers_N.new_zeros(count * tokens + 1).scatter(0, at_N.where(at_N >= 0, count * tokens), numbers_N)
+    return places[:-1].view(count, tokens)
+
+
+def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last but one of the tokens of each picture of a prompt; all are of one size."""
+    assert tower.layout.side is not None
+    count = picture_tokens((tower.layout.side, tower.layout.side), tower.merge)
+    places = [place for place, token in enumerate(tokens) if token == tower.placeholder]
+    return [(first, first + count) for first in places[::count]]
 
 
 def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:

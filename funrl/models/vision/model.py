@@ -23,8 +23,9 @@ from funrl.models.vision.inputs import (
     check_placeholders,
     grids_of,
     picture_inputs,
-    place_tokens,
     token_contents,
+    whole_pictures,
+    with_pictures,
 )
 from funrl.models.vision.tower import apply_tower, init_tower, tower_axes, tower_shapes
 
@@ -57,7 +58,10 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
         init_cache=model.init_cache,
         rebuild=vision_language_model,
         abilities=model.abilities._replace(
-            compiled_step="it sees pictures", exact_sums="it sees pictures", unsampled=tower.unsampled
+            compiled_step="it sees pictures",
+            exact_sums="it sees pictures",
+            unsampled=tower.unsampled,
+            splits_rows=model.abilities.splits_rows and not tower.layout.mutual,
         ),
         owned=OwnedValues(
             none={
@@ -69,6 +73,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             check=functools.partial(check_placeholders, tower),
             contents=functools.partial(token_contents, tower),
             frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
+            whole=functools.partial(whole_pictures, tower) if tower.layout.mutual else None,
         ),
     )
 
@@ -92,11 +97,12 @@ def _init(
 def _encode(tower: TowerConfig, params: trees.Tree, tokens_T: Tensor, values: Mapping[str, Tensor]) -> PromptStates:
     """States of a prompt with pictures."""
     grids = grids_of(values[GRIDS])
-    at_1T, positions_1T3 = place_tokens(tower, Inputs(tokens_T.cpu().unsqueeze(0)), grids)
-    patches_PCHW = values[PATCHES].to(trees.leaves(params)[0].device)
-    hidden_LMD = apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids))
+    pictures = Pictures(values[PATCHES].to(trees.leaves(params)[0].device), grids)
+    inputs = with_pictures(tower, Inputs(tokens_T.cpu().unsqueeze(0)), pictures)
+    assert inputs.inserted_at is not None and inputs.axial_positions is not None
+    hidden_LMD = apply_tower(tower, params[VISION], pictures)
     shrink = int(token_places(grids, tower.merge).shrink_M.sum())
-    return PromptStates(hidden_LMD, at_1T[0], positions_1T3[0], shrink)
+    return PromptStates(hidden_LMD, inputs.inserted_at[0], inputs.axial_positions[0], shrink, inputs.mutual_RM)
 
 
 def _seeing(model: Model, tower: TowerConfig) -> Apply:

@@ -19,12 +19,12 @@ from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotate
 from funrl.models.fsdp import regathering
-from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig, TowerForm
+from funrl.models.vision.config import CHANNELS, TowerConfig, TowerForm
 from funrl.models.vision.grids import Grid, table_shares, tower_indices
 from funrl.models.vision.inputs import Pictures
 
-EPS = 1e-6  # of the tower's norms
 WINDOWED = TowerForm()
+_PARTS = ("query", "key", "value")
 _OUT = ("embed/patch", "/proj", "/down_proj")  # matrices whose out dim is the hidden size of the tower
 
 
@@ -33,28 +33,41 @@ def tower_shapes(tower: TowerConfig, out: int) -> trees.Tree:
     D = tower.embed
     inner = tower.inner
     form = tower.form
-    merged = D * tower.merge**2
     layer = {
         **_norm_shapes(form, "norm1", D),
         **_norm_shapes(form, "norm2", D),
-        **{"qkv": (3 * D, D), "qkv_bias": (3 * D,), "proj": (D, D), "proj_bias": (D,)},
+        **_projection_shapes(form, D),
         **{"up_proj": (inner, D), "down_proj": (D, inner), "up_proj_bias": (inner,), "down_proj_bias": (D,)},
         **({"gate_proj": (inner, D), "gate_proj_bias": (inner,)} if form.gated else {}),
     }
-    embed: dict[str, tuple[int, ...]] = {"patch": (D, CHANNELS, FRAMES, tower.patch, tower.patch)}
+    frames = (form.frames,) if form.frames > 1 else ()
+    embed: dict[str, tuple[int, ...]] = {"patch": (D, CHANNELS, *frames, tower.patch, tower.patch)}
     if form.patch_bias:
         embed["patch_bias"] = (D,)
     if form.table:
         embed["table"] = (form.table**2, D)
-    merger = {"first": (merged, merged), "first_bias": (merged,), "second": (out, merged), "second_bias": (out,)}
+    merger = _merger_shapes(tower, out)
     sizes: dict[str, Any] = {
         "embed": embed,
         "layers": (layer,) * tower.layers,
         "merger": {**_norm_shapes(form, "norm", D), **merger},
     }
     if form.deep_layers:
+        merged = D * tower.merge**2
         sizes["deep_mergers"] = ({**_norm_shapes(form, "norm", merged), **merger},) * len(form.deep_layers)
     return _map_shapes(lambda shape: torch.empty(shape, device="meta"), sizes)
+
+
+def _projection_shapes(form: TowerForm, size: int) -> dict[str, tuple[int, ...]]:
+    rows = {"qkv": 3 * size, "proj": size} if form.joined else dict.fromkeys((*_PARTS, "proj"), size)
+    return {name: (x, size) for name, x in rows.items()} | {f"{name}_bias": (x,) for name, x in rows.items()}
+
+
+def _merger_shapes(tower: TowerConfig, out: int) -> dict[str, tuple[int, ...]]:
+    if tower.form.merger == "mean":
+        return {"mean_norm": (tower.embed,), "project": (tower.embed, out)}
+    merged = tower.embed * tower.merge**2
+    return {"first": (merged, merged), "first_bias": (merged,), "second": (out, merged), "second_bias": (out,)}
 
 
 def _norm_shapes(form: TowerForm, name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -76,9 +89,10 @@ def init_tower(tower: TowerConfig, out: int, generator: torch.Generator, dtype: 
 
     def draw(name: str, x: Tensor) -> Tensor:
         if x.ndim == 1:
-            fill = 0.0 if name.endswith("bias") else 1.0
+            fill = 0.0 if name.endswith(("bias", "mean_norm")) else 1.0
             return torch.full(x.shape, fill, dtype=dtype, device=generator.device)
-        std = math.prod(x.shape[1:]) ** -0.5
+        inputs = x.shape[:1] if name.endswith("/project") else x.shape[1:]
+        std = math.prod(inputs) ** -0.5
         return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
 
     return trees.map_named(draw, tower_shapes(tower, out))
@@ -101,7 +115,7 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> T
     x_PD = _embed(tower, embed, patches_PCHW)[torch.from_numpy(indices.order_P).to(device)]
     if form.table:
         x_PD = x_PD + _stretched_table(tower, embed["table"], pictures.grids)
-    rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), dtype)
+    rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), dtype) if form.rotates else None
     back_M = torch.from_numpy(indices.back_M).to(device)
     layers = params["layers"]
     deep: list[Tensor] = []
@@ -130,7 +144,7 @@ def _embed(tower: TowerConfig, params: trees.Tree, patches_PCHW: Tensor) -> Tens
     """Products of the patches, each of which is all frames."""
     patch = params["patch"]
     pixels_PCHW = normalized(patches_PCHW, patch.dtype, tower.form)
-    frames_PCFHW = pixels_PCHW.unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
+    frames_PCFHW = pixels_PCHW.unsqueeze(2).expand(-1, -1, tower.form.frames, -1, -1)
     return F.linear(frames_PCFHW.flatten(1), patch.flatten(1), params.get("patch_bias"))
 
 
@@ -152,10 +166,17 @@ def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
 
 
-def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary, lengths: Sequence[int]) -> Tensor:
-    qkv = F.linear(_norm(tower, params, "norm1", x_PD), params["qkv"], params["qkv_bias"])
-    q, k, v = qkv.unflatten(-1, (3, tower.heads, -1)).unbind(1)
-    out_PHN = segment_attention(rotate(q, rope), rotate(k, rope), v, lengths)
+def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary | None, lengths: Sequence[int]) -> Tensor:
+    h_PD = _norm(tower, params, "norm1", x_PD)
+    if tower.form.joined:
+        qkv = F.linear(h_PD, params["qkv"], params["qkv_bias"]).chunk(3, -1)
+    else:
+        qkv = [F.linear(h_PD, params[name], params[f"{name}_bias"]) for name in _PARTS]
+    q, k, v = (x.unflatten(-1, (tower.heads, -1)) for x in qkv)
+    if rope is not None:
+        q = rotate(q, rope)
+        k = rotate(k, rope)
+    out_PHN = segment_attention(q, k, v, lengths)
     x_PD = x_PD + F.linear(out_PHN.flatten(1), params["proj"], params["proj_bias"])
     h_PD = _norm(tower, params, "norm2", x_PD)
     inner = F.linear(h_PD, params["up_proj"], params["up_proj_bias"])
@@ -169,8 +190,8 @@ def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary, l
 def _norm(tower: TowerConfig, params: trees.Tree, name: str, x: Tensor) -> Tensor:
     weight = params[name]
     if tower.form.norm == "rms":
-        return rms_norm(x, weight, EPS)
-    return F.layer_norm(x, weight.shape, weight, params[f"{name}_bias"], EPS)
+        return rms_norm(x, weight, tower.form.eps)
+    return F.layer_norm(x, weight.shape, weight, params[f"{name}_bias"], tower.form.eps)
 
 
 def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = False) -> Tensor:
@@ -179,6 +200,9 @@ def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = Fa
     Args:
       deep: norm all patches of a block as one; else each by itself.
     """
+    if tower.form.merger == "mean":
+        x_MD = _norm(tower, params, "norm", x_PD).unflatten(0, (-1, tower.merge**2)).mean(1)
+        return rms_norm(x_MD, params["mean_norm"], tower.form.eps, offset=1.0) @ params["project"]
     size = tower.embed * tower.merge**2
     x_MD = _norm(tower, params, "norm", x_PD.view(-1, size) if deep else x_PD).view(-1, size)
     x_MD = F.gelu(F.linear(x_MD, params["first"], params["first_bias"]))

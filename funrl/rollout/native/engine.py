@@ -338,6 +338,7 @@ class NativeEngine:
             sequence = self._sequences.begin(request, adapter.version, adapter.number)
         if request.owned is not None and self.model.owned is not None:
             sequence.contents = self.model.owned.contents(request.prompt, request.owned)
+            sequence.whole = () if self.model.owned.whole is None else self.model.owned.whole(request.prompt)
         return sequence
 
     def _decoded_by_static_pass(self) -> bool:

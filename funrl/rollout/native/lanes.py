@@ -81,7 +81,7 @@ def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> 
     if tail:
         known = sequence.known_before
         shared += tail
-    known = cells.known(text, shared, known, root)
+    known = cells.known(text, shared, sequence.pages_before(known, pool.page_tokens), root)
     shared = shared[: -(-known // pool.page_tokens)]
     return KnownPrefix(shared, known, tail if known % pool.page_tokens else [])
 

@@ -66,6 +66,7 @@ class OwnedPrompts:
         positions_N3 = torch.from_numpy(places_N).unsqueeze(1).repeat(1, 3)
         at_N = torch.full((len(places_N),), -1)
         hidden: list[Tensor] = []
+        mutual: list[Tensor] = []
         rows = 0
         for state, begin, first, count in zip(states, begins_S, firsts_S, counts_S, strict=True):
             new = 0 if state is None else min(int(count), len(state.inserted_at_T) - int(begin))
@@ -78,9 +79,14 @@ class OwnedPrompts:
             at_N[here] = torch.where(at_T >= 0, at_T + rows, -1)
             hidden.append(state.inserted_LMD)
             rows += state.inserted_LMD.shape[1]
+            if state.mutual_RM is not None:  # a pass has all tokens of such a group, or none
+                inside_R = (state.mutual_RM[:, 0] >= there.start) & (state.mutual_RM[:, -1] < there.stop)
+                mutual.append(state.mutual_RM[inside_R] + (here.start - there.start))
         inputs = {"axial_positions": positions_N3.to(device).unsqueeze(0)}
         if hidden:
             inputs |= {"inserted": torch.cat(hidden, 1), "inserted_at": at_N.to(device).unsqueeze(0)}
+        if any(len(x) for x in mutual):
+            inputs["mutual_RM"] = torch.cat(mutual).to(device)
         return inputs
 
     def _of(self, request: Request, key: Key, params: trees.Tree) -> PromptStates:

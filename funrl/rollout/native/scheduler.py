@@ -312,9 +312,9 @@ class Scheduler:
         slots = self._slots()
         left_S = self._sequences.lengths[slots] - self._known[slots]
         for i in np.flatnonzero(left_S > 1).tolist():  # a text with one token left decodes
-            if budget:
+            if budget > 0:
                 budget -= self._chunk(chunks, self._running[i], int(left_S[i]), budget)
-        while budget and (sequence := self._admit()) is not None:
+        while budget > 0 and (sequence := self._admit()) is not None:
             left = len(sequence.text) - int(self._known[sequence.slot])
             budget -= self._chunk(chunks, sequence, left, budget)
         return chunks
@@ -327,7 +327,7 @@ class Scheduler:
         Requests that are admitted after it already find them in the pages.
         """
         known = int(self._known[sequence.slot])
-        count = self.cells.cut(known, min(left, budget), known + left)
+        count = sequence.chunk_end(known, known + self.cells.cut(known, min(left, budget), known + left)) - known
         chunks.append((sequence, count))
         text = sequence.contents_of(self._sequences.text_of(sequence, known + count))
         self.pool.of(sequence).remember(text, sequence.pages, sequence.root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class RunningSequence:
       adapter: number of its adapter in the backend; -1: it has none.
       epoch: of the sequences when it began; see `RunningSequences`.
       contents: those of its prompt's tokens, as `OwnedValues.contents`, if it owns values; None: its ids.
+      whole: first and last but one of the tokens of its prompt that one pass computes together, in order.
     """
 
     request: Request
@@ -52,6 +54,19 @@ class RunningSequence:
     adapter: int = -1
     epoch: int = 0
     contents: list[int] | None = None
+    whole: Sequence[tuple[int, int]] = ()
+
+    def chunk_end(self, begin: int, end: int) -> int:
+        """End of a chunk of its tokens that cuts no group: not after `end`, unless the chunk begins with the group."""
+        cut = next((group for group in self.whole if group[0] < end < group[1]), None)
+        return end if cut is None else cut[1] if cut[0] <= begin else cut[0]
+
+    def pages_before(self, known: int, page: int) -> int:
+        """Tokens of whole pages, `known` at most, in which no group is cut."""
+        for first, end in reversed(self.whole):
+            if first < known < end:
+                known = first - first % page
+        return known
 
     @property
     def root(self) -> int:

@@ -10,6 +10,7 @@ from funrl.models.huggingface.family_fields import upper_layers
 from funrl.models.model import Model
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
+UNEMBED = "lm_head.weight"
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
 
@@ -27,6 +28,8 @@ class VisionFamily(NamedTuple):
       name: name of a weight in the tree of the tower -> its name in files.
       make: config -> the model.
       prefix: how the names of the text model's tensors begin.
+      unembed: name of its unembedding.
+      other_prefixes: beginnings of names -> those that some files have instead.
     """
 
     text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -35,6 +38,8 @@ class VisionFamily(NamedTuple):
     name: Callable[[str], str]
     make: Callable[[Any], Model]
     prefix: str = "model."
+    unembed: str = UNEMBED
+    other_prefixes: Mapping[str, Sequence[str]] = {}
 
 
 class HFFamily(NamedTuple):

@@ -8,7 +8,9 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.configs.hf_family import VisionFamily
 from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig, VisionLanguageConfig, with_tower
+from funrl.models.vision.model import vision_language_model
 
 VL_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -221,3 +223,12 @@ def name_of_qwen2_5_vl(name: str) -> str:
         return f"visual.{_TOWER_NAMES[name]}"
     _, layer, leaf = name.split("/")
     return f"visual.blocks.{layer}.{_TOWER_LAYER[leaf]}"
+
+
+QWEN2_5_VISION = VisionFamily(
+    text=text_of_qwen2_5_vl,
+    tower=tower_of_qwen2_5_vl,
+    nest=nest_qwen2_5_vl,
+    name=name_of_qwen2_5_vl,
+    make=vision_language_model,
+)

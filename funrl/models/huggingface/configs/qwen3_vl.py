@@ -10,17 +10,20 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
+from funrl.models.huggingface.configs.hf_family import VisionFamily
 from funrl.models.huggingface.configs.qwen2_5_vl import (
     PATCH_FIELDS,
     TOWER_LAYER,
     VISION_TOKENS,
     nest_fields,
     rope_sections,
+    text_of_qwen2_5_vl,
     tower_in,
     vision_fields,
 )
 from funrl.models.huggingface.family_fields import GELU, read_bias, read_qwen3_moe
 from funrl.models.vision.config import TowerConfig, TowerForm, VisionLanguageConfig, with_tower
+from funrl.models.vision.model import vision_language_model
 
 QWEN3_VL_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -169,3 +172,13 @@ def name_of_qwen3_vl(name: str) -> str:
         merger = "merger" if part == "merger" else f"deepstack_merger_list.{rest[0]}"
         theirs = f"{merger}.{_MERGER[rest[-1]]}"
     return f"model.visual.{theirs}"
+
+
+QWEN3_VISION = VisionFamily(
+    text=text_of_qwen2_5_vl,
+    tower=tower_of_qwen3_vl,
+    nest=nest_qwen3_vl,
+    name=name_of_qwen3_vl,
+    make=vision_language_model,
+    prefix=TEXT_PREFIX,
+)
