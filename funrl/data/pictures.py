@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -354,19 +356,23 @@ def _opened(given: Any) -> Iterator[Any]:
             yield picture
     except FileNotFoundError:
         raise DataError(f"the picture {name} is not there") from None
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except pillow.DecompressionBombError:
+        raise DataError(f"the picture {name} has more than {MOST_STORED_PIXELS} pixels; resize it") from None
+    except (OSError, SyntaxError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"the picture {name} cannot be read: {reason}") from None
 
 
+@functools.cache
 def _pillow() -> Any:
     """The module of Pillow that has pictures. Raises: DataError, it is not installed."""
     try:
         from PIL import Image
     except ImportError:
         raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `_opened` has a bound of its own
     return Image
 
 
@@ -384,7 +390,8 @@ def _source(given: Any) -> tuple[Any, str]:
             raise DataError(f"the picture {given[:40]}... is no base64") from None
     if isinstance(given, str | Path) and str(given):
         return str(given), str(given)
-    raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {type(given).__name__}")
+    what = "an empty text" if given == "" else type(given).__name__
+    raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {what}")
 
 
 def picture_url(pixels_HWC: np.ndarray) -> str:
