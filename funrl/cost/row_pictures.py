@@ -278,4 +278,6 @@ def with_unread_pictures(model: Model) -> Model:
 def unread_patches(tower: TowerConfig, count: int, device: torch.device) -> torch.Tensor:
     """Patches [count, 3, patch, patch] uint8; a tracer computes no numbers of them, for it takes them for floats."""
     shape = (count, CHANNELS, tower.patch, tower.patch)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     return torch.empty(shape, dtype=torch.float8_e5m2, device=device).to(torch.uint8)
