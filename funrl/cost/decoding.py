@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.cost.row_pictures import assumed_prompt, encode_pictures
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures, with_unread_pictures
 from funrl.cost.tracing.costs import Costs, after, plus, times
 from funrl.cost.tracing.estimate import make_weights
 from funrl.cost.tracing.hardware import Hardware
@@ -217,7 +217,7 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     tracer = Tracer(hardware, shapes, (vocabulary, model.config.vocab), {tuple(x.shape) for x in trees.leaves(cache)})
     params = make_weights(tracer, wanted, job.dtype)
     factors = make_weights(tracer, adapted, job.dtype)
-    backend = TorchBackend(model, mesh, job.dtype, None, page)
+    backend = TorchBackend(with_unread_pictures(model), mesh, job.dtype, None, page)
     table_SP = torch.arange(pages, dtype=torch.int32).view(count, sizes.row_pages)
     pictured: Request | None = None  # a prompt with pictures, if they have some
     state_bytes = 0

@@ -42,7 +42,7 @@ def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str,
             f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
         )
     if job.model.owned is not None:
-        out += ["reading and resizing pictures"] + ["launches of the tower in a micro-batch"] * hardware.accelerator
+        out.append("reading and resizing pictures")
     if isinstance(job, RLJob) and not job.models[job.main_role].pages:
         out.append("generation, which runs transformers' own code")
     if isinstance(job, RLJob) and settings.engines.probe_sync_every:

@@ -11,7 +11,7 @@ import torch
 from funrl import trees
 from funrl.cost.decoding import own_prompts
 from funrl.cost.full_rows import full_rows
-from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes
+from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
 from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCalls, DeviceCounter, calls_along
@@ -57,7 +57,7 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
 def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
     parts = build(job, mesh, lambda _: None)
     once = dataclasses.replace(job, settings=with_flags(job.settings, epochs=1, minibatches=1))
-    calls = training_calls(once, parts, tokens)
+    calls = training_calls(once, with_assumed_pictures(job, parts, tokens), tokens)
     if nbytes := sum(owned_bytes(job, tokens)):
         rows = math.ceil(rows_of_step(job) / mesh.size(mesh.row_axes))
         calls[PICTURES] = DeviceCalls(to_device=rows * nbytes)

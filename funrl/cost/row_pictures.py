@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from funrl.models import Model
 from funrl.models.model import Inputs, ModelConfig
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
 from funrl.models.vision.grids import Grid, picture_tokens
-from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, with_pictures
+from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, split_pictures, with_pictures
 from funrl.rollout.requests import Request
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.build import Parts
@@ -259,11 +260,23 @@ def assumed_prompt(job: RLJob, tokens: int) -> Request | None:
 def encode_pictures(model: Model, params: trees.Tree, request: Request) -> int:
     """Compute the states of a prompt with pictures as an engine does; return their bytes."""
     assert model.owned is not None and request.owned is not None
-    states = model.owned.encode(params, torch.tensor(request.prompt), request.owned.values)
-    return states.inserted_LMD.nbytes
+    return sum(model.owned.encode(params, lines).nbytes for lines in split_pictures(request.owned.values))
+
+
+def with_unread_pictures(model: Model) -> Model:
+    """The model, whose pictures of a prompt differ though they have no numbers: an engine computes each."""
+    if model.owned is None:
+        return model
+
+    def apart(values: Mapping[str, torch.Tensor]) -> list[OwnedLines]:
+        return [OwnedLines(lines, number) for number, lines in enumerate(split_pictures(values))]
+
+    return dataclasses.replace(model, owned=model.owned._replace(apart=apart))
 
 
 def unread_patches(tower: TowerConfig, count: int, device: torch.device) -> torch.Tensor:
     """Patches [count, 3, patch, patch] uint8; a tracer computes no numbers of them, for it takes them for floats."""
     shape = (count, CHANNELS, tower.patch, tower.patch)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=torch.uint8, device=device)
     return torch.empty(shape, dtype=torch.float8_e5m2, device=device).to(torch.uint8)

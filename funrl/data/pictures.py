@@ -8,10 +8,13 @@ says with parts {"type": "image"} where they are; in a text they are where it sa
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -340,27 +343,49 @@ def read_picture(given: Any) -> Any:
         except (TypeError, ValueError) as error:
             shape = list(given.shape)
             raise DataError(f"an array {shape} of {given.dtype} is no picture; give uint8 [H, W, 3]") from error
+    with _opened(given) as picture:
+        return picture.convert("RGB")
+
+
+def stored_pixels(given: Any) -> int:
+    """Number of pixels of a picture as it is given; of bytes and files the head is read. Raises: as `read_picture`."""
+    if isinstance(given, _pillow().Image):
+        return given.width * given.height
+    if isinstance(given, np.ndarray):
+        return math.prod(given.shape[:2])
+    with _opened(given) as picture:
+        return picture.width * picture.height
+
+
+@contextlib.contextmanager
+def _opened(given: Any) -> Iterator[Any]:
+    """The picture of a path or of bytes, whose pixels are not decoded yet. Raises: DataError."""
+    pillow = _pillow()
     source, name = _source(given)
     try:
         with pillow.open(source, formats=FILE_FORMATS) as picture:
             if picture.width * picture.height > MOST_STORED_PIXELS:
                 raise DataError(f"the picture {name} has {picture.width} x {picture.height} pixels; resize it")
-            return picture.convert("RGB")
+            yield picture
     except FileNotFoundError:
         raise DataError(f"the picture {name} is not there") from None
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except pillow.DecompressionBombError:
+        raise DataError(f"the picture {name} has more than {MOST_STORED_PIXELS} pixels; resize it") from None
+    except (OSError, SyntaxError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         reason = " ".join(str(error).split())
         raise DataError(f"the picture {name} cannot be read: {reason}") from None
 
 
+@functools.cache
 def _pillow() -> Any:
     """The module of Pillow that has pictures. Raises: DataError, it is not installed."""
     try:
         from PIL import Image
     except ImportError:
         raise DataError("pictures are read by Pillow: pip install 'funrl[vision]'") from None
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `_opened` has a bound of its own
     return Image
 
 
@@ -378,7 +403,8 @@ def _source(given: Any) -> tuple[Any, str]:
             raise DataError(f"the picture {given[:40]}... is no base64") from None
     if isinstance(given, str | Path) and str(given):
         return str(given), str(given)
-    raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {type(given).__name__}")
+    what = "an empty text" if given == "" else type(given).__name__
+    raise DataError(f"a picture is a path, bytes, base64 or an object with one of these, not {what}")
 
 
 def picture_url(pixels_HWC: np.ndarray) -> str:
@@ -394,18 +420,26 @@ def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, 
     Raises:
       DataError: it is too long for its width.
     """
-    from PIL import Image
-
     tower = form.tower
-    square = square_side(tower)
-    way = Image.Resampling.BICUBIC if square is None else Image.Resampling.BILINEAR
-    height, width = (square, square) if square else fitting_size(picture.height, picture.width, form)
-    if (width, height) != picture.size:
-        picture = picture.resize((width, height), way)
-    grid = (height // tower.patch, width // tower.patch)
+    picture = fitted(picture, form)
+    grid = (picture.height // tower.patch, picture.width // tower.patch)
     order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
     sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}
     return np.ascontiguousarray(rearrange(np.asarray(picture, dtype=np.uint8), order, **sides)), grid
+
+
+def fitted(picture: Any, form: PictureForm) -> Any:
+    """A picture of Pillow in the size in which the model takes it; one that has it stays.
+
+    Raises:
+      DataError: it is too long for its width.
+    """
+    square = square_side(form.tower)
+    height, width = (square, square) if square else fitting_size(picture.height, picture.width, form)
+    if (width, height) == picture.size:
+        return picture
+    ways = _pillow().Resampling
+    return picture.resize((width, height), ways.BICUBIC if square is None else ways.BILINEAR)
 
 
 def fitting_size(height: int, width: int, form: PictureForm) -> tuple[int, int]:

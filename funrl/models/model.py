@@ -251,21 +251,21 @@ class Adapters(NamedTuple):
     plain: Model
 
 
-class PromptStates(NamedTuple):
-    """Hidden states and positions of a prompt that owns values.
+class PromptPlaces(NamedTuple):
+    """Places and positions of the tokens of a prompt that owns values.
 
     Attributes:
-      inserted_LMD: hidden states that some of its tokens have, as `Inputs.inserted`.
-      inserted_at_T: int64 on the CPU, which of these a token has; -1: its embedding.
+      inserted_at_T: int64 on the CPU, which hidden state of its values, end to end, a token has; -1: its embedding.
       positions_T3: int64 on the CPU, as `Inputs.axial_positions`.
       shrink: by how much the positions of tokens behind the prompt are below their numbers.
+      counts: hidden states of each value that `OwnedValues.apart` gives.
       mutual_RM: int64 on the CPU, as `Inputs.mutual_RM`; None: tokens see none after them.
     """
 
-    inserted_LMD: Tensor
     inserted_at_T: Tensor
     positions_T3: Tensor
     shrink: int
+    counts: tuple[int, ...]
     mutual_RM: Tensor | None = None
 
 
@@ -275,7 +275,9 @@ class OwnedValues(NamedTuple):
     Attributes:
       none: by ragged field, the lines of a row that owns nothing.
       read: `(batch, inputs)` -> the inputs with the values of a batch, if it has the fields.
-      encode: `(params, tokens [T], lines by field)` -> the states of a prompt.
+      apart: `(lines by field)` -> each value by itself, such as one picture, in order.
+      encode: `(params, lines of one value)` -> its hidden states [L, M, D], as `Inputs.inserted`.
+      place: `(tokens [T], lines by field)` -> the places of a prompt.
       check: `(token ids, lines)`; raises ModelError where the tokens do not stand for these values.
       contents: `(token ids, lines)` -> the ids, with a negative number, which the values make, at tokens for these:
         equal numbers mean equal keys and values.
@@ -286,7 +288,9 @@ class OwnedValues(NamedTuple):
 
     none: Mapping[str, Tensor]
     read: Callable[[Batch, Inputs], Inputs]
-    encode: Callable[[trees.Tree, Tensor, Mapping[str, Tensor]], PromptStates]
+    apart: Callable[[Mapping[str, Tensor]], list[OwnedLines]]
+    encode: Callable[[trees.Tree, Mapping[str, Tensor]], Tensor]
+    place: Callable[[Tensor, Mapping[str, Tensor]], PromptPlaces]
     check: Callable[[Sequence[int], OwnedLines | None], None]
     contents: Callable[[Sequence[int], OwnedLines], list[int]]
     frozen: Mapping[str, tuple[str, ...]] = {}

@@ -159,7 +159,7 @@ class _Server:
     async def count(self, request: Request) -> Response:
         session = self._sessions.of(request.headers)
         ask = messages.read_messages(Body({"max_tokens": 1, **_object(_json(await _read_body(request)))}))
-        return _Answer({"input_tokens": session.count(ask)})
+        return _Answer({"input_tokens": await session.count(ask)})
 
     async def models(self, request: Request) -> Response:
         self._sessions.of(request.headers)

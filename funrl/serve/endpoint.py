@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from funrl.data.pictures import picture_form_of
 from funrl.environments.chat import TemplateChat
 from funrl.environments.forms.response_templates import END_THINK, OPEN
 from funrl.rollout.episodes import Endpoint
@@ -147,6 +148,7 @@ def speech_of(chat: TemplateChat) -> Speech:
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         call_opening=_hermes_opening if hermes else None,
         thinks=END_THINK in str(tokenizer.chat_template),
+        form=picture_form_of(tokenizer),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from funrl.data.pictures import inner_pictures
+from funrl.data.pictures import PictureForm, inner_pictures, stored_pixels
 from funrl.environments.chat import continued_text
 from funrl.environments.forms.response_templates import END_THINK, THINK
 from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
@@ -27,6 +27,7 @@ from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.asks import Ask, BadRequest
+from funrl.serve.pictures import seen_messages
 
 KEPT_PICTURE_BYTES = 1 << 30  # of pictures in the exchanges that a server of a model remembers
 THOUGHTS = ("reasoning_content", "thinking")  # names of the field of thoughts in a message that was read
@@ -63,6 +64,7 @@ class Speech(NamedTuple):
       thinks: whether the policy may think before it replies.
       call_opening: name of a function, or None for any -> the text that a call of it begins with; None: the form of
         calls is unknown, so that no call can be demanded.
+      form: in which the policy takes pictures; None: it sees none.
     """
 
     chat: Chat
@@ -70,6 +72,7 @@ class Speech(NamedTuple):
     encode: Callable[[str], list[int]]
     call_opening: Callable[[str | None], str] | None = None
     thinks: bool = False
+    form: PictureForm | None = None
 
 
 class ReplyCall(NamedTuple):
@@ -189,10 +192,10 @@ class Session:
             return True
         return self._speech.thinks and (calls or ask.reasoning is not None)
 
-    def count(self, ask: Ask) -> int:
+    async def count(self, ask: Ask) -> int:
         """Tokens of a request's prompt. Raises: BadRequest, it cannot be served."""
         try:
-            return len(self._begin(self._policy_for(ask), ask).token_ids())
+            return len((await self._begin(self._policy_for(ask), ask)).token_ids())
         except ValueError as error:
             raise _refused(error) from error
 
@@ -205,7 +208,7 @@ class Session:
                     f"{list(policy.sampling.stop)}",
                     "stop_token_ids",
                 )
-            trajectory = self._begin(policy, ask)
+            trajectory = await self._begin(policy, ask)
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory
             sample = functools.partial(policy.sample, start, ask.max_tokens, ask.stop, opening=len(forced))
@@ -225,7 +228,7 @@ class Session:
             exchanges.append(exchange)
         return exchanges
 
-    def _begin(self, policy: Sampler, ask: Ask) -> Trajectory:
+    async def _begin(self, policy: Sampler, ask: Ask) -> Trajectory:
         """The trajectory that a request continues."""
         if ask.tokens or ask.text:
             return self._begin_tokens(policy, list(ask.tokens or self._speech.encode(ask.text)))
@@ -236,9 +239,9 @@ class Session:
             rest = ask.messages[place + 1 :]
             if known is not None and rest:
                 self.forks += place != replied[-1]
-                return policy.extend(known, rest)
+                return policy.extend(known, await seen_messages(rest, self._speech.form))
         self.forks += bool(replied)
-        return policy.start(ask.messages, ask.tools, self._agent)
+        return policy.start(await seen_messages(ask.messages, self._speech.form), ask.tools, self._agent)
 
     def _begin_tokens(self, policy: Sampler, tokens: list[int]) -> Trajectory:
         """The trajectory of a prompt of token ids: the longest one that it begins with, and the rest."""
@@ -392,10 +395,11 @@ def _bound_pictures(kept: OrderedDict[bytes, Trajectory], most: int) -> None:
 
 
 def _picture_bytes(node: Node) -> int:
-    """Bytes of the pictures of a node: as the client sent them, and as the model sees them."""
+    """Bytes of the pictures of a node: decoded, three a pixel, and as the model sees them."""
     if node.owned is None:
         return 0
-    return sum(map(len, inner_pictures([*node.messages]))) + sum(x.nbytes for x in node.owned.values.values())
+    decoded = sum(3 * stored_pixels(picture) for picture in inner_pictures([*node.messages]))
+    return decoded + sum(x.nbytes for x in node.owned.values.values())
 
 
 def replies_again(headers: Mapping[str, str]) -> bool:

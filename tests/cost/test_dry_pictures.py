@@ -10,6 +10,7 @@ from selection import quick
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from funrl.cost import device_calls as calls_of_devices
 from funrl.cost import dry_run
 from funrl.cost.descriptions import left_out
 from funrl.cost.device_calls import ENCODE, PICTURES, device_calls
@@ -237,8 +238,23 @@ def test_device_calls_have_the_launches_of_a_prompts_pictures_and_the_bytes_of_p
     assert tower > 50 and seeing[ENCODE].to_device > 6 * 3 * 8 * 8
 
 
+@pytest.mark.slow
+def test_micro_batches_launch_the_tower_as_those_of_rows_with_pictures_do(monkeypatch):
+    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
+    job = plain("grpo", **flags, freeze="none")
+    assumed, frozen = device_calls(job, 13), device_calls(plain("grpo", **flags), 13)
+    without = device_calls(plain("grpo", **flags, freeze="none", assume_pictures=0), 13)
+    monkeypatch.setattr(calls_of_devices, "with_assumed_pictures", lambda job, parts, tokens: parts)
+    monkeypatch.setattr(calls_of_devices, "full_rows", seen_rows)
+    real = device_calls(job, 13)
+    update = "update_policy: a micro-batch"
+    for name in ("score_reference: a micro-batch", update):
+        assert assumed[name].launches == pytest.approx(real[name].launches, rel=0.02)
+        assert assumed[name].launches > without[name].launches + real[ENCODE].launches
+    assert assumed[update].launches > frozen[update].launches + real[ENCODE].launches  # of the backward pass
+
+
 def test_what_is_not_counted_is_said():
-    read, launches = "reading and resizing pictures", "launches of the tower in a micro-batch"
+    read = "reading and resizing pictures"
     seeing, blind = plain("grpo", task="shapes"), plain("grpo")
-    assert read in left_out(seeing, None, CPU) and launches not in left_out(seeing, None, CPU)
-    assert {read, launches} <= {*left_out(seeing, None, H100)} and not {read, launches} & {*left_out(blind, None, H100)}
+    assert all(read in left_out(seeing, None, x) and read not in left_out(blind, None, x) for x in (CPU, H100))

@@ -128,21 +128,59 @@ def test_new_weights_see_anew(seeing):
     assert (after.raw_logp - trainer_logp(model, changed, request, after)).abs().max() < 1e-11
 
 
+def counting(model):
+    """The model, and the digest of each picture that its tower is called for."""
+    calls = []
+    encode = model.owned.encode
+
+    def counted(params, lines):
+        calls.append(owned_lines(lines).digest)
+        return encode(params, lines)
+
+    return dataclasses.replace(model, owned=model.owned._replace(encode=counted)), calls
+
+
 def test_states_are_held_within_a_bound_and_freed_with_the_cache(seeing, monkeypatch):
     model, params = seeing
     expected = [done.raw_logp for done in complete(engine_of(model, params, max_rows=8), requests())]
-    made = []
-    encode = model.owned.encode
-    counted = model.owned._replace(encode=lambda *args: made.append(encode(*args)) or made[-1])
-    model = dataclasses.replace(model, owned=counted)
+    model, calls = counting(model)
     monkeypatch.setattr(owned_prompts, "MOST_STATE_BYTES", 1)
+    monkeypatch.setattr(owned_prompts, "MOST_PLACE_BYTES", 1)
     engine = engine_of(model, params, max_rows=8)
     held = engine._backend._owned
     done = complete(engine, requests())
     assert all(torch.equal(x.raw_logp, y) for x, y in zip(done, expected, strict=True))
-    assert len(held._states) == 1 and len(made) <= 4  # decoding makes none anew
+    assert len(held._states) == 1 and len(held._places) == 1 and len(calls) <= 7  # decoding makes none anew
     engine.pause()
-    assert not held._states and not held._shrinks
+    assert not held._states and not held._places and not held._shrinks
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["continued", "computed anew"])
+def test_the_tower_sees_each_picture_of_a_conversation_once(seeing, cached):
+    model, params = seeing
+    model, calls = counting(model)
+    engine = engine_of(model, params, max_rows=1)
+    shown = [pictures(seed, (6, 8)) for seed in (1, 2, 1, 3)]  # one of them twice
+    tokens = []
+    results = []
+    for turn, count in ((0, 1), (1, 2), (2, 4)):
+        tokens += [*itertools.chain(*(prompt((6, 8)) for _ in range(count - len(shown[:turn])))), 7]
+        owned = joined_lines(shown[:count])
+        known = len(tokens) - 1 if cached else 0
+        asked = Request(turn, [*tokens], GREEDY, seed=turn, owned=owned, computed=0 if turn == 0 else known)
+        if not cached:
+            complete(engine, [Request(9, [3] * (300 + 100 * turn), GREEDY, seed=0)])  # the cache grows, and is dropped
+        (done,) = complete(engine, [asked])
+        results.append((asked, done))
+        tokens += done.tokens.tolist()
+    assert len(calls) == len(set(calls)) == 3
+    for asked, done in results:
+        assert (done.raw_logp - trainer_logp(model, params, asked, done)).abs().max() < 1e-11
+        alone = complete(engine_of(model, params, max_rows=1), [asked._replace(number=0, computed=0)])[0]
+        assert (done.raw_logp - alone.raw_logp).abs().max() < 1e-11
+    engine.load(engine.weights.named(params), version=1)
+    complete(engine, [results[-1][0]._replace(computed=0)])
+    assert len(calls) == 6 + 6  # of the engines that saw all anew, and of the new weights
 
 
 def test_numbers_of_ended_prompts_are_forgotten(seeing, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from small_engines import NO_VLLM
 
 from funrl.batch import Batch, declare
-from funrl.kinds import owned_lines
+from funrl.kinds import joined_lines, owned_lines
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model, place
 from funrl.models.errors import ModelError
@@ -93,6 +93,25 @@ def trainer_logp(model, params, request, completion):
     return place(model).token_scores(params, batch).logp[0, len(request.prompt) :]
 
 
+def assert_later_turns(engine, model, weights):
+    """Two conversations of equal tokens and other pictures go on: with a further picture, then with none."""
+    begun = [([], [], number) for number in range(2)]
+    for turn, grids in enumerate(((6, 8), (2, 10), None)):
+        asked = []
+        for before, shown, number in begun:
+            new = prompt(text=(7, 8)) if grids is None else prompt(grids)
+            shown += [] if grids is None else [pictures(10 + 2 * turn + number, grids)]
+            owned = joined_lines(shown)
+            tokens = [*before, *new]
+            asked.append(Request(number, tokens, GREEDY, seed=number, owned=owned, computed=max(0, len(before) - 1)))
+        done = complete(engine, asked)
+        for request, completion in zip(asked, done, strict=True):
+            expected = trainer_logp(model, weights, request, completion)
+            assert (completion.raw_logp - expected).abs().max() < 2e-5
+        said = [[*request.prompt, *completion.tokens.tolist()] for request, completion in zip(asked, done, strict=True)]
+        begun = [(tokens, shown, number) for tokens, (_, shown, number) in zip(said, begun, strict=True)]
+
+
 @needs_pictures
 @pytest.mark.parametrize("family", AXES)
 def test_completions_have_the_trainers_log_probabilities(family):
@@ -108,6 +127,7 @@ def test_completions_have_the_trainers_log_probabilities(family):
             expected = trainer_logp(model, weights, request, completion)
             assert (completion.raw_logp - expected).abs().max() < 2e-5
         assert not torch.equal(done[0].raw_logp, done[1].raw_logp)
+        assert_later_turns(engine, model, weights)
     held = [name for name, x in engine.held_weights() if x is not None]
     assert any("visual" in name for name in held) and any("norm" in name for name in held)
 

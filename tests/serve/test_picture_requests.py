@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from small_chats import SETUP
 from small_servers import LIMITS, needs_clients, scripted, serve
 from test_server import ask
 
-from funrl.data.pictures import picture_form, with_picture_form
+from funrl.data.pictures import picture_form, read_picture, with_picture_form
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.chat import TemplateChat
 from funrl.mesh.mesh import SINGLE, single
@@ -144,6 +145,45 @@ def test_what_cannot_be_read_is_refused_in_one_line(seeing, monkeypatch):
     for (status, answer), (_, words) in zip([*answers, huge], [*BAD.values(), (None, "resize it")], strict=True):
         message = answer["error"]["message"]
         assert status == 400 and words in message and "\n" not in message, message
+
+
+LIMITS_OF_A_REQUEST = {
+    "MOST_PICTURES": (1, "the request has 2 pictures; 1 are allowed: send fewer"),
+    "MOST_ENCODED": (99, f"the request has {len(url(5) + url(7))} characters of pictures in base64; 99 are allowed"),
+    "MOST_PIXELS": (255, "the request has 256 pixels of pictures; 255 are allowed: send smaller pictures"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS_OF_A_REQUEST)
+def test_a_request_has_bounded_pictures(seeing, monkeypatch, limit):
+    engine, setup = seeing
+    most, words = LIMITS_OF_A_REQUEST[limit]
+    body = chat(image_url(url(5)), image_url(url(7)), QUESTION)
+    monkeypatch.setattr(f"funrl.serve.pictures.{limit}", most)
+    status, answer = serve(engine(), lambda endpoint: asked(endpoint, body=body), setup)
+    assert status == 400 and words in answer["error"]["message"]
+    monkeypatch.setattr(f"funrl.serve.pictures.{limit}", 1 << 20)
+    assert serve(engine(), lambda endpoint: asked(endpoint, body=body), setup)[0] == 200
+
+
+def test_other_requests_are_answered_while_a_picture_is_decoded(seeing, monkeypatch):
+    engine, setup = seeing
+    answered = threading.Event()
+    waited = []
+
+    def slow(given):
+        waited.append(answered.wait(60))
+        return read_picture(given)
+
+    monkeypatch.setattr("funrl.serve.pictures.read_picture", slow)
+
+    async def program(endpoint):
+        shown = asyncio.create_task(asked(endpoint, body=chat(image_url(url(5)), QUESTION)))
+        first, _ = await asked(endpoint, body=chat(QUESTION))
+        answered.set()
+        return first, (await shown)[0]
+
+    assert serve(engine(), program, setup) == (200, 200) and waited == [True]
 
 
 def test_a_model_of_text_refuses_them():

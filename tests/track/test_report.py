@@ -455,7 +455,9 @@ def test_the_headline_is_of_held_out_rewards_and_counts_them(tmp_path):
 
 def test_pictures_of_samples_are_inside_the_page(tmp_path):
     picture = ShownPicture("<cat>.png", "16x8", "0123456789ab", "data:image/png;base64,AAAA")
-    shown = [Sample(step, "how many?", "2", 1.0, pictures=(picture,)) for step in (0, 60)]
+    episode = {"branches": [{"agent": "policy", "reward": 1.0, "says": [{"role": "user", "text": "[image]how many?"}]}]}
+    shown = [Sample(0, "how many?", "2", 1.0, pictures=(picture,))]
+    shown += [Sample(60, "how many?", "2", 1.0, conversation=episode, pictures=(picture,))]
     read = checked(render(read_run(a_run(tmp_path))._replace(samples=shown)))
     images = [tag for name, tag in read.tags if name == "img"]
     assert [(tag["src"], tag["alt"]) for tag in images] == [(picture.thumbnail, str(picture))] * 2

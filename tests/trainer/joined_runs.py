@@ -113,7 +113,11 @@ def trained(job, run_dir):
 
 def joined(run_dir, wanted, compose=GRPO, **settings):
     """`trained` of a run with generators, and the exit status of each."""
-    job = small_job(compose, **{"place": PLACE, "run_dir": str(run_dir)} | settings)
+    return joined_job(run_dir, wanted, small_job(compose, **{"place": PLACE, "run_dir": str(run_dir)} | settings))
+
+
+def joined_job(run_dir, wanted, job):
+    """`joined` of a job whose settings have the place and the directory."""
     with generators(job, run_dir, wanted) as started:
         ended = trained(job, run_dir)
     return ended, {name: process.exitcode for name, process in started.items()}

@@ -1,12 +1,13 @@
 """Rows handed over between two meshes of different ranks, from the rank that has a row to each rank that needs it.
 
 Both sides know which rank has each row and which ranks it goes to, and start only the messages that there are: one
-from a rank to another, whatever the number of rows. Nothing passes through a third rank.
+from a rank to another for all fields per token, whatever the number of rows, and where there are ragged fields one for
+each, after one that says how many lines each row has of them. Nothing passes through a third rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from funrl.mesh.mesh import Mesh, MeshError
 from funrl.mesh.rows import ROW_MULTIPLE, blank_rows, pack_rows, packed_bytes, row_indices, unpack_rows
 from funrl.processes.heartbeat import entered, left
 
-TAG = 1 << 20  # of these messages; those of a reshard count from 0
+TAG = 1 << 20  # of the first message to a rank; those of a reshard count from 0
+LineForm = tuple[torch.dtype, tuple[int, ...]]  # dtype and trailing shape of the lines of a field
 
 
 class Handover(NamedTuple):
@@ -71,11 +73,28 @@ def messages_from(way: Handover) -> Iterator[RowMessage]:
         yield RowMessage(sender, coming[way.owner[coming] == index])
 
 
-def send_rows(fields: Mapping[str, Tensor], kinds: Mapping[str, FieldKind], way: Handover) -> int:
+def line_forms(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind]) -> dict[str, LineForm]:
+    """Form of the lines of each field, by which ranks without the rows make `blank_fields`."""
+    lines = {name: kinds[name].lines(x) for name, x in fields.items()}
+    return {name: (x.dtype, tuple(x.shape[1:])) for name, x in lines.items()}
+
+
+def blank_fields(
+    forms: Mapping[str, LineForm], kinds: Mapping[str, FieldKind], device: torch.device
+) -> dict[str, Value]:
+    """Fields of these forms without rows."""
+    none = np.zeros(0, dtype=np.int64)
+    return {
+        name: kinds[name].blank(torch.empty(0, *shape, dtype=dtype, device=device), none, ROW_MULTIPLE)
+        for name, (dtype, shape) in forms.items()
+    }
+
+
+def send_rows(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover) -> int:
     """Send this rank's rows; returns the bytes sent. Every rank of the source calls it while the target receives.
 
     Args:
-      fields: per token, of this rank's rows in the order of their numbers.
+      fields: of this rank's rows in the order of their numbers; none is known everywhere.
       kinds: by field.
 
     Raises:
@@ -83,18 +102,28 @@ def send_rows(fields: Mapping[str, Tensor], kinds: Mapping[str, FieldKind], way:
     """
     own = np.flatnonzero(way.owner == int(way.source.index(way.source.row_axes)))
     messages = list(messages_to(way))
-    packed = [pack_rows(fields, kinds, np.searchsorted(own, rows), way.lengths[rows]) for _, rows in messages]
-    _exchange(way.source, [(message.peer, x) for message, x in zip(messages, packed, strict=True)], [])
-    return sum(x.numel() for x in packed)
+    device = way.source.device
+    of_row = {name: kinds[name].counts(x, way.lengths[own]) for name, x in fields.items() if not kinds[name].per_token}
+    places = [np.searchsorted(own, rows) for _, rows in messages]
+    if of_row:
+        tables = [torch.from_numpy(np.stack([x[here] for x in of_row.values()])).to(device) for here in places]
+        _exchange(way.source, _numbered(messages, [tables]), [])
+    packed = []
+    for names in _sent_together(fields, kinds):
+        some = {name: fields[name] for name in names}
+        counts = of_row.get(names[0], way.lengths[own])
+        packed.append([pack_rows(some, kinds, here, counts[here]) for here in places])
+    _exchange(way.source, _numbered(messages, packed), [])
+    return sum(x.numel() for of_messages in packed for x in of_messages)
 
 
 def receive_rows(
-    like: Mapping[str, Tensor], kinds: Mapping[str, FieldKind], way: Handover
+    like: Mapping[str, Value], kinds: Mapping[str, FieldKind], way: Handover
 ) -> tuple[dict[str, Value], int]:
     """Receive rows that the source sends; returns the fields of this rank's rows and the bytes received.
 
     Args:
-      like: fields of the dtypes and trailing shapes that arrive, on this rank's device.
+      like: fields of the dtypes and trailing shapes that arrive, in the order of those sent, on this rank's device.
       kinds: by field.
 
     Raises:
@@ -102,15 +131,63 @@ def receive_rows(
     """
     coming = np.flatnonzero(way.to == int(way.target.index(way.target.row_axes)))
     width = -(-int(way.lengths[coming].max(initial=1)) // ROW_MULTIPLE) * ROW_MULTIPLE
-    out = blank_rows(like, kinds, way.lengths[coming], width)
-    line = packed_bytes(like, kinds)
     messages = list(messages_from(way))
-    device = way.target.device
-    arrived = [torch.empty(int(way.lengths[x.rows].sum()), line, dtype=torch.uint8, device=device) for x in messages]
-    _exchange(way.target, [], [(message.peer, x) for message, x in zip(messages, arrived, strict=True)])
-    for (_, rows), x in zip(messages, arrived, strict=True):
-        unpack_rows(x, out, kinds, np.searchsorted(coming, rows), way.lengths[rows])
-    return out, sum(x.numel() for x in arrived)
+    places = [np.searchsorted(coming, rows) for _, rows in messages]
+    of_row = _received_counts([name for name in like if not kinds[name].per_token], way, messages, places)
+    groups = [{name: like[name] for name in names} for names in _sent_together(like, kinds)]
+    counts = [of_row.get(next(iter(group)), way.lengths[coming]) for group in groups]
+    arrived = [
+        [
+            torch.empty(int(lines[here].sum()), packed_bytes(group, kinds), dtype=torch.uint8, device=way.target.device)
+            for here in places
+        ]
+        for group, lines in zip(groups, counts, strict=True)
+    ]
+    _exchange(way.target, [], _numbered(messages, arrived))
+    out = dict[str, Value]()
+    for group, lines, of_messages in zip(groups, counts, arrived, strict=True):
+        blank = blank_rows(group, kinds, lines, width)
+        for here, x in zip(places, of_messages, strict=True):
+            unpack_rows(x, blank, kinds, here, lines[here])
+        out |= blank
+    return {name: out[name] for name in like}, sum(x.numel() for of_messages in arrived for x in of_messages)
+
+
+def _received_counts(
+    names: Sequence[str], way: Handover, messages: Sequence[RowMessage], places: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """[b] lines of each row that comes, of each field that is not per token."""
+    if not names:
+        return {}
+    tables = [torch.empty(len(names), len(x.rows), dtype=torch.int64, device=way.target.device) for x in messages]
+    _exchange(way.target, [], _numbered(messages, [tables]))
+    counts = np.zeros((len(names), sum(map(len, places))), dtype=np.int64)
+    for here, table in zip(places, tables, strict=True):
+        counts[:, here] = table.cpu().numpy()
+    return dict(zip(names, counts, strict=True))
+
+
+def _sent_together(fields: Mapping[str, Value], kinds: Mapping[str, FieldKind]) -> list[list[str]]:
+    """Names of the fields of each message to a rank: those per token together, any other alone."""
+    per_token = [name for name in fields if kinds[name].per_token]
+    return [*([per_token] if per_token else []), *([name] for name in fields if not kinds[name].per_token)]
+
+
+class _Parcel(NamedTuple):
+    """Bytes or numbers to or from a rank of the run, and the tag that tells them from others of the exchange."""
+
+    peer: int
+    tag: int
+    content: Tensor
+
+
+def _numbered(messages: Sequence[RowMessage], contents: Sequence[Sequence[Tensor]]) -> list[_Parcel]:
+    """Parcels of messages that have several contents each, given as contents of all messages."""
+    return [
+        _Parcel(message.peer, TAG + place, x)
+        for place, of_messages in enumerate(contents)
+        for message, x in zip(messages, of_messages, strict=True)
+    ]
 
 
 def _sender(way: Handover, holders: np.ndarray, place: int) -> int:
@@ -122,15 +199,15 @@ def _sender(way: Handover, holders: np.ndarray, place: int) -> int:
     return way.source.ranks[int(holders[place % len(holders)])]
 
 
-def _exchange(mesh: Mesh, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+def _exchange(mesh: Mesh, sends: Sequence[_Parcel], receives: Sequence[_Parcel]) -> None:
     if mesh.device.type == "cpu":
-        handles = [(peer, dist.irecv(x, peer, tag=TAG)) for peer, x in receives]
-        handles += [(peer, dist.isend(x, peer, tag=TAG)) for peer, x in sends]
+        handles = [(peer, dist.irecv(x, peer, tag=tag)) for peer, tag, x in receives]
+        handles += [(peer, dist.isend(x, peer, tag=tag)) for peer, tag, x in sends]
     else:
-        operations = [dist.P2POp(dist.irecv, x, peer) for peer, x in receives]
-        operations += [dist.P2POp(dist.isend, x, peer) for peer, x in sends]
+        operations = [dist.P2POp(dist.irecv, x, peer) for peer, _, x in receives]
+        operations += [dist.P2POp(dist.isend, x, peer) for peer, _, x in sends]
         works = dist.batch_isend_irecv(operations) if operations else []
-        peers = [peer for peer, _ in (*receives, *sends)]
+        peers = [parcel.peer for parcel in (*receives, *sends)]
         handles: list[tuple[int, Any]] = [(peers[0] if peers else 0, work) for work in works]
     for peer, handle in handles:
         entered(f"rows of rank {peer}" if receives else f"rows for rank {peer}")

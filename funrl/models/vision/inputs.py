@@ -6,7 +6,7 @@ its pictures, in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -122,14 +122,24 @@ def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) 
     return ids
 
 
+def split_pictures(values: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+    """Patches and size of each picture by itself."""
+    sizes_P2 = values[GRIDS]
+    patches = values[PATCHES].split([height * width for height, width in grids_of(sizes_P2)])
+    return [{PATCHES: x, GRIDS: size} for x, size in zip(patches, sizes_P2.split(1), strict=True)]
+
+
+def single_pictures(values: Mapping[str, Tensor]) -> list[OwnedLines]:
+    """Each picture by itself, with its digest."""
+    return [owned_lines(lines) for lines in split_pictures(values)]
+
+
 def token_contents(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) -> list[int]:
     """Token ids, with a negative number at each placeholder, which the pixels of its picture make."""
-    grids = grids_of(owned.values[GRIDS])
-    patches = owned.values[PATCHES].split([height * width for height, width in grids])
     numbers: list[int] = []
-    for own_patches, grid in zip(patches, grids, strict=True):
-        digest = owned_lines({PATCHES: own_patches, GRIDS: torch.tensor([grid])}).digest
-        numbers += [-1 - digest] * picture_tokens(grid, tower.merge)
+    for picture in single_pictures(owned.values):
+        (grid,) = grids_of(picture.values[GRIDS])
+        numbers += [-1 - picture.digest] * picture_tokens(grid, tower.merge)
     left = iter(numbers)
     return [next(left) if token == tower.placeholder else token for token in tokens]
 

@@ -13,9 +13,9 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptStates
+from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptPlaces
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig, with_tower
-from funrl.models.vision.grids import token_places
+from funrl.models.vision.grids import picture_tokens, token_places
 from funrl.models.vision.inputs import (
     GRIDS,
     PATCHES,
@@ -23,6 +23,7 @@ from funrl.models.vision.inputs import (
     check_placeholders,
     grids_of,
     picture_inputs,
+    single_pictures,
     token_contents,
     whole_pictures,
     with_pictures,
@@ -69,7 +70,9 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
                 GRIDS: torch.zeros(0, 2, dtype=torch.int64),
             },
             read=functools.partial(picture_inputs, tower),
+            apart=single_pictures,
             encode=functools.partial(_encode, tower),
+            place=functools.partial(_place, tower),
             check=functools.partial(check_placeholders, tower),
             contents=functools.partial(token_contents, tower),
             frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
@@ -94,15 +97,24 @@ def _init(
     return {**model.init(generator, dtype), VISION: init_tower(tower, model.config.embed, generator, dtype)}
 
 
-def _encode(tower: TowerConfig, params: trees.Tree, tokens_T: Tensor, values: Mapping[str, Tensor]) -> PromptStates:
-    """States of a prompt with pictures."""
+def _encode(tower: TowerConfig, params: trees.Tree, values: Mapping[str, Tensor]) -> Tensor:
+    """Hidden states of the tokens of one picture, whatever is computed beside it."""
+    patches_PCHW = values[PATCHES].to(trees.leaves(params)[0].device)
+    return apply_tower(tower, params[VISION], Pictures(patches_PCHW, grids_of(values[GRIDS])))
+
+
+def _place(tower: TowerConfig, tokens_T: Tensor, values: Mapping[str, Tensor]) -> PromptPlaces:
+    """Places of the tokens of a prompt with pictures."""
     grids = grids_of(values[GRIDS])
-    pictures = Pictures(values[PATCHES].to(trees.leaves(params)[0].device), grids)
-    inputs = with_pictures(tower, Inputs(tokens_T.cpu().unsqueeze(0)), pictures)
+    inputs = with_pictures(tower, Inputs(tokens_T.cpu().unsqueeze(0)), Pictures(values[PATCHES], grids))
     assert inputs.inserted_at is not None and inputs.axial_positions is not None
-    hidden_LMD = apply_tower(tower, params[VISION], pictures)
-    shrink = int(token_places(grids, tower.merge).shrink_M.sum())
-    return PromptStates(hidden_LMD, inputs.inserted_at[0], inputs.axial_positions[0], shrink, inputs.mutual_RM)
+    return PromptPlaces(
+        inserted_at_T=inputs.inserted_at[0],
+        positions_T3=inputs.axial_positions[0],
+        shrink=int(token_places(grids, tower.merge).shrink_M.sum()),
+        counts=tuple(picture_tokens(grid, tower.merge) for grid in grids),
+        mutual_RM=inputs.mutual_RM,
+    )
 
 
 def _seeing(model: Model, tower: TowerConfig) -> Apply:

@@ -91,6 +91,9 @@ class TorchBackend:
         self._adapted.clear()
         self._owned.clear()
 
+    def rest(self) -> None:
+        self._owned.clear()
+
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from trees.named(self._params)
 
@@ -107,7 +110,6 @@ class TorchBackend:
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
-        self._owned.clear()
         pages += self.spare if pages else 0
         cells += self.spare if cells else 0
         shape = pages, self.page_tokens, self._choices
@@ -259,6 +261,9 @@ class PackedBackend:
 
     def drop(self) -> None:
         """Keep the memory of the packed weights, which the next ones reuse."""
+
+    def rest(self) -> None:
+        """There is nothing beside weights and cache."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         assert self._decoder is not None

@@ -299,6 +299,7 @@ class NativeEngine:
     def pause(self) -> None:
         """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
         self._drop_cache()
+        self._backend.rest()
         self._room.forget()
         self.paused = True
 

@@ -85,6 +85,10 @@ class Backend(Protocol):
         """Replace this rank's weights."""
         ...
 
+    def rest(self) -> None:
+        """Free what is held beside weights and cache, and is computed again where it is needed."""
+        ...
+
     def drop(self) -> None:
         """Release the weights."""
         ...

@@ -301,8 +301,6 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
         "engine": (settings.engines.engine not in ("native", "vllm"), "give --engine=native or vllm"),
-        "place": (settings.devices.place is not None, "leave it out: all ranks train and generate"),
-        "staleness": (settings.asynchrony.staleness > 0, "leave it out"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from funrl.batch import as_dict, kind_of
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import gather_objects
@@ -47,6 +46,7 @@ from funrl.trainer.placement.messages import (
     WriteRequest,
     WrittenFiles,
     WrittenRows,
+    own_fields,
     split_origins,
     written_rows,
 )
@@ -176,11 +176,9 @@ class GeneratingRank:
     def _hand_over(self, request: SendRequest) -> None:
         parts = [take(self.held[number].rows, rows) for number, rows in split_origins(request.origins)]
         rows = join_rows(parts)
-        kinds = {name: k for name in sorted(as_dict(rows.batch)) if not (k := kind_of(rows.batch, name)).everywhere}
-        fields = {name: as_dict(rows.batch)[name] for name in kinds}
         way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
         with heartbeat.phase("send_rows"):
-            send_rows(fields, kinds, way)
+            send_rows(*own_fields(rows.batch), way)
 
     def samples(self, request: SamplesRequest) -> list[ShownSample]:
         """The first samples of some rows."""

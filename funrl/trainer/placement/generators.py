@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.batch import as_dict, declare, kind_of, schema_of
+from funrl.batch import as_dict, declare, schema_of
 from funrl.data.mixture import Mixture
 from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
@@ -32,6 +32,7 @@ from funrl.trainer.placement.messages import (
     WrittenRows,
     blank_batch,
     origins_of,
+    own_fields,
 )
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
@@ -229,9 +230,8 @@ class Generators:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
         number = self.requests.post(self.send_request(rows, fields.pop("origin").cpu().numpy(), to))
-        kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
-        own, _ = receive_rows({name: fields[name] for name in kinds}, kinds, way)
+        own, _ = receive_rows(*own_fields(rows.batch), way)
         self._answer(number, "the generators' rows")
         if "version" in own:
             own["stale"] = own["mask"] & self.stale(own["version"], own["mask"])

@@ -167,8 +167,10 @@ class RowsAhead:
         mesh = self.engine.mesh
         for _ in range(min(known, run.steps - step)):
             taken = take_next(self.job.task.prompts, run.batch_prompts, run.seed, position=consumed)
-            prompts = [self.job.task.prompts[place].tokens for place in taken.places.tolist()]
-            groups = RequestGroups(prompts, self.job.sampling, derived_seed(run.seed, consumed))
+            examples = [self.job.task.prompts[place] for place in taken.places.tolist()]
+            prompts = [example.tokens for example in examples]
+            owned = [example.owned for example in examples]
+            groups = RequestGroups(prompts, self.job.sampling, derived_seed(run.seed, consumed), owned=owned)
             share = own_range(len(groups), mesh, mesh.row_axes)
             for group in groups[share.start : share.stop]:
                 self.engine.write_ahead(group)

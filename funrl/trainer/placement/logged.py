@@ -19,6 +19,7 @@ from funrl import trees
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
+from funrl.kinds import joined_lines
 from funrl.rollout.engine import awake, complete
 from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
@@ -284,10 +285,10 @@ class LoggedWriter:
         """The request of a completion or of a turn, from its begin."""
         if part.turn is not None:
             return turn_request(part.turn)._replace(model=part.model)
-        prompt = self._example(part.group.position).tokens
+        example = self._example(part.group.position)
         sampling = self.generation.sampling
         own = sampling if part.sample < sampling.samples else baseline_sampling(sampling)
-        return Request(0, prompt, own, self._seed(part.group, part.sample))
+        return Request(0, example.tokens, own, self._seed(part.group, part.sample), owned=joined_lines([example.owned]))
 
     def _seed(self, group: LoggedGroup, sample: int) -> int:
         """Seed of a sample of a group."""

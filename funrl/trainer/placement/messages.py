@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
+from funrl.kinds import FieldKind, Value
+from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.sources.evaluation import EvalRow
@@ -108,7 +111,7 @@ class GroupFields(NamedTuple):
       further: declarations of fields that are not among `FIELDS`.
     """
 
-    fields: dict[str, Tensor]
+    fields: dict[str, Value]
     further: dict[str, Field]
 
 
@@ -205,58 +208,54 @@ class HeldoutEvaluation(NamedTuple):
 
 
 class WrittenRows(NamedTuple):
-    """Completions and rows of a `WriteRequest`, as far as every rank knows them; tokens stay where they are.
+    """Completions and rows of a `WriteRequest`, as far as every rank knows them; the rest stays where it is.
 
     Attributes:
       rollout: fields of `Rollout`, without the completions and the mesh.
       owner: [B] of the rows, by their index over the row axes of the mesh to generate on.
       fields: of the rows whose kind is `everywhere`.
-      tokens: dtype and trailing shape of each field per token.
+      lines: form of the lines of each other field, in the order in which they are sent.
       further: declarations of fields that are not among `FIELDS`.
     """
 
     rollout: Mapping[str, Any]
     owner: np.ndarray
     fields: Mapping[str, Tensor]
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    lines: Mapping[str, LineForm]
     further: Mapping[str, Field]
 
 
 def group_fields(rows: Rows, own: bool) -> GroupFields:
     """The fields of rows, on the CPU unless only their `own` rank needs them."""
     further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    return GroupFields({name: x if own else x.cpu() for name, x in as_dict(rows.batch).items()}, further)
+    fields = as_dict(rows.batch)
+    return GroupFields(fields if own else trees.map(lambda x: x.cpu(), fields), further)
 
 
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
-    """Completions and their rows as far as every rank knows them.
-
-    Raises:
-      ValueError: a field has neither a number per row nor numbers per token.
-    """
+    """Completions and their rows as far as every rank knows them."""
     facts = done._asdict()
     for name in ("completions", "mesh"):
         del facts[name]
-    fields = {}
-    tokens = {}
-    for name, x in as_dict(rows.batch).items():
-        kind = kind_of(rows.batch, name)
-        if kind.everywhere:
-            fields[name] = x.cpu()
-        elif kind.per_token:
-            tokens[name] = (x.dtype, tuple(x.shape[2:]))
-        else:
-            raise ValueError(f"--place: the field {name!r} of kind {kind.name!r} does not go from ranks to ranks")
+    known = {name: x.cpu() for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).everywhere}
+    forms = line_forms(*own_fields(rows.batch))
     further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
     facts = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in facts.items()}
-    return WrittenRows(facts, rows.owner, fields, tokens, further)
+    return WrittenRows(facts, rows.owner, known, forms, further)
+
+
+def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:
+    """Fields that only the ranks of a row know, and their kinds, in the order in which they are sent."""
+    fields = as_dict(batch)
+    kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(batch, name)).everywhere}
+    return {name: fields[name] for name in kinds}, kinds
 
 
 def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
     """The batch of a rank that has none of the rows."""
-    empty = {name: torch.zeros(0, 8, *shape, dtype=dtype) for name, (dtype, shape) in written.tokens.items()}
-    fields = {name: x.to(device) for name, x in {**written.fields, **empty}.items()}
-    return Batch(FIELDS | written.further if written.further else FIELDS, **fields)
+    schema = FIELDS | written.further if written.further else FIELDS
+    empty = blank_fields(written.lines, {name: schema[name].kind for name in written.lines}, device)
+    return Batch(schema, **{name: x.to(device) for name, x in written.fields.items()}, **empty)
 
 
 def origins_of(number: int, rows: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from funrl import trees
 from funrl.batch import FIELDS, Batch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
-from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
+from funrl.mesh.pools.handover import Handover, blank_fields, receive_rows, send_rows
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
@@ -71,10 +71,11 @@ def _scored(
     """The fields of this rank's rows, after they have arrived, and the way back. Collective over its mesh."""
     lengths, mesh = request.lengths, scorer.mesh
     to = scorer.targets(lengths)
-    device = mesh.device
-    like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in request.tokens.items()}
+    schema = FIELDS.extended(scorer.owned)
+    kinds = row_field_kinds(schema, request.lines)
+    like = blank_fields(request.lines, kinds, mesh.device)
     way = Handover(lengths, request.owner, to, source=scorer.training, target=mesh)
-    own, _ = receive_rows(like, row_field_kinds(FIELDS, like), way)
-    batch = Batch(length=torch.from_numpy(lengths).to(device), **own)
+    own, _ = receive_rows(like, kinds, way)
+    batch = Batch(schema, length=torch.from_numpy(lengths).to(mesh.device), **own)
     fields = score_role(scorer.role, params, rows_of(batch, to, mesh), scorer.token_budget)
     return fields, Handover(lengths, to, request.owner, source=mesh, target=scorer.training)

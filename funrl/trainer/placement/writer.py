@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch, as_dict, kind_of
+from funrl.batch import FIELDS, Batch
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
+from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -39,6 +41,7 @@ from funrl.trainer.placement.messages import (
     SendGroupsRequest,
     WrittenGroup,
     group_fields,
+    own_fields,
     split_origins,
     versions_of,
     written_rows,
@@ -143,7 +146,7 @@ class GroupWriter:
         decided = self._decide(answers) if self.resident is not None else None
         turn: Turn = from_first(decided, self.mesh, "tensor") or Turn()
         for number, (fields, further) in turn.rows.items():
-            on_device = {name: x.to(self.mesh.device) for name, x in fields.items()}
+            on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
             batch = Batch(FIELDS | further if further else FIELDS, **on_device)
             self._held[number] = rows_of(batch, mesh=self._alone)
         if turn.weights >= 0:
@@ -203,11 +206,9 @@ class GroupWriter:
         if len(own):
             runs = split_origins(request.origins[own])
             rows = join_rows([take(self._held[number], places) for number, places in runs])
-            fields = as_dict(rows.batch)
-            kinds = {name: kind for name in sorted(fields) if not (kind := kind_of(rows.batch, name)).everywhere}
             way = Handover(request.lengths, request.owner, request.to, source=self.mesh, target=training)
             with heartbeat.phase("send_rows"):
-                send_rows({name: fields[name] for name in kinds}, kinds, way)
+                send_rows(*own_fields(rows.batch), way)
         for number in request.groups:
             self._held.pop(number, None)
         for number in self._sent:
@@ -401,10 +402,11 @@ class GroupWriter:
     async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         generation = self._generation
         sampling, seeds, first = part
+        owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], sampling.samples)
 
         async def complete(number: int, seed: int) -> Completion:
-            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed))
+            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed, owned=owned))
             done = done._replace(number=number)
             if pending is not None:
                 pending.add(done)

@@ -26,11 +26,12 @@ from funrl.mesh.launch import ranks_per_node
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
-from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
+from funrl.mesh.pools.handover import Handover, LineForm, line_forms, receive_rows, send_rows
 from funrl.mesh.reshard import reshard
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
+from funrl.trainer.steps.owned_rows import owned_fields
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows
 
@@ -46,13 +47,13 @@ class ScoreRequest(NamedTuple):
     Attributes:
       step: that the rows are of.
       lengths, owner: [B] of the rows, on the mesh to train on.
-      tokens: dtype and trailing shape of each field that is sent.
+      lines: form of the lines of each field that is sent.
     """
 
     step: int
     lengths: np.ndarray
     owner: np.ndarray
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    lines: Mapping[str, LineForm]
 
 
 class ScoredFields(NamedTuple):
@@ -220,6 +221,12 @@ class RemoteScorer:
         """Mesh of its ranks."""
         return self.role.placed.mesh
 
+    @property
+    def owned(self) -> dict[str, Field]:
+        """Declarations of the fields of values that rows own and its model reads, such as pictures."""
+        owned = self.role.placed.model.owned
+        return {} if owned is None else owned_fields(owned.none)
+
     def first_plan(self, stored: trees.Tree, dtype: torch.dtype) -> Plan:
         """The plan by which its first weights come from the ranks that train.
 
@@ -252,11 +259,11 @@ class RemoteScorer:
         Args:
           step: that the rows are of.
         """
-        fields = {name: as_dict(rows.batch)[name] for name in READ_FIELDS}
-        shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in fields.items()}
-        self.number = self.requests.post(ScoreRequest(step, rows.lengths, rows.owner, shapes))
+        fields = {name: as_dict(rows.batch)[name] for name in (*READ_FIELDS, *self.owned)}
+        kinds = row_field_kinds(schema_of(rows.batch), fields)
+        self.number = self.requests.post(ScoreRequest(step, rows.lengths, rows.owner, line_forms(fields, kinds)))
         way = Handover(rows.lengths, rows.owner, self.targets(rows.lengths), source=self.training, target=self.mesh)
-        send_rows(fields, row_field_kinds(schema_of(rows.batch), fields), way)
+        send_rows(fields, kinds, way)
 
     def finish(self, rows: Rows) -> Rows:
         """The rows of `begin` with the fields that the role writes. Collective over the ranks that train."""

@@ -1,0 +1,182 @@
+"""Rows with pictures that go from ranks that generate to ranks that train, and to ranks that score."""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from joined_runs import PLACE, joined_job
+from picture_runs import DEEP_TOWER, TEMPLATE, TOWER, picture_job, save_seeing_model
+from selection import quick
+from small_runs import GRPO, SMALL
+from test_asynchronous_replay import repeated, trained
+from test_picture_episodes import CountsSquares
+from test_placement_runs import Ended, compare, rank_of
+
+from funrl.algos.recipes.rollout_is import rollout_is
+from funrl.data.pictures import picture_url
+from funrl.environments.adapters import message_environment
+from funrl.environments.logged import LoggedEnvironment
+from funrl.mesh.launch import launch
+from funrl.mesh.mesh import single
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.settings.settings import settings_of
+
+pytestmark = pytest.mark.gloo
+TOWERS = {"windows": TOWER, "deep": DEEP_TOWER}
+
+
+@functools.cache
+def run(tower="windows", compose=GRPO, **settings):
+    job = picture_job(compose, tower=TOWERS[tower], **{"freeze": "none"} | settings)
+    return launch(functools.partial(rank_of, job), job.launched, "cpu")
+
+
+LAYOUTS = {
+    "dp1": ({}, {"place": "generate:1"}),
+    "dp2 + dp1": ({"mesh": "dp2"}, {"place": "train:dp2@0-1 generate:dp1@2"}),
+    "tp2 + dp2": ({"mesh": "tp2", "generate_mesh": "dp2"}, {"place": "train:tp2@0-1 generate:dp2@2-3"}),
+    "fsdp + tp": (
+        {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2", "tower": "deep"},
+        {"place": "train:dp2@0,3 generate:tp2@1-2", "fsdp": True, "tower": "deep"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick(LAYOUTS, ["dp2 + dp1"]))
+def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
+    together, apart = LAYOUTS[name]
+    placed = run(**apart)
+    compare(placed, run(**together))
+    compare(placed, run(tower=apart.get("tower", "windows")), 1e-9)
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
+    assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
+
+
+@pytest.mark.slow
+def test_a_reference_on_ranks_of_its_own_sees_the_pictures():
+    compose = functools.partial(GRPO, kl_coef=0.1)
+    placed = run(compose=compose, place="train:dp2 generate:1 reference:dp2")
+    compare(placed, run(compose=compose, mesh="dp2"), 1e-9)
+    assert placed.observer.steps[-1][1]["actor/kl_loss"] != 0
+
+
+JOINED = {"by turns": (GRPO, {}), "ahead": (rollout_is, {"staleness": 1, "minibatches": 1})}
+
+
+@pytest.mark.parametrize("name", quick(JOINED, []))
+def test_generators_that_join_see_the_pictures(name, tmp_path):
+    compose, settings = JOINED[name]
+    given = {"place": PLACE, "run_dir": str(tmp_path), "freeze": "none"} | settings
+    ended, exits = joined_job(tmp_path, {"one": (None, None)}, picture_job(compose, **given))
+    assert exits == {"one": 0} and ended[0].error is None
+    gaps = [metrics["rollout/logprob_gap_max"] for _, metrics in ended[1].steps]
+    assert gaps and max(gaps) < 1e-12
+    if not settings:
+        compare(Ended(*ended), run())
+
+
+AHEAD = SMALL | {
+    "dtype": "float32",  # in which the bits of a row of a product do not depend on other rows
+    "minibatches": 1,
+    "steps": 4,
+    "max_new_tokens": 24,
+    "eval_every": 2,
+    "save_every": "2",
+    "save_rollouts": 1,
+    "freeze": "none",
+    "reward_workers": 0,
+}
+STALE = {
+    "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
+    "clock, window": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3, "clock": "tokens"}, {}),
+    "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
+}
+
+
+def check_stale(steps, staleness):
+    """Some tokens are older than the weights that train on them, none is too old, and the gap is of rounding."""
+    ages = [metrics["age/max"] for metrics in steps]
+    assert ages[0] == 0 and 0 < max(ages) <= staleness
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-5 for metrics in steps)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Flags of a directory of a tiny Qwen2.5-VL, of prompts with 0 to 2 pictures, and of a reward."""
+    folder = tmp_path_factory.mktemp("placed")
+    save_seeing_model(folder / "model")
+    draw = np.random.default_rng(0)
+    sizes = [[(8, 16)], [], [(24, 8), (8, 8)]]
+    pictures = [[picture_url(draw.integers(0, 256, (*x, 3), dtype=np.uint8)) for x in of_row] for of_row in sizes * 8]
+    records = [{"prompt": "a cab ?", "images": x} for x in pictures]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "reward.py").write_text(
+        "def score(prompt, completion, images):\n    return len(completion) % 3 + len(images)\n"
+    )
+    reward = f"{folder / 'reward.py'}:score"
+    return {"model": str(folder / "model"), "prompts": str(folder / "prompts.jsonl"), "reward": reward}
+
+
+@pytest.fixture(scope="module")
+def texts(files):
+    """Flags of the same model with a chat template, and of prompts without pictures."""
+    folder = Path(files["model"]).parent
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    records = [{"prompt": "abcdefgh"[i % 8]} for i in range(24)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"model": files["model"], "prompts": str(folder / "texts.jsonl")}
+
+
+@pytest.mark.parametrize("name", quick(STALE, ["strict"]))
+def test_a_run_written_ahead_is_repeated_with_the_same_bits(files, name, tmp_path):
+    placed, together = STALE[name]
+    job = prepare(settings_of(**AHEAD | files | placed), rollout_is)
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None
+    check_stale([metrics for _, metrics in steps], placed["staleness"] + (placed.get("window", 1) > 1))
+    again = prepare(settings_of(**AHEAD | files | together), rollout_is)
+    program = functools.partial(repeated, tmp_path, again)
+    done = launch(program, again.launched, "cpu") if together else program(single())
+    assert [one.step for one in done] == [1, 2, 3, 4] and read_groups(tmp_path) is not None
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    compared = {part.name for part in done[-1].differences}
+    assert {"patches", "grids", "version", "rollout_logp", "weights of policy by their digests"} <= compared
+
+
+EPISODES = {
+    "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
+    "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
+}
+
+
+@pytest.mark.parametrize("name", quick(EPISODES, []))
+def test_episodes_written_ahead_are_repeated_with_the_same_bits(texts, name, tmp_path):
+    placed, together = EPISODES[name]
+    flags = AHEAD | texts | {"max_new_tokens": 8}
+    job = prepare(settings_of(**flags | placed), rollout_is, Given(environment=message_environment(CountsSquares)))
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
+    assert error is None and all(metrics["episodes/failed"] == 0 for _, metrics in steps)
+    check_stale([metrics for _, metrics in steps], placed["staleness"])
+    logged = Given(environment=LoggedEnvironment(("policy",)))
+    again = prepare(settings_of(**flags | together), rollout_is, logged)
+    program = functools.partial(repeated, tmp_path, again)
+    done = launch(program, again.launched, "cpu") if together else program(single())
+    assert [one.step for one in done] == [1, 2, 3, 4]
+    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert {"patches", "turns of the episodes"} <= {part.name for part in done[-1].differences}
+
+
+@pytest.mark.slow
+def test_episodes_have_the_same_bits_apart(texts):
+    flags = SMALL | texts | {"freeze": "none"}
+    environment = Given(environment=message_environment(CountsSquares))
+    ended = []
+    for settings in ({"mesh": "dp2", "generate_mesh": "tp2"}, {"place": "train:dp2@0-1 generate:tp2@2-3"}):
+        job = prepare(settings_of(**flags | settings), GRPO, environment)
+        ended.append(launch(functools.partial(rank_of, job), job.launched, "cpu"))
+    compare(ended[1], ended[0])
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in ended[1].observer.steps)
