@@ -32,8 +32,8 @@ def random_weights(peer):
             )  # norms are 1 + weight
             x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") and not added else 0.0, 0.1)
         for key, x in peer.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                x.normal_(0.0, 0.1)
+            if key.endswith(("e_score_correction_bias", "layer_scalar")):
+                x.normal_(float(key.endswith("layer_scalar")), 0.1)
     return peer.eval()
 
 

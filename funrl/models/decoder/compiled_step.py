@@ -35,6 +35,10 @@ AS_COMPILED: dict[str, Any] = {
     "rope_axes": (),
     "mlp_bias": False,
     "mixers": (),
+    "lenders": (),
+    "mlps": (),
+    "layer_vectors": None,
+    "layer_scales": False,
 }
 
 

@@ -192,6 +192,8 @@ def _size(got: Mapping[str, Any], name: str) -> int:
 
 def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
+    if not family.rope_types:
+        return {"rope_theta": got["rope_theta"], "rope_scaling": None}
     # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
     name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
     rope = got.get(name) or {}

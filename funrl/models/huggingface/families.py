@@ -13,6 +13,7 @@ from funrl.models.huggingface.configs import (
     deepseek,
     ernie4_5,
     exaone4,
+    gemma4,
     glm4_moe,
     gpt_oss,
     minimax_m2,
@@ -123,11 +124,7 @@ FAMILIES: Mapping[str, HFFamily] = {
             name=qwen2_5_vl.name_of_qwen2_5_vl,
             make=vision_language_model,
         ),
-    )._replace(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        classifier=None,
-        token_classifier=None,
-    ),
+    )._replace(architecture="Qwen2_5_VLForConditionalGeneration", classifier=None, token_classifier=None),
     "qwen3_vl": family_of(
         "Qwen3VL",
         qwen3_vl.QWEN3_VL_DEFAULTS,
@@ -447,4 +444,5 @@ FAMILIES: Mapping[str, HFFamily] = {
         write=write_gemma3,
         kinds=gemma3_kinds,
     )._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
+    "gemma4_text": gemma4.GEMMA4,
 }
