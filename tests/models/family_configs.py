@@ -142,8 +142,7 @@ _WIDE_GEMMA = _GEMMA | {"attention_k_eq_v": True, "num_global_key_value_heads": 
 GEMMA4 = {
     "gemma4": _WIDE_GEMMA,
     "gemma4 vectors": _GEMMA | {
-        "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
         "final_logit_softcapping": 1.5,
     },
     "gemma4 own keys": _GEMMA | {
@@ -154,7 +153,7 @@ GEMMA4 = {
     },
     "gemma4 experts": _WIDE_GEMMA | {
         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24,
-        "num_global_key_value_heads": 3, "final_logit_softcapping": 1.5,
+        "num_global_key_value_heads": 2, "final_logit_softcapping": 1.5,
     },
 }  # fmt: skip
 ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS | GEMMA4

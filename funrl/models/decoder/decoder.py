@@ -175,7 +175,7 @@ def apply(
                 context = context._replace(kv_cache=cache.pages[there] + cache.cells[there])
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = run(config, mesh, next(weights), x_BTD, context)
-            out = LayerOutput(*out) if isinstance(out, tuple) else LayerOutput(out)
+            out = out if isinstance(out, LayerOutput) else LayerOutput(out)
             x_BTD = out.hidden_BTD
             if out.lent is not None:
                 lent[i] = out.lent

@@ -224,7 +224,7 @@ class LayerVectors:
         return (made_BTLP + rows_BTX.view_as(made_BTLP)) * 2**-0.5
 
     def apply(self, params: trees.Tree, x_BTD: Tensor, vectors_BTP: Tensor, norm: Norm) -> Tensor:
-        """What a layer adds to the residual stream by its vectors, [B, T, D].
+        """Part of the residual stream that a layer's vectors add, [B, T, D].
 
         Args:
           params: with the weights of `shapes`.

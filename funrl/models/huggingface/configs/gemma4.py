@@ -35,6 +35,7 @@ _DEFAULTS = {
     "final_logit_softcapping": None,
     "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
     "attention_k_eq_v": False,
     "num_kv_shared_layers": 0,
     "enable_moe_block": False,
@@ -82,7 +83,7 @@ def _read(got: Mapping[str, Any]) -> dict[str, Any]:
     kinds = got.get("layer_types") or _kinds(got, layers)
     if kinds[-1:] != [FULL]:
         raise ModelError(f"layer_types ends with {kinds[-1]!r}, the last layer must be {FULL!r}")
-    rows = got.get("vocab_size_per_layer_input", got["vocab_size"])
+    rows = got["vocab_size_per_layer_input"]
     size = got["hidden_size_per_layer_input"] or 0
     if size and rows != got["vocab_size"]:
         raise ModelError(f"vocab_size_per_layer_input is {rows}, it must be vocab_size, {got['vocab_size']}")
