@@ -48,7 +48,6 @@ LARGEST_SIZES = {
     "moe_layer_interval": 4096,
     "global_head_dim": 2**16,
     "num_global_key_value_heads": 2**16,
-    "vocab_size_per_layer_input": 2**26,
     "top_k_experts": 2**16,
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
@@ -196,7 +195,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
         (
             *("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),
             *("sliding_window", "moe_num_shared_experts", "moe_layer_start_index"),
-            *("num_kv_shared_layers", "hidden_size_per_layer_input"),
+            *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
         ),
         "a whole number of at least 0",
         lambda value: value == 0 or _count(value),
