@@ -7,11 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-import funrl
 from funrl.cli.run import main
-from funrl.models.errors import ModelError
 from funrl.tasks import arithmetic
-from funrl.trainer.settings.declaration import SettingsError
 
 FLAGS = ("--device=cpu", "--compile=off", "--dtype=float64", "--batch_prompts=4", "--eval_prompts=4", "--lr=1e-2")
 
