@@ -83,6 +83,11 @@ NOTES = {
         "the same with q and k normalised, and another rotary base in layers with a window",
         "caps of attention logits",
     ),
+    "gemma4_text": (
+        "heads of another size in layers without a window, whose values may be the keys; last layers that attend to "
+        "keys of earlier ones; vectors of each layer; experts beside a dense mlp; files with towers too",
+        "pictures and sound, other stretched rotary positions",
+    ),
 }
 
 

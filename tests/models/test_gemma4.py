@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from selection import quick
 
 from funrl import trees
+from funrl.mesh.mesh import SINGLE
 from funrl.models import Inputs, ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 
-DRAWS, QUICK = 24, 3
+DRAWS, QUICK = 24, 2
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -139,6 +140,52 @@ def test_the_text_part_of_a_directory_with_towers_is_read_and_saved_alone(name, 
     assert type(again).__name__ == "Gemma4ForCausalLM"
     with torch.no_grad():
         assert torch.equal(again(tokens_BT).logits, expected)
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHARED = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
+LARGE = {
+    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+    "sliding_window": 1024,
+}  # fmt: skip
+MOE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+# of published models the text part: numbers in all, met by a token and cached for it, sizes, layers of a period
+PUBLISHED = {
+    "E2B": (4_628_569_379, 2_279_759_139, 9_216, (1536, 6144, 35, 8, 1), 5, SHARED | {
+        "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+    }),
+    "E4B": (7_463_013_418, 4_644_441_130, 28_672, (2560, 10240, 42, 8, 2), 6, SHARED | {"num_kv_shared_layers": 18}),
+    "26B-A4B": (25_233_141_790, 3_822_530_590, 112_640, (2816, 2112, 30, 16, 8), 6, LARGE | MOE | {
+        "num_global_key_value_heads": 2,
+    }),
+    "31B": (30_697_345_340, 30_697_345_340, 450_560, (5376, 21504, 60, 32, 16), 6, LARGE | {
+        "num_global_key_value_heads": 4,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_their_numbers_of_parameters_and_of_what_is_cached(name, tmp_path):
+    parameters, used, cached, sizes, period, fields = PUBLISHED[name]
+    text = dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size", "num_global_key_value_heads"))
+    text |= {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "vocab_size": 262144, "rms_norm_eps": 1e-6}
+    text |= dict(zip(SIZES, sizes, strict=True)) | fields
+    text["layer_types"] = ([SLIDING] * (period - 1) + [FULL]) * (sizes[2] // period)
+    raw = {"model_type": "gemma4", "text_config": text, "vision_config": {}, "audio_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = hf.load_model(tmp_path)
+    cost = model.abilities.cost
+    assert (trees.count(model.shapes), cost.used_parameters(parameters), cost.cached()) == (parameters, used, cached)
+    assert trees.count(model.init_cache(SINGLE, 1, 1, torch.bfloat16, torch.device("meta"))) == cached
+
+
+@pytest.mark.parametrize("code", ["native", "hf", "auto"])
+def test_gemma3n_is_refused_by_name(code, tmp_path):
+    small = {key: x for key, x in SMALL.items() if key != "num_hidden_layers"}
+    config = transformers.AutoConfig.for_model("gemma3n_text", **small, num_hidden_layers=5, num_kv_shared_layers=0)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(ModelError, match="model_type is 'gemma3n_text', .*AltUp.*take a gemma4_text or gemma3_text"):
+        hf.load_model(tmp_path, code)
 
 
 @pytest.mark.parametrize(
