@@ -101,7 +101,7 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
     rows = []
     for family, (beyond, refused) in NOTES.items():
         count = sum(raw["model_type"] == family for raw in compared)
-        there = ", ".join(f"`{mesh}`" for mesh in meshes.get(family, ())) or SWITCHES
+        there = ", ".join(f"`{mesh}`" for mesh in dict.fromkeys(meshes.get(family, ()))) or SWITCHES
         rows.append(f"| `{family}` | {beyond} | {refused} | {count} | {there} |")
     return "\n".join([HEAD, *rows])
 

@@ -184,7 +184,7 @@ def test_gemma3n_is_refused_by_name(code, tmp_path):
     small = {key: x for key, x in SMALL.items() if key != "num_hidden_layers"}
     config = transformers.AutoConfig.for_model("gemma3n_text", **small, num_hidden_layers=5, num_kv_shared_layers=0)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    with pytest.raises(ModelError, match="model_type is 'gemma3n_text', .*AltUp.*take a gemma4_text or gemma3_text"):
+    with pytest.raises(ModelError, match=r"model_type is 'gemma3n_text', .*AltUp.*take a gemma4_text or gemma3_text"):
         hf.load_model(tmp_path, code)
 
 

@@ -28,7 +28,7 @@ _GEMMA3N = (
     "(LAuReL) and gates that are cut to their largest numbers, none of which the decoder has, and logits with a cap, "
     "which transformers' own code is not trained with here; take a gemma4_text or gemma3_text instead"
 )
-NOT_COMPUTED: Mapping[str, str] = {"gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N}  # model_type -> the reason
+REFUSED_FAMILIES: Mapping[str, str] = {"gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N}  # model_type -> the reason
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     """
     raw = fields_of_text_part(raw)
     name = raw.get("model_type")
-    if isinstance(name, str) and name in NOT_COMPUTED:
-        raise ModelError(f"model_type is {name!r}, which is not supported: {NOT_COMPUTED[name]}")
+    if isinstance(name, str) and name in REFUSED_FAMILIES:
+        raise ModelError(f"model_type is {name!r}, which is not supported: {REFUSED_FAMILIES[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
