@@ -87,6 +87,11 @@ NOTES = {
         "`gemma3_text` with a vision tower, and tokens of a picture that see one another ([pictures](vision.md))",
         "sp; pan and scan; caps of attention logits",
     ),
+    "gemma4_text": (
+        "heads of another size in layers without a window, whose values may be the keys; last layers that attend to "
+        "keys of earlier ones; vectors of each layer; experts beside a dense mlp; files with towers too",
+        "pictures and sound, other stretched rotary positions",
+    ),
 }
 
 
@@ -100,7 +105,7 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
     rows = []
     for family, (beyond, refused) in NOTES.items():
         count = sum(raw["model_type"] == family for raw in compared)
-        there = ", ".join(f"`{mesh}`" for mesh in meshes.get(family, ())) or SWITCHES
+        there = ", ".join(f"`{mesh}`" for mesh in dict.fromkeys(meshes.get(family, ()))) or SWITCHES
         rows.append(f"| `{family}` | {beyond} | {refused} | {count} | {there} |")
     return "\n".join([HEAD, *rows])
 

@@ -33,6 +33,7 @@ TREE_PATHS: Mapping[str, tuple[str, str]] = {
     "output_gate": ("attention", "gated"),
     "attention_sinks": ("attention", "sinks"),
     "mixers": ("attention", "mixers"),
+    "lenders": ("attention", "lenders"),
     "rope_theta": ("rope", "theta"),
     "rope_scaling": ("rope", "scaling"),
     "local_rope_theta": ("rope", "local_theta"),
@@ -48,10 +49,12 @@ TREE_PATHS: Mapping[str, tuple[str, str]] = {
     "activation": ("mlp", "activation"),
     "mlp_bias": ("mlp", "bias"),
     "experts": ("mlp", "experts"),
+    "mlps": ("mlp", "mlps"),
     "embed_scale": ("scales", "embed"),
     "residual_scale": ("scales", "residual"),
     "logit_divisor": ("scales", "logit_divisor"),
     "logit_cap": ("scales", "logit_cap"),
+    "layer_scales": ("scales", "layers"),
 }
 _RECORDS = {record for record, _ in TREE_PATHS.values()}
 

@@ -24,7 +24,7 @@ from funrl.models.errors import ModelError
 from funrl.models.token_costs import ModelCost
 
 MOST_LAYERS = 4096
-# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D]; of experts (hidden, RouterLoad)
+# (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D], or of a decoder a `LayerOutput`
 Layer = Callable[..., Any]
 
 

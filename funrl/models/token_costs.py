@@ -47,10 +47,12 @@ class ModelCost:
     Attributes:
       embed: size D of hidden states.
       layers: the layers' own.
+      looked_up: parameters, besides the embedding, of which a token takes a row and multiplies none.
     """
 
     embed: int
     layers: tuple[LayerCost, ...]
+    looked_up: int = 0
 
     @property
     def queries(self) -> int:
@@ -71,7 +73,7 @@ class ModelCost:
     def used_parameters(self, parameters: int) -> int:
         """Of the `parameters` of this model those that a token meets: of the experts, its own."""
         idle = sum(3 * (layer.experts - layer.chosen) * layer.expert_mlp * self.embed for layer in self.layers)
-        return parameters - idle
+        return parameters - idle - self.looked_up
 
     def pair_share(self, parameters: int) -> float:
         """FLOPs of attention for one pair of tokens, divided by the FLOPs of everything else for one token.

@@ -133,7 +133,30 @@ DELTA_NETS = {
             "rope_type": "linear", "factor": 4.0, "rope_theta": 5e4, "partial_rotary_factor": 0.5},
     },
 }  # fmt: skip
-ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS
+_GEMMA = {
+    "model_type": "gemma4_text", "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 8, "global_head_dim": 12, "sliding_window": 7, "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 101,
+}  # fmt: skip
+_WIDE_GEMMA = _GEMMA | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4 = {
+    "gemma4": _WIDE_GEMMA,
+    "gemma4 vectors": _GEMMA | {
+        "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "final_logit_softcapping": 1.5,
+    },
+    "gemma4 own keys": _GEMMA | {
+        "hidden_size_per_layer_input": 6, "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 3,
+        "layer_types": None, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}},
+    },
+    "gemma4 experts": _WIDE_GEMMA | {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24,
+        "num_global_key_value_heads": 2, "final_logit_softcapping": 1.5,
+    },
+}  # fmt: skip
+ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS | GEMMA4
 # The meshes on which a family's small model is compared with one device, with gradients and in float64.
 _DENSE_MESHES = ("tp2 split", "dp2 fsdp", "sp2")
 _EXPERT_MESHES = ("tp2", "dp2 fsdp", "sp2", "ep2,tp2")
@@ -145,5 +168,8 @@ MESHES = {
     "gpt_oss": (*_EXPERT_MESHES, "tp2 split", "ep2", "sp4", "ep2 fsdp"),
     "qwen3_5": ("tp2", "tp2 split", "dp2 fsdp"),
     "qwen3_5_moe": ("tp2", "dp2 fsdp", "ep2,tp2"),
+    "gemma4": _DENSE_MESHES,
+    "gemma4 vectors": ("tp2", *_DENSE_MESHES),
+    "gemma4 experts": (*_EXPERT_MESHES, "tp2 split", "ep2"),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
 }

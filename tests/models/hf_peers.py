@@ -31,9 +31,11 @@ def random_weights(peer):
                 peer.config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in key
             )  # norms are 1 + weight
             x.normal_(1.0 if x.ndim == 1 and key.endswith("weight") and not added else 0.0, 0.1)
+            if peer.config.model_type.startswith("gemma4") and key.endswith("q_norm.weight"):
+                x.mul_(len(x) ** -0.5)  # its attention has no other scale
         for key, x in peer.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                x.normal_(0.0, 0.1)
+            if key.endswith(("e_score_correction_bias", "layer_scalar")):
+                x.normal_(float(key.endswith("layer_scalar")), 0.1)
     return peer.eval()
 
 

@@ -10,6 +10,7 @@ from funrl.models import decoder_config, decoder_model, place
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
+from funrl.models.huggingface.config import config_from_hf
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.backends import PackedBackend, TorchBackend
 from funrl.rollout.sampling_parameters import Sampling
@@ -17,6 +18,17 @@ from funrl.rollout.sampling_parameters import Sampling
 GEMMA = {
     "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "embed_scale": 32**0.5, "attention_scale": 9**-0.5,
     "windows": (6, None), "tied": True,
+}  # fmt: skip
+GEMMA4_TEXT = {
+    "model_type": "gemma4_text", "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40, "max_position_embeddings": 128,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GEMMA4_EXPERTS = GEMMA4_TEXT | {
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
+    "num_global_key_value_heads": 1, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 CONFIGS = {
     "gemma2": decoder_config(**SMALL, **GEMMA, family="gemma2", attention_cap=0.7, logit_cap=2.0),
@@ -52,6 +64,7 @@ CONFIGS = {
         **SMALL, family="ministral3", rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, original=8), query_growth=0.3
     ),
     "mistral": decoder_config(**SMALL | {"head": 16}, family="mistral", windows=(6, 6)),
+    "gemma4": config_from_hf(GEMMA4_TEXT),
 }
 
 
@@ -67,6 +80,7 @@ EXPERTS = {
         **SMALL, family="gpt_oss", attention_sinks=True, attention_bias=True, output_bias=True, windows=(6, None),
         experts=Experts(4, 2, 16, clamped=ClampedGate()),
     ),
+    "gemma4 experts": config_from_hf(GEMMA4_EXPERTS),
 }  # fmt: skip
 
 
@@ -82,7 +96,9 @@ def test_greedy_completions_are_those_of_transformers(name):
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4", "gemma4 experts"]
+)
 def test_log_probabilities_are_the_trainers(name):
     config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)

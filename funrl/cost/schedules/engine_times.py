@@ -59,7 +59,8 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     speed = hardware.bandwidth * hardware.efficiency[1]
     rate = {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
     own = cost.expert_parameters
-    dense = parameters(model) - own - tables(model) / (1 if model.config.tied else 2)  # of the embedding few rows
+    tabled = tables(model) / (1 if model.config.tied else 2) + cost.looked_up  # of which few rows are read
+    dense = parameters(model) - own - tabled
     routers = model.abilities.routers
     layers = model.config.layers
     near = tensor <= RANKS_PER_NODE

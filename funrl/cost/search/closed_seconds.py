@@ -133,7 +133,7 @@ def _kernels(work: _Pass, hardware: Hardware) -> tuple[float, float]:
     flops = (
         work.tokens * (2 * (cost.used_parameters(parameters(work.model)) - tables(work.model)) + pairs) / work.tensor
     )
-    weights = (computed(work.model, work.experts) - tables(work.model)) / work.tensor
+    weights = (computed(work.model, work.experts) - tables(work.model) - cost.looked_up) / work.tensor
     launches = work.pieces * len(cost.layers) * PRODUCTS * hardware.launch
     read = work.pieces * work.item * weights / _speed(hardware)
     products = max(flops / _rate(hardware, work.item), read, launches)

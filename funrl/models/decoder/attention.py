@@ -19,7 +19,7 @@ from funrl.compiled_kernels.paged_attention import PagedHeads, paged_attention, 
 from funrl.compiled_kernels.rotary import halves_of_pairs, rotate
 from funrl.mesh.collectives import pbroadcast, psum, psum_pairwise
 from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.models.decoder.layers import CacheShapes, Context, Norm, Rope, WeightAxes, WeightShapes
+from funrl.models.decoder.layers import CacheShapes, Context, KeysValues, Norm, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
 from funrl.models.decoder.watch import watched
@@ -111,7 +111,9 @@ class Attention:
         """First values of a weight: as most begin."""
         return None
 
-    def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
+    def apply(
+        self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context
+    ) -> Tensor | tuple[Tensor, KeysValues]:
         """Attend, and project the heads' results, as `Mixer.apply`."""
         out_BTHN = self._attend(params, enter(h_BTD, mesh, context.split), mesh, context)
         out_BTD = multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
@@ -145,7 +147,7 @@ class Attention:
 
     def _attend(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of this rank's heads, [B, T, H, N]."""
-        q_BTHN = watched("q product", _project(h_BTD, params["q"], params.get("q_bias")))
+        q_BTHN = watched("q product", project_heads(h_BTD, params["q"], params.get("q_bias")))
         if not self.gated:
             return watched("attention", self._attend_by(q_BTHN, params, h_BTD, mesh, context))
         q_BTHN, gate_BTHN = q_BTHN.chunk(2, -1)
@@ -162,7 +164,14 @@ class Attention:
             q_BTHN = watched("rotation of q", rotate(q_BTHN, context.rope))
             k_BTKN = watched("rotation of k", rotate(k_BTKN, context.rope))
             q_BTHN = q_BTHN if context.rope.growth is None else q_BTHN * context.rope.growth
-        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap, "sinks_H": params.get("sinks")}
+        return self._results(q_BTHN, (k_BTKN, v_BTKN), mesh, context, params.get("sinks"))
+
+    def _results(
+        self, q_BTHN: Tensor, keys_values: KeysValues, mesh: Mesh, context: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        """Results of rotated queries over rotated keys and values."""
+        k_BTKN, v_BTKN = keys_values
+        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap, "sinks_H": sinks_H}
         if context.kv_cache is not None and context.paging is not None:
             new = (q_BTHN[0], k_BTKN[0], v_BTKN[0])
             keys, values = context.kv_cache
@@ -182,11 +191,11 @@ class Attention:
     def _heads(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [B, T, heads, N] each, not rotated yet."""
         used = self._used_kv_heads(mesh, params["q"].shape[0], params["k"])
-        v_BTKN = watched("v product", _project(h_BTD, *_own_heads(params, "v", used, mesh=mesh)))
+        v_BTKN = watched("v product", project_heads(h_BTD, *own_heads(params, "v", used, mesh=mesh)))
         if self.qk_norm == "projection":
             q_BTHN = watched("q norm", self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh))
             return q_BTHN, watched("k norm", self._normed_keys(params, h_BTD, used, mesh)), v_BTKN
-        k_BTKN = watched("k product", _project(h_BTD, *_own_heads(params, "k", used, mesh=mesh)))
+        k_BTKN = watched("k product", project_heads(h_BTD, *own_heads(params, "k", used, mesh=mesh)))
         if self.qk_norm is not None:
             q_BTHN = watched("q norm", self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor")))
             k_BTKN = watched("k norm", self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor")))
@@ -201,7 +210,7 @@ class Attention:
             weight = used_by_parts(weight, mesh)
             norm = pbroadcast(norm, mesh, "tensor")
             bias = None if bias is None else pbroadcast(bias, mesh, "tensor")
-        k_BTKN = self._norm_all_heads(_project(h_BTD, weight, bias), norm, self.kv_heads, mesh)
+        k_BTKN = self._norm_all_heads(project_heads(h_BTD, weight, bias), norm, self.kv_heads, mesh)
         return k_BTKN if used is None else k_BTKN.index_select(2, used)
 
     def _norm_all_heads(self, x_BTHN: Tensor, weight_HN: Tensor, heads: int, mesh: Mesh) -> Tensor:
@@ -253,7 +262,7 @@ def _kv_count(heads: int, group: int) -> int:
     return 1 if group % heads == 0 else heads // group if heads % group == 0 else heads
 
 
-def _own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -> tuple[Weight, Tensor | None]:
+def own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -> tuple[Weight, Tensor | None]:
     """Weight and bias of keys or values: of the used heads, where every rank holds all of them."""
     weight = params[name]
     bias = params.get(f"{name}_bias")
@@ -264,6 +273,6 @@ def _own_heads(params: trees.Tree, name: str, used: Tensor | None, mesh: Mesh) -
     return own, None if bias is None else pbroadcast(bias, mesh, "tensor").index_select(0, used)
 
 
-def _project(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def project_heads(h_BTD: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """Hidden states to heads [B, T, H, N], by a weight [H, N, D] and a bias [H, N]."""
     return multiply(h_BTD, weight, bias).unflatten(-1, weight.shape[:2])

@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from funrl.compiled_kernels.decode_step import StepSizes
+from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.config import Config
+from funrl.models.decoder.dense import Dense
+from funrl.models.decoder.gemma4 import DenseBesideExperts
 from funrl.models.flat import flat_fields
 
 # Switches of a decoder that the compiled step does not know, as it has them.
@@ -35,6 +38,10 @@ AS_COMPILED: dict[str, Any] = {
     "rope_axes": (),
     "mlp_bias": False,
     "mixers": (),
+    "lenders": (),
+    "mlps": (),
+    "layer_vectors": None,
+    "layer_scales": False,
 }
 
 
@@ -62,10 +69,24 @@ def exact_sums(config: Config) -> tuple[int, ...] | str:
     """The sizes of `Abilities.exact_sums`, or the reason why decoding has other bits than training."""
     attention = config.attention
     if attention.mixers:
-        return "it has mixers other than attention"
+        return _sums_of_mixers(config)
     normed = (attention.kv_heads * attention.head,) if attention.qk_norm == "projection" else ()
     head = attention.head if attention.latent is None else attention.latent.value
     return (attention.heads * head, *normed, *_mlp_sums(config), config.vocab)
+
+
+def _sums_of_mixers(config: Config) -> tuple[int, ...] | str:
+    """`exact_sums` of a decoder whose mixers are given."""
+    mixers = [config.mixer(i) for i in range(config.layers)]
+    heads = {mixer.heads * mixer.head for mixer in mixers if isinstance(mixer, Attention)}
+    if not all(isinstance(mixer, Attention) for mixer in mixers):
+        return "it has mixers other than attention"
+    experts = config.mlp.experts
+    of_experts = set() if experts is None else {experts.mlp}
+    mlps = [config.mlp.layer(i) for i in range(config.layers)]
+    dense = [mlp.dense if isinstance(mlp, DenseBesideExperts) else mlp for mlp in mlps]
+    inner = {mlp.inner for mlp in dense if isinstance(mlp, Dense)}
+    return (*sorted(heads), *sorted(inner | of_experts), config.vocab)
 
 
 def _mlp_sums(config: Config) -> tuple[int, ...]:

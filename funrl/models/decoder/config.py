@@ -10,6 +10,7 @@ from funrl.compiled_kernels.exact.gate import Activation
 from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.experts import Moe
+from funrl.models.decoder.gemma4 import LayerVectors
 from funrl.models.decoder.latent_attention import Latent, LatentAttention
 from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, RopeScaling
 from funrl.models.decoder.routing import Experts
@@ -38,6 +39,8 @@ class AttentionConfig:
         there is neither a bias nor a window. None: they are made of the hidden states.
       mixers: layers take these in turn: layer i has number i modulo their count. None in its place, or no mixers at
         all: attention of the sizes above.
+      lenders: per layer, the layer before it whose keys and values it attends to; None: it makes its own. (): so do
+        all.
     """
 
     heads: int
@@ -54,6 +57,7 @@ class AttentionConfig:
     sinks: bool = False
     latent: Latent | None = None
     mixers: tuple[Mixer | None, ...] = ()
+    lenders: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(heads=self.heads, kv_heads=self.kv_heads, head=self.head)
@@ -82,6 +86,10 @@ class AttentionConfig:
     def window(self, layer: int) -> int | None:
         """Window of one layer; None: a token sees all tokens before it."""
         return None if self.windows is None else self.windows[layer]
+
+    def lender(self, layer: int) -> int | None:
+        """The layer whose keys and values one layer attends to; None: its own."""
+        return self.lenders[layer] if self.lenders else None
 
 
 @dataclass(frozen=True)
@@ -133,18 +141,23 @@ class MlpConfig:
       activation: of the gate of a dense one, as `gated` has them.
       bias: the products of a dense one have biases.
       experts: layers with several mlps of which each token takes some; None: every layer has one.
+      mlps: layers take these in turn, as `AttentionConfig.mixers`; None in its place, or none at all: one of the above.
     """
 
     inner: int
     activation: Activation = "silu"
     bias: bool = False
     experts: Experts | None = None
+    mlps: tuple[Mlp | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(mlp=self.inner)
 
     def layer(self, layer: int) -> Mlp:
         """The mlp of one layer."""
+        given = self.mlps[layer % len(self.mlps)] if self.mlps else None
+        if given is not None:
+            return given
         if self.experts is not None and layer not in self.experts.dense:
             return Moe(self.experts)
         return Dense(self.inner, self.activation, self.bias)
@@ -159,12 +172,14 @@ class ScaleConfig:
       residual: of what attention and mlp add to the residual stream.
       logit_divisor: divides the logits; the hidden states that leave the model are divided by it already.
       logit_cap: logits x become cap tanh(x / cap); None: they stay.
+      layers: each layer has a factor of its result, a number of its files that does not learn.
     """
 
     embed: float = 1.0
     residual: float = 1.0
     logit_divisor: float = 1.0
     logit_cap: float | None = None
+    layers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +192,7 @@ class Config(ModelConfig):
       rope: of rotary positions.
       norm: of the norms.
       scales: factors on the way from tokens to logits.
+      layer_vectors: vectors of each token that every layer has of its own; None: there are none.
     """
 
     attention: AttentionConfig
@@ -184,6 +200,7 @@ class Config(ModelConfig):
     rope: RopeConfig = RopeConfig()
     norm: NormConfig = NormConfig()
     scales: ScaleConfig = ScaleConfig()
+    layer_vectors: LayerVectors | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,7 +220,12 @@ class Config(ModelConfig):
                 f"rope_axes has {len(self.rope.axes)} entries, the rotated part of a head has {self._rotated // 2} "
                 "frequencies"
             )
-        for name, values in (("windows", self.attention.windows), ("rotates", self.rope.rotates)):
+        lenders = self.attention.lenders or None
+        for name, values in (
+            ("windows", self.attention.windows),
+            ("rotates", self.rope.rotates),
+            ("lenders", lenders),
+        ):
             if values is not None and len(values) != self.layers:
                 raise ModelError(f"{name} has {len(values)} entries for {self.layers} layers")
 
@@ -259,7 +281,7 @@ class Config(ModelConfig):
         return replace(
             self,
             layers=layers,
-            attention=replace(self.attention, windows=windows),
+            attention=replace(self.attention, windows=windows, lenders=self.attention.lenders[:layers]),
             rope=replace(self.rope, rotates=rotates),
             mlp=replace(self.mlp, experts=experts),
         )
@@ -303,4 +325,5 @@ def layers_of(config: Config) -> tuple[DecoderLayer, ...]:
 def cost_of(config: Config) -> ModelCost:
     """The cost of a decoder's tokens, pairs of tokens and caches."""
     layers = (layer.mlp.cost(layer.mixer.cost(LayerCost())) for layer in layers_of(config))
-    return ModelCost(config.embed, tuple(layers))
+    table = 0 if config.layer_vectors is None else config.vocab * config.layers * config.layer_vectors.size
+    return ModelCost(config.embed, tuple(layers), looked_up=table)

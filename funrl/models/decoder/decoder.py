@@ -24,7 +24,7 @@ from funrl.mesh.collectives import own_shard, pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
-from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer
+from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer, KeysValues, LayerOutput, Norm
 from funrl.models.decoder.sequence_parallel import AXIS
 from funrl.models.decoder.watch import watched
 from funrl.models.decoder.weights import axes, init, shapes, unembed
@@ -153,26 +153,38 @@ def apply(
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
     x_BTD = watched("embedding", _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split))
     x_BTD = _with_inserted(x_BTD, inputs, mesh, 0)
+    vectors_BTLP = _layer_vectors(config, params, inputs, x_BTD, mesh)
     kinds = layers_of(config)
     contexts = _contexts(kinds, inputs, x_BTD.dtype)
     run = layer or decoder_layer
     layers = params["layers"]
     loads: list[RouterLoad] = []
+    lent: dict[int, KeysValues] = {}
     with regathering(layers):
         weights = iter(layers)
         for i, kind in enumerate(kinds):
             context = contexts[id(kind)]
             if inputs.routes is not None and kind.mlp.routed:
                 context = context._replace(routes_BTK=inputs.routes[:, :, len(loads)])
+            lender = config.attention.lender(i)
+            if lender is not None:
+                context = context._replace(keys_values=lent[lender])
+            if vectors_BTLP is not None:
+                context = context._replace(vectors_BTP=vectors_BTLP[:, :, i])
             if cache is not None:
-                context = context._replace(kv_cache=cache.pages[i] + cache.cells[i])
+                there = i if lender is None else lender
+                context = context._replace(kv_cache=cache.pages[there] + cache.cells[there])
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             out = run(config, mesh, next(weights), x_BTD, context)
-            x_BTD, load = out if isinstance(out, tuple) else (out, None)
+            out = out if isinstance(out, LayerOutput) else LayerOutput(out)
+            x_BTD = out.hidden_BTD
+            if out.lent is not None:
+                lent[i] = out.lent
+            if out.load is not None:
+                loads.append(out.load)
+            del out
             x_BTD = _with_inserted(x_BTD, inputs, mesh, i + 1)
             watched("layer", x_BTD)
-            if load is not None:
-                loads.append(load)
     x_BTD = watched("last norm", _norm(config, x_BTD, params["norm"]))
     aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.scales.logit_divisor == 1 else x_BTD / config.scales.logit_divisor, cache, aux)
@@ -180,8 +192,10 @@ def apply(
 
 def decoder_layer(
     config: Config, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Context
-) -> Tensor | tuple[Tensor, RouterLoad]:
+) -> Tensor | LayerOutput:
     """One layer: x + mixer(norm(x)), then the same with the mlp; the norms are where `NormConfig.places` says.
+
+    What the layer's own vectors add comes behind these, and its factor at the end.
 
     Args:
       config, mesh: as in `apply`.
@@ -189,16 +203,24 @@ def decoder_layer(
       x_BTD: output of the layer before; where `context.split`, this tensor rank's tokens of it.
       context: the mixer, the mlp, positions, mask and cache.
 
-    Returns: its output; where it has experts, their load too.
+    Returns: its output; where it has experts, or lends keys and values, these too.
     """
     mixer, mlp = context.layer
     h_BTD = watched("norm before the mixer", _norm(config, x_BTD, params.get("attn_norm")))
     # No name holds what the mixer adds while the mlp computes: it is as large as the hidden states.
-    x_BTD = _add(config, x_BTD, mixer.apply(params["attn"], h_BTD, mesh, context), params.get("attn_out_norm"), "mixer")
+    out_BTD = mixer.apply(params["attn"], h_BTD, mesh, context)
+    out_BTD, lent = out_BTD if isinstance(out_BTD, tuple) else (out_BTD, None)
+    x_BTD = _add(config, x_BTD, out_BTD, params.get("attn_out_norm"), "mixer")
+    del out_BTD
     h_BTD = watched("norm before the mlp", _norm(config, x_BTD, params.get("mlp_norm")))
-    out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context)
+    out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context._replace(stream_BTD=x_BTD))
     x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"), "mlp")
-    return x_BTD if load is None else (x_BTD, load)
+    if config.layer_vectors is not None and context.vectors_BTP is not None:
+        norm = Norm(config.norm.eps, config.norm.offset)
+        x_BTD = x_BTD + config.layer_vectors.apply(params["vectors"], x_BTD, context.vectors_BTP, norm)
+    if config.scales.layers:
+        x_BTD = x_BTD * params["layer_scale"].detach()
+    return x_BTD if load is None and lent is None else LayerOutput(x_BTD, load, lent)
 
 
 def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -243,6 +265,15 @@ def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype
                 masks[window] = _attention_mask(inputs, window, device=device)
             contexts[number] = context._replace(attention_mask_BTS=masks[window], causal=False)
     return contexts
+
+
+def _layer_vectors(config: Config, params: trees.Tree, inputs: Inputs, x_BTD: Tensor, mesh: Mesh) -> Tensor | None:
+    """The vectors that layers have of their own, [B, T, L, P] of this rank's tokens; None: they have none."""
+    if config.layer_vectors is None:
+        return None
+    rows_BTX = _embedding(config, params["embed_per_layer"], inputs.tokens, mesh=mesh, split=inputs.split)
+    norm = Norm(config.norm.eps, config.norm.offset)
+    return watched("vectors of layers", config.layer_vectors.make(params, rows_BTX, x_BTD, norm))
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:

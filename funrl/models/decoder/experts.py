@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,8 @@ class Moe:
             shapes |= {"shared_gate": (shared, D), "shared_up": (shared, D), "shared_down": (D, shared)}
         if self.experts.shared_weighted:
             shapes["shared_router"] = (1, D)
+        if self.experts.scaled:
+            shapes["expert_scale"] = (E,)
         return shapes
 
     def axes(self) -> WeightAxes:
@@ -105,14 +108,15 @@ class Moe:
             "shared_up": ("mlp", "embed"),
             "shared_down": ("embed", "mlp"),
             "shared_router": ("head", "embed"),
+            "expert_scale": ("head",),
             "expert_gate": ("experts", "mlp", "expert_embed"),
             "expert_up": ("experts", "mlp", "expert_embed"),
             "expert_down": ("experts", "expert_embed", "mlp"),
         }
 
     def initial(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-        """First values of a weight: as most begin."""
-        return None
+        """First values of a weight: factors of experts are 1, others as most begin."""
+        return torch.ones(shape, device=generator.device) if name == "expert_scale" else None
 
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, RouterLoad]:
         """Send tokens to their experts, as `Mlp.apply`."""
@@ -151,7 +155,32 @@ def mixture(
       real_BT: false at padding, which goes to no expert; None: there is none.
       ids_BTK: experts to take instead of the router's choice; a token whose first is negative has the router's.
     """
-    logits_BTE = all_tokens(_logits(experts, params, h_BTD), mesh, split)
+    tokens = RoutedTokens(_logits(experts, params, h_BTD), real_BT, ids_BTK, split=split)
+    return routed_mixture(experts, mesh, params, h_BTD, tokens)
+
+
+class RoutedTokens(NamedTuple):
+    """Tokens on their way to experts.
+
+    Attributes:
+      logits_BTE: a router's, of the tokens that a rank has of the residual stream.
+      real_BT, ids_BTK, split: as in `mixture`.
+    """
+
+    logits_BTE: Tensor
+    real_BT: Tensor | None = None
+    ids_BTK: Tensor | None = None
+    split: bool = False
+
+
+def routed_mixture(
+    experts: Experts, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, tokens: RoutedTokens
+) -> tuple[Tensor, RouterLoad]:
+    """`mixture` with logits that are there already; of `params` the router is not needed."""
+    real_BT = tokens.real_BT
+    ids_BTK = tokens.ids_BTK
+    split = tokens.split
+    logits_BTE = all_tokens(tokens.logits_BTE, mesh, split)
     real_T = None if real_BT is None else real_BT.flatten()
     ids_TK = None if ids_BTK is None else ids_BTK.flatten(0, 1)
     routes = _routes(experts, params, logits_BTE.flatten(0, 1), dtype=h_BTD.dtype, real_T=real_T, ids_TK=ids_TK)
@@ -275,6 +304,9 @@ def _routes(
         own_TK = route(experts, logits_TE.detach(), dtype, bias_E=bias_E).ids_TK
         ids_TK = torch.where(ids_TK[:, :1] < 0, own_TK, ids_TK)
     routes = route(experts, logits_TE, dtype, bias_E=bias_E, ids_TK=ids_TK)
+    if experts.scaled:
+        factors_TK = table_rows(params["expert_scale"].unsqueeze(-1), routes.ids_TK).squeeze(-1)
+        routes = routes._replace(weights_TK=routes.weights_TK * factors_TK)
     if real_T is None:
         return routes
     return routes._replace(ids_TK=torch.where(real_T.unsqueeze(-1), routes.ids_TK, experts.count))
@@ -290,7 +322,7 @@ def _feed_forward(
     """
     gate_MF, up_MF = (grouped_linear(x_MD, params[name], ends_E) for name in ("expert_gate", "expert_up"))
     if (clamped := experts.clamped) is None:
-        inner_MF = gated(gate_MF, up_MF)
+        inner_MF = gated(gate_MF, up_MF, experts.activation)
     else:
         expert_M = experts_of_rows(ends_E, order_M)
         gate_MF = (gate_MF + table_rows(params["expert_gate_bias"], expert_M)).clamp(max=clamped.limit)

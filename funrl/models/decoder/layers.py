@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
@@ -25,6 +26,7 @@ from funrl.models.token_costs import LayerCost
 
 WeightShapes = Mapping[str, tuple[int, ...]]  # name of a weight -> shape of the whole one
 WeightAxes = Mapping[str, tuple[str, ...]]  # name of a weight -> logical axis of each dim
+KeysValues = tuple[Tensor, Tensor]  # rotated keys and values of this rank's heads, [B, T, K, N] each
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Rope:
       query_growth: rotated queries at position p have a factor 1 + query_growth log(1 + floor(p / original)), with
         `original` of `scaling`.
       axes: for each frequency which of a token's three positions it takes, where it has three; (): there is one.
+      turning: number of frequencies, the first ones, that turn; the others are 0. None: all turn.
     """
 
     size: int
@@ -101,6 +104,7 @@ class Rope:
     interleaved: bool = False
     query_growth: float = 0.0
     axes: tuple[int, ...] = ()
+    turning: int | None = None
 
     def rotations(self, positions: Tensor, dtype: torch.dtype, axial: Tensor | None = None) -> Rotary:
         """Rotations of tokens at these positions.
@@ -115,6 +119,8 @@ class Rope:
         where = axial if axial is not None and axes else positions
         scaling = self.scaling
         turns = frequencies(self.size, self.theta, scaling, dtype=wide, device=positions.device)
+        if self.turning is not None:
+            turns = F.pad(turns[: self.turning], (0, len(turns) - self.turning))
         if scaling is None:
             return rotary(where, turns, dtype, axes=axes)
         rope = rotary(where, turns, dtype, amplitude=scaling.amplitude, axes=axes)
@@ -157,6 +163,10 @@ class Context(NamedTuple):
       blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of
         pages.
       mutual_RM: as in `Inputs`, of packed rows and of pages; the mask has them already.
+      stream_BTD: for an mlp, the residual stream that its hidden states are the norm of.
+      keys_values: keys and values of an earlier layer that this one attends to; `kv_cache` is that layer's then. None:
+        it makes its own.
+      vectors_BTP: this layer's own vector of each token, as `LayerVectors` makes them; None: there are none.
     """
 
     layer: DecoderLayer
@@ -173,6 +183,9 @@ class Context(NamedTuple):
     split: bool = False
     blockwise: bool = False
     mutual_RM: Tensor | None = None
+    stream_BTD: Tensor | None = None
+    keys_values: KeysValues | None = None
+    vectors_BTP: Tensor | None = None
 
 
 class CacheShapes(NamedTuple):
@@ -223,8 +236,10 @@ class Mixer(Protocol):
         """First values of a weight, in float32; None: it begins as `weights.init` says, as most do."""
         ...
 
-    def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
-        """Part of the residual stream that the mixer adds, [B, T, D].
+    def apply(
+        self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context
+    ) -> Tensor | tuple[Tensor, KeysValues]:
+        """Part of the residual stream that the mixer adds, [B, T, D]; with its keys and values if it lends them.
 
         Args:
           params: this rank's part of the weights.
@@ -282,3 +297,17 @@ class DecoderLayer(NamedTuple):
 
     mixer: Mixer
     mlp: Mlp
+
+
+class LayerOutput(NamedTuple):
+    """Result of a layer that has more than hidden states.
+
+    Attributes:
+      hidden_BTD: its hidden states.
+      load: of its experts; None: it has none.
+      lent: keys and values for later layers; None: none attends to them.
+    """
+
+    hidden_BTD: Tensor
+    load: RouterLoad | None = None
+    lent: KeysValues | None = None

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.gate import Activation
 from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
 from funrl.models.errors import ModelError
 from funrl.models.model import RouterLoad
@@ -49,7 +50,10 @@ class Experts:
       shared: inner size of an mlp that every token goes to, beside its experts; 0: there is none.
       shared_weighted: what that mlp adds is multiplied by a weight of each token's own, by a sigmoid.
       wide: the router computes in float32 where weights are narrower, which separates nearly equal scores.
-      clamped: the gate of experts of which all products have a bias, as the router's has; None: SiLU, without biases.
+      clamped: the gate of experts of which all products have a bias, as the router's has; None: `activation`, without
+        biases.
+      activation: of the gate, as `gated` has them.
+      scaled: each expert has a factor of its weight for a token, which is a weight of the model.
     """
 
     count: int
@@ -67,6 +71,8 @@ class Experts:
     wide: bool = False
     shared_weighted: bool = False
     clamped: ClampedGate | None = None
+    activation: Activation = "silu"
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "mlp", "groups", "chosen_groups"):

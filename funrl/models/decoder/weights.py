@@ -21,12 +21,17 @@ def shapes(config: Config) -> trees.Tree:
     """The tree of whole weights, as tensors without memory."""
     D = config.embed
     table = (config.vocab, D)
-    outer = {"embed": table, "norm": (D,)} | ({} if config.tied else {"unembed": table})
+    outer: dict[str, tuple[int, ...]] = {"embed": table, "norm": (D,)} | ({} if config.tied else {"unembed": table})
+    vectors = config.layer_vectors
+    further = {"layer_scale": (1,)} if config.scales.layers else {}
+    if vectors is not None:
+        outer |= vectors.table_shapes(config.vocab, D, config.layers)
     layers = tuple(
         {
-            **_empty(dict.fromkeys(_NORMS[config.norm.places], (D,))),
+            **_empty(dict.fromkeys(_NORMS[config.norm.places], (D,)) | further),
             "attn": _empty(layer.mixer.shapes(D)),
             "mlp": _empty(layer.mlp.shapes(D)),
+            **({} if vectors is None else {"vectors": _empty(vectors.shapes(D))}),
         }
         for layer in layers_of(config)
     )
@@ -36,12 +41,19 @@ def shapes(config: Config) -> trees.Tree:
 def axes(config: Config) -> trees.Tree:
     """The logical axes of every weight, a tuple of names per tensor."""
     table = ("vocab", "embed")
-    outer = {"embed": table, "norm": ("norm",)} | ({} if config.tied else {"unembed": table})
+    outer: dict[str, tuple[str, ...]] = {"embed": table, "norm": ("norm",)}
+    outer |= {} if config.tied else {"unembed": table}
+    vectors = config.layer_vectors
+    further = {"layer_scale": ("norm",)} if config.scales.layers else {}
+    if vectors is not None:
+        outer |= vectors.table_axes()
     layers = tuple(
         {
             **dict.fromkeys(_NORMS[config.norm.places], ("norm",)),
+            **further,
             "attn": _axes(layer.mixer, config.embed),
             "mlp": _axes(layer.mlp, config.embed),
+            **({} if vectors is None else {"vectors": vectors.axes()}),
         }
         for layer in layers_of(config)
     )
@@ -65,6 +77,8 @@ def init(config: Config, generator: torch.Generator, dtype: torch.dtype = torch.
             own = (layer.mixer if path[2] == "attn" else layer.mlp).initial(last, tuple(x.shape), generator)
             if own is not None:
                 return own.to(dtype)
+        if last == "layer_scale":
+            return torch.ones(x.shape, dtype=dtype, device=generator.device)
         if last.endswith("norm"):
             return torch.full(x.shape, 1 - config.norm.offset, dtype=dtype, device=generator.device)
         if last.endswith("bias"):

@@ -23,6 +23,12 @@ from funrl.models.huggingface.fp8_files import fp8_blocks
 from funrl.models.model import ModelConfig, check_sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+_GEMMA3N = (
+    "it has four residual streams that each layer predicts and corrects (AltUp), a second branch beside attention "
+    "(LAuReL) and gates that are cut to their largest numbers, none of which the decoder has, and logits with a cap, "
+    "which transformers' own code is not trained with here; take a gemma4_text or gemma3_text instead"
+)
+REFUSED_FAMILIES: Mapping[str, str] = {"gemma3n": _GEMMA3N, "gemma3n_text": _GEMMA3N}  # model_type -> the reason
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     """
     raw = fields_of_text_part(raw)
     name = raw.get("model_type")
+    if isinstance(name, str) and name in REFUSED_FAMILIES:
+        raise ModelError(f"model_type is {name!r}, which is not supported: {REFUSED_FAMILIES[name]}")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
@@ -192,6 +200,8 @@ def _size(got: Mapping[str, Any], name: str) -> int:
 
 def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
     """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
+    if not family.rope_types:
+        return {"rope_theta": got["rope_theta"], "rope_scaling": None}
     # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
     name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
     rope = got.get(name) or {}

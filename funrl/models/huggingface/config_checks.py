@@ -46,8 +46,15 @@ LARGEST_SIZES = {
     "moe_num_experts": 2**16,
     "moe_k": 2**16,
     "moe_layer_interval": 4096,
+    "global_head_dim": 2**16,
+    "num_global_key_value_heads": 2**16,
+    "top_k_experts": 2**16,
 }
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
+# of a family whose models may be without experts
+MAY_BE_NULL_IN = {
+    "gemma4_text": ("num_global_key_value_heads", "num_experts", "top_k_experts", "moe_intermediate_size"),
+}
 POSITIVE = (
     "rms_norm_eps",
     "rope_theta",
@@ -74,7 +81,9 @@ SWITCHES = (
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
-    "use_bidirectional_attention",
+    "attention_k_eq_v",
+    "enable_moe_block",
+    "use_double_wide_mlp",
     "norm_topk_prob",
     "rope_interleave",
     "use_bias",
@@ -128,9 +137,10 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
         for field in fields:
             if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
                 raise ModelError(f"{field} is {_short(raw[field])}, it must be {text}")
+    may_be_null = (*MAY_BE_NULL, *MAY_BE_NULL_IN.get(name, ()))
     for field, largest in LARGEST_SIZES.items():
         value = raw.get(field, 1)
-        if not ((value is None and field in MAY_BE_NULL) or (type(value) is int and 1 <= value <= largest)):
+        if not ((value is None and field in may_be_null) or (type(value) is int and 1 <= value <= largest)):
             least = "a whole number of at least 1"
             raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {largest}")
     for field in ("rope_scaling", "rope_parameters"):
@@ -185,6 +195,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
         (
             *("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),
             *("sliding_window", "moe_num_shared_experts", "moe_layer_start_index"),
+            *("num_kv_shared_layers", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
         ),
         "a whole number of at least 0",
         lambda value: value == 0 or _count(value),
@@ -199,6 +210,11 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     ),
     (("moe_layer_end_index",), "a whole number of at least -1", _token),
     (("mlp_only_layers",), "a list of numbers of layers", _numbers),
-    (("rope_scaling", "rope_parameters", "id2label"), "an object", lambda value: isinstance(value, dict)),
+    (("use_bidirectional_attention",), "true, false or text", lambda value: isinstance(value, bool | str)),
+    (
+        ("rope_scaling", "rope_parameters", "id2label", "per_layer_config"),
+        "an object",
+        lambda value: isinstance(value, dict),
+    ),
     (("dtype", "torch_dtype", "hidden_act", "hidden_activation"), "text", lambda value: isinstance(value, str)),
 )

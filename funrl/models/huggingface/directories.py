@@ -24,7 +24,7 @@ from funrl.mesh.reading import TensorFiles, contiguous_layout, read_onto_mesh
 from funrl.mesh.rules import Layout, whole_layout
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.config import ModuleConfig, architecture, config_from_hf, config_to_hf
+from funrl.models.huggingface.config import REFUSED_FAMILIES, ModuleConfig, architecture, config_from_hf, config_to_hf
 from funrl.models.huggingface.config_checks import check_config_fields
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
@@ -99,13 +99,14 @@ def _classifier(raw: Mapping[str, Any], code: str, labels: int, bias: bool) -> M
 def _config_of(raw: Mapping[str, Any], code: str) -> tuple[ModelConfig, Callable[[Any], Model]]:
     """The record of a config.json, and what makes a model of it."""
     problem = None
-    if code != "hf":
+    refused = str(raw.get("model_type")) in REFUSED_FAMILIES
+    if code != "hf" or refused:
         try:
             config = config_from_hf(raw)
             vision = FAMILIES[config.source.family].vision
             return config, decoder_model if vision is None else vision.make
         except ModelError as error:
-            if code == "native":
+            if code == "native" or refused:
                 raise
             problem = error
     from funrl.models.huggingface.modules import check_module, module_config, module_model

@@ -14,6 +14,7 @@ from funrl.models.huggingface.configs import (
     ernie4_5,
     exaone4,
     gemma3,
+    gemma4,
     glm4_moe,
     gpt_oss,
     minimax_m2,
@@ -440,4 +441,5 @@ FAMILIES: Mapping[str, HFFamily] = {
         token_classifier=None,
         vision=gemma3.GEMMA3_VISION,
     ),
+    "gemma4_text": gemma4.GEMMA4,
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from funrl.models.decoder.config import Config
 from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.configs.hf_family import LAYERS, UNEMBED
-from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, VISION_PREFIX
+from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS, TOWER_PREFIXES
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8
 from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS
@@ -14,16 +15,18 @@ from funrl.models.huggingface.weight_files import weight_tables
 from funrl.models.model import Model, ModelConfig
 
 _UNEMBEDDINGS = (UNEMBED, f"language_model.{UNEMBED}", "embed_out.weight")
+_OF_KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+_PREFIXES = (LAYERS, f"{NESTED_PREFIX}layers.")
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """True of tensors that some files have for nothing.
 
-    They are rotary frequencies, masks, a second copy of tied embeddings, layers after the last, and the vision tower
-    of a model of which only the text part is read.
+    They are rotary frequencies, masks, a second copy of tied embeddings, layers after the last, the towers of a model
+    of which only the text part is read, and what would make keys and values of a layer that attends to another's.
     """
     masks = (".attn.bias", ".attention.bias", ".masked_bias") if isinstance(config, ModuleConfig) else ()
-    if _further_layer(name, config) is not None or _in_unread_tower(name, config):
+    if _further_layer(name, config) is not None or _in_unread_tower(name, config) or _of_borrowed_keys(name, config):
         return True
     return name.endswith((".rotary_emb.inv_freq", *masks)) or (config.tied and name in _UNEMBEDDINGS)
 
@@ -54,7 +57,18 @@ def remarks_on_files(path: str | Path, model: Model) -> list[str]:
 
 
 def _in_unread_tower(name: str, config: ModelConfig) -> bool:
-    return config.source.family in TEXT_PARTS.values() and name.startswith(VISION_PREFIX)
+    return config.source.family in TEXT_PARTS.values() and name.startswith(TOWER_PREFIXES)
+
+
+def _of_borrowed_keys(name: str, config: ModelConfig) -> bool:
+    """True of a tensor that would make keys and values of a layer that attends to those of another."""
+    lenders = config.attention.lenders if isinstance(config, Config) else ()
+    layer, _, weight = name.rpartition(".self_attn.")
+    return (
+        weight.startswith(_OF_KEYS)
+        and layer.startswith(_PREFIXES)
+        and layer.rpartition(".")[2] in {str(i) for i, lender in enumerate(lenders) if lender is not None}
+    )
 
 
 def _further_layer(name: str, config: ModelConfig) -> str | None:

@@ -55,7 +55,13 @@ _LAYER = {
 }
 HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
-_TOP = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
+_TOP = {
+    "embed": "embed_tokens.weight",
+    "norm": "norm.weight",
+    "embed_per_layer": "embed_tokens_per_layer.weight",
+    "embed_projection": "per_layer_model_projection.weight",
+    "embed_projection_norm": "per_layer_projection_norm.weight",
+}
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm.weight"
 
 
@@ -186,7 +192,7 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
         shape = tuple(weave([torch.empty(shapes[part], device="meta") for part in parts]).shape)
         rows = (0, shape[0])
         places |= {part: Stored(whole, shape, rows, (), (i, len(parts))) for i, part in enumerate(parts)}
-    for whole, parts in _abreast_tensors(family, shapes).items():
+    for whole, parts in (_abreast_tensors(family, shapes) | _stacked_tensors(family, shapes)).items():
         edges = list(itertools.accumulate((shapes[part][1] for part in parts), initial=0))
         experts, _, inner = shapes[parts[0]]
         shape = (experts, inner, edges[-1])
@@ -267,7 +273,8 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
     shapes = dict(names.values())
     woven = _woven_tensors(family, shapes)
     abreast = _abreast_tensors(family, shapes)
-    tensors = _fused_tensors(family, shapes) | woven | abreast
+    stacked = _stacked_tensors(family, shapes)
+    tensors = _fused_tensors(family, shapes) | woven | abreast | stacked
     whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, x in named:
@@ -278,8 +285,13 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
         there = waiting.setdefault(whole, {})
         there[name] = x
         if len(there) == len(tensors[whole]):
-            join = weave if whole in woven else _side_by_side if whole in abreast else torch.cat
-            yield whole, join([there[part] for part in tensors[whole]])
+            joined = [there[part] for part in tensors[whole]]
+            if whole in woven:
+                yield whole, weave(joined)
+            elif whole in abreast:
+                yield whole, _side_by_side(joined)
+            else:
+                yield whole, torch.cat(joined, 1 if whole in stacked else 0)
             del waiting[whole]
 
 
@@ -299,6 +311,10 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 
 def _abreast_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     return _joint_tensors(FAMILIES[family].abreast if family in FAMILIES else {}, shapes)
+
+
+def _stacked_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    return _joint_tensors(FAMILIES[family].stacked if family in FAMILIES else {}, shapes)
 
 
 def _woven_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

@@ -54,7 +54,7 @@ class HFFamily(NamedTuple):
       read: fields of config.json -> fields of `Config` that only some families have.
       write: the config -> fields of config.json for them.
       kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
-      rope_types: ways of stretching rotary frequencies.
+      rope_types: ways of stretching rotary frequencies; (): `read` makes mixers that know theirs.
       mixers: further kinds that layers may have, which `read` makes mixers of.
       partial_rotary: the rotated part of a head is any.
       further_layers: how the names of tensors begin that predict tokens behind the next one, and are left out;
@@ -64,6 +64,7 @@ class HFFamily(NamedTuple):
       woven: tensor of a layer's file -> the tensors whose numbers along its last dim it holds in turn; matrices are
         transposed there.
       abreast: the same of matrices [E, N, K] whose transposes it holds side by side.
+      stacked: the same of matrices that it holds one above the other, as they are.
       in_rows: last parts of the names of vectors that are matrices of one row in a layer's file.
       vision: what it has of its own where it sees pictures; None: it reads text only.
     """
@@ -85,6 +86,7 @@ class HFFamily(NamedTuple):
     in_rows: Collection[str] = ()
     woven: Mapping[str, Sequence[str]] = {}
     abreast: Mapping[str, Sequence[str]] = {}
+    stacked: Mapping[str, Sequence[str]] = {}
     vision: VisionFamily | None = None
 
 

@@ -39,8 +39,10 @@ QWEN3_5_NAMES = {
 }
 QWEN3_5_FUSED = NEXT_FUSED | {"linear_attn.in_proj_qkv.weight": [f"linear_attn.in_proj_qkv.{part}" for part in "qkv"]}
 # model_type of a model with a vision tower -> that of its text part
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-VISION_PREFIX = "model.visual."  # how the names of the tower's tensors begin in such a model's files
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}
+# How the names of tensors of towers begin in such a model's files.
+TOWER_PREFIXES = ("model.visual.", *(f"model.{part}." for part in ("vision_tower", "audio_tower")))
+TOWER_PREFIXES += ("model.embed_vision.", "model.embed_audio.")
 NESTED_PREFIX = "model.language_model."  # the same of the text part, which are "model." in a directory of its own
 
 
@@ -56,7 +58,7 @@ def fields_of_text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"text_config is {text!r}, it must be an object")
-    outer = {name: x for name, x in raw.items() if name not in ("text_config", "vision_config")}
+    outer = {name: x for name, x in raw.items() if name not in ("text_config", "vision_config", "audio_config")}
     tied = {"tie_word_embeddings": outer["tie_word_embeddings"]} if "tie_word_embeddings" in outer else {}
     return {**outer, **text, **tied, "model_type": TEXT_PARTS[family]}
 
