@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from selection import quick
-from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
+from small_engines import PROMPTS, SMALL, assert_same, completed, decode, engine_of, load, weights
 from test_native import mixed_requests
 
 from funrl import trees
@@ -19,6 +19,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.backends import TorchBackend
+from funrl.rollout.native.cells import CellPool
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -82,7 +83,7 @@ def test_a_completion_depends_on_no_neighbour(options, seed):
     assert sorted([*pool._free, *pool._snapshots.values()]) == list(range(pool.cells)), "a cell was lost"
 
 
-def test_preempted_requests_are_computed_again():
+def test_preempted_requests_are_computed_again(monkeypatch):
     requests = [
         r
         for number, count in enumerate([100] * 4 + [2] * 8)
@@ -91,9 +92,34 @@ def test_preempted_requests_are_computed_again():
     plain = engine_of(CONFIG, torch.float64)
     expected = complete(plain, requests)
     page, cell = sizes_of(plain)
-    engine = engine_of(CONFIG, torch.float64, cache_bytes=16 * page + 6 * cell)
-    assert_same(complete(engine, requests), expected, 1e-12)
-    assert engine.cost().preempted > 0 and engine.cost().recomputed > 0
+    again = {}
+    for decodes in (True, False):
+        engine = engine_of(CONFIG, torch.float64, cache_bytes=18 * page + 10 * cell, snapshot_tokens=32)
+        if not decodes:
+            monkeypatch.setattr(CellPool, "due", lambda self, slots, known: slots[:0])
+        assert_same(complete(engine, requests), expected, 1e-12)
+        assert engine.cost().cache_bytes <= 18 * page + 10 * cell and engine.cost().preempted > 0
+        again[decodes] = engine.cost().recomputed
+    assert 0 < again[True] < again[False]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_preempted_completion_goes_on_from_its_last_snapshot(static):
+    requests = requests_of([PROMPTS[2], LONG[:40]], Sampling(max_new_tokens=80), 0)
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=32, static=static)
+    engine.submit(requests)
+    for _ in range(72):
+        engine.step()
+    engine._poll()
+    lengths = [len(r.prompt) + len(engine.sampled(r.number)) for r in requests]
+    engine._scheduler.restart()
+    done = []
+    while engine.unfinished():
+        done += engine.step()
+    expected = complete(engine_of(CONFIG, torch.float64), requests)
+    assert_same(sorted(done, key=lambda one: one.number), expected, 1e-12)
+    assert lengths[0] > 64 and lengths[1] > 96
+    assert engine.cost().recomputed == sum((length - 1) % 32 for length in lengths)
 
 
 def test_a_prompt_is_computed_once_for_its_samples():
@@ -123,6 +149,44 @@ def test_snapshots_are_used_where_a_text_goes_on(static):
         request = Request(number, prompt, how, seed=3, computed=computed)
         assert_same(complete(engine, [request]), complete(plain, [request]), 1e-12)
         assert engine.cost().cached - before == known, prompt
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_snapshots_are_taken_in_completions(static):
+    """Texts that go on within a completion, and behind one that a stop string has ended."""
+    plain = engine_of(CONFIG, torch.float64)
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=20, static=static)  # of whole pages: 32
+    engine.reserve(600)
+    how = Sampling(max_new_tokens=80, stop_strings=("never said",))
+    (first,) = completed(engine, [PROMPTS[2]], how)
+    assert_same([first], completed(plain, [PROMPTS[2]], how), 1e-12)
+    text = [*PROMPTS[2], *first.tokens.tolist()]
+    later = Sampling(max_new_tokens=3)
+    cases = [(text[:40], 0, 32), (text[:63], 0, 32), (text[:70], 0, 64), ([*text, 5], len(text) - 1, len(text) - 1)]
+    for number, (prompt, computed, known) in enumerate(cases, 1):
+        before = engine.cost()
+        request = Request(number, [*prompt, 1, 2], later, seed=3, computed=computed)
+        assert_same(complete(engine, [request]), complete(plain, [request]), 1e-12)
+        assert engine.cost().cached - before.cached == known, prompt
+        assert engine.cost().recomputed == before.recomputed
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_stop_string_leaves_a_snapshot_of_its_end_or_an_earlier_one(static):
+    """A pass of static shape has computed one token more when the string is seen."""
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16, static=static)
+    engine.reserve(400)
+    (whole,) = completed(engine, [LONG[:20]], Sampling(max_new_tokens=30))
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16, static=static)
+    engine.reserve(400)
+    string = decode(whole.tokens[23:26].tolist())
+    (first,) = completed(engine, [LONG[:20]], Sampling(max_new_tokens=30, stop_strings=(string,)))
+    assert first.finish == "string"
+    text = [*LONG[:20], *first.tokens.tolist()]
+    request = Request(1, [*text, 5], Sampling(max_new_tokens=6), seed=3, computed=len(text) - 1)
+    assert_same(complete(engine, [request]), complete(engine_of(CONFIG, torch.float64), [request]), 1e-12)
+    again = len(text) - 1 - (len(text) - 1) // 16 * 16 if static else 0
+    assert len(text) % 16 > 1 and engine.cost().recomputed == again
 
 
 def test_without_snapshots_nothing_is_reused():

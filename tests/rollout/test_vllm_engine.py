@@ -39,7 +39,7 @@ WRONG = [
     ({}, torch.float64, "vLLM has no float64"),
     ({"mlp_bias": True}, torch.float32, "the model has mlp_bias=True, with which vLLM's qwen3 has not been tried"),
     ({"rope_scaling": RopeScaling("dynamic", 2.0)}, torch.float32, "has rope_scaling=.*'dynamic'.* not been tried"),
-    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, mistral, qwen2, qwen3, qwen2_5_vl, .* so far"),
+    ({"family": "gpt2"}, torch.float32, "model_type is 'gpt2'; .* llama, mistral, qwen2, qwen3, gemma, .* so far"),
     (
         {"output_bias": True, "attention_bias": True},
         torch.float32,
@@ -48,7 +48,7 @@ WRONG = [
     (
         {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
         torch.float32,
-        "model_type is 'qwen3_next'; weights go into vLLM for",
+        "model_type is 'qwen3_next', whose linear attention .* in bfloat16 alone .* use --engine=native",
     ),
 ]
 

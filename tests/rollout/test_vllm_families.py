@@ -30,9 +30,48 @@ CLAMPED = Experts(4, 2, 64, clamped=ClampedGate())
 GROUPS = {"groups": 4, "chosen_groups": 2, "scale": 2.5, "shared": 32, "dense": (0,), "wide": True}
 MLA = SIZES | {"kv_heads": SIZES["heads"], "head": 96}
 SIGMOID = Experts(8, 3, 32, scoring="sigmoid", biased=True, **GROUPS)
+NEW = SIZES | {"mlp": 32}
+GEMMA = {"norm_offset": 1.0, "activation": "gelu", "embed_scale": 32**0.5, "tied": True}
+GEMMAS = {**GEMMA, "norms": "sandwich", "attention_scale": 9**-0.5, "windows": (6, None)}
+OLMO = {"qk_norm": True, "qk_norm_over": "projection"}
 FAMILIES = {  # first one without experts: vLLM makes their group with the first model of a process alone
     "mistral": decoder_config(**SIZES, family="mistral", windows=(6, 6)),
+    "ernie4_5": decoder_config(**SIZES, family="ernie4_5", rotary_pairs=True),
+    "gemma": decoder_config(**SIZES, **GEMMA, family="gemma"),
+    "gemma2": decoder_config(**SIZES, **GEMMAS, family="gemma2", attention_cap=0.7, logit_cap=2.0),
+    "gemma3_text": decoder_config(
+        **SIZES, **GEMMAS, family="gemma3_text", qk_norm=True, local_rope_theta=100.0, rope_theta=1e6
+    ),
+    "olmo2": decoder_config(**SIZES, **OLMO, family="olmo2", norms="post"),
+    "olmo3": decoder_config(
+        **SIZES, **OLMO, family="olmo3", norms="post", windows=(6, None), rope_theta=5e5, local_rope_theta=5e5
+    ),
+    "exaone4": decoder_config(
+        **SIZES, family="exaone4", norms="post", qk_norm=True, windows=(6, None), rotates=(True, False)
+    ),
+    "ministral3": decoder_config(
+        **SIZES, family="ministral3", rope_scaling=RopeScaling("yarn", 4.0, 1.0, 32.0, original=8), query_growth=0.3
+    ),
+    "granite": decoder_config(
+        **SIZES, family="granite", embed_scale=2.0, residual_scale=0.5, attention_scale=0.2, logit_divisor=3.0
+    ),
+    "phi3": decoder_config(**SIZES | {"embed": 128}, family="phi3"),
+    "smollm3": decoder_config(**SIZES | {"embed": 128}, family="smollm3", rotates=(True, False)),
     "qwen3_moe": decoder_config(**SIZES, family="qwen3_moe", qk_norm=True, experts=Experts(4, 2, 16)),
+    "olmoe": decoder_config(
+        **NEW | {"embed": 128}, **OLMO, family="olmoe", norm_eps=1e-5, experts=Experts(4, 2, 32, normalized=False)
+    ),
+    "qwen2_moe": decoder_config(
+        **SIZES | {"embed": 128}, family="qwen2_moe", attention_bias=True,
+        experts=Experts(4, 2, 32, shared=32, shared_weighted=True, normalized=False),
+    ),
+    "minimax_m2": decoder_config(
+        **NEW, **OLMO, family="minimax_m2", rotary_part=16, experts=Experts(4, 2, 32, scoring="sigmoid", biased=True)
+    ),
+    "ernie4_5_moe": decoder_config(
+        **SIZES, family="ernie4_5_moe", rotary_pairs=True,
+        experts=Experts(4, 2, 32, biased=True, shared=32, dense=(0,), wide=True),
+    ),
     "qwen3_moe dense tied": decoder_config(
         **SIZES, family="qwen3_moe", qk_norm=True, tied=True, experts=Experts(4, 2, 32, dense=(1,), normalized=False)
     ),
@@ -81,6 +120,12 @@ WRONG = {
         "experts.mlp is 48; vLLM's gpt_oss on a CPU takes multiples of 32",
     ),
     "embedding": (with_fields(MOE, embed=48), "embed is 48; vLLM's experts on a CPU take multiples of 32"),
+    "bias": (
+        with_fields(FAMILIES["ernie4_5"], attention_bias=True, output_bias=True),
+        "has attention_bias=True, with which vLLM's ernie4_5 has not",
+    ),
+    "heads": (with_fields(FAMILIES["olmoe"], embed=64), "heads=4 of size 32 do not make embed=64, as vLLM's olmoe"),
+    "norm": (with_fields(FAMILIES["olmoe"], norm_eps=1e-6), "has norm_eps=1e-06, with which vLLM's olmoe has not"),
     "window": (with_fields(MOE, windows=(6, 6)), r"has windows=\(6, 6\), with which vLLM's qwen3_moe has not"),
 }
 

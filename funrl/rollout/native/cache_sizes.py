@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,45 @@ class CacheSizes(NamedTuple):
 
 
 NO_CACHE = CacheSizes(0, 0)
+
+
+class CacheDemand:
+    """Sizes of a cache that would hold all unfinished requests at once, and what ended ones should leave.
+
+    Attributes:
+      reserved: tokens of ended requests that the cache should have room for.
+      snapshot_tokens: tokens between two snapshots of a cell; 0: there are none.
+      lanes: number of lanes that the pages are in.
+    """
+
+    def __init__(self, page_tokens: int):
+        """Begin without requests."""
+        self.reserved = self.snapshot_tokens = 0
+        self.lanes = 1
+        self._page = page_tokens
+        self._unfinished = NO_CACHE
+        self._longest = 1
+
+    def update(self, limits: Sequence[int]) -> None:
+        """Note the largest lengths of the requests that can run at once, in decreasing order."""
+        cells = len(limits)
+        if self.snapshot_tokens:
+            cells += sum(2 + limit // self.snapshot_tokens for limit in limits)
+        longest = limits[: -(-len(limits) // self.lanes)]  # what a lane may have at once
+        self._unfinished = CacheSizes(self.lanes * sum(-(-limit // self._page) for limit in longest), cells)
+        self._longest = max([self._longest, *limits])
+
+    @property
+    def longest_pages(self) -> int:
+        """Pages of the longest request so far."""
+        return -(-self._longest // self._page)
+
+    def sizes(self) -> CacheSizes:
+        """Pages, and cells with those of snapshots."""
+        pages, cells = self._unfinished
+        waiting = self.reserved // self._longest if self.snapshot_tokens and cells else 0
+        reserved = self.lanes * -(-self.reserved // (self._page * self.lanes))
+        return CacheSizes(pages + reserved, cells + waiting)
 
 
 class CacheBytes(Protocol):

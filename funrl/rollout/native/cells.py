@@ -38,8 +38,8 @@ class CellPool:
 
     Attributes:
       cells: number of cells; 0: sequences need none.
-      snapshot_tokens: a snapshot is taken after each so many tokens, in whole pages, at the last whole page of a text
-        and at the end of a sequence; 0: there are none.
+      snapshot_tokens: a snapshot is taken after every `snapshot_tokens` tokens of prompt and completion, in whole
+        pages, at the last whole page of a prompt and at the end of a sequence; 0: there are none.
     """
 
     def __init__(self, pool: PagePool, cells: int = 0, snapshot_tokens: int = 0):
@@ -52,6 +52,7 @@ class CellPool:
         self._snapshots: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
         self._copies = CellCopies([], [])
         self._ends: list[tuple[RunningSequence, list[int]]] = []  # texts of this pass to take snapshots of
+        self._latest: dict[int, Prefix] = {}  # by cell of a decoding sequence: its last snapshot in decoding
         self._by_slot = np.zeros(0, dtype=np.int64)
 
     @property
@@ -136,6 +137,28 @@ class CellPool:
         if self._takes and len(text) < length and len(text) == self._next_end(len(text) - 1, length):
             self._ends.append((sequence, text))
 
+    def due(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Select slots of which a snapshot should be taken, and can be.
+
+        Args:
+          slots: of decoding sequences.
+          known: [all slots] tokens that each cell holds.
+        """
+        if not self._takes or not self.has_room:
+            return slots[:0]
+        return slots[known[slots] % self.snapshot_tokens == 0]
+
+    def decode(self, sequence: RunningSequence, text: list[int]) -> None:
+        """Note that the pass decodes the last token of a text, whose whole pages are registered.
+
+        The sequence's snapshot before is then the first to be evicted.
+        """
+        self._ends.append((sequence, text))
+        before = self._latest.pop(sequence.cell, None)
+        if before in self._snapshots:
+            self._snapshots.move_to_end(before, last=False)
+        self._latest[sequence.cell] = self._prefix(text, self._pool.find(text, sequence.root), sequence.root)
+
     def take_copies(self) -> CellCopies:
         """Copies of the planned pass, snapshots included. Texts of later passes may use these."""
         room = len(self._free) + len(self._snapshots)  # beside the snapshots of this pass
@@ -152,19 +175,18 @@ class CellPool:
         return copies
 
     def keep(self, sequence: RunningSequence, text: Sequence[int]) -> None:
-        """Let the cell of an ended sequence be a snapshot of its text, whose pages are registered.
-
-        After a stop string one more token may have been computed.
-        """
-        if not self._takes or sequence.cell < 0 or sequence.request.sampling.stop_strings:
+        """Let the cell of an ended sequence be a snapshot of its text, whose pages are registered."""
+        if not self._takes or sequence.cell < 0 or sequence.overrun:
             return
         prefix = self._prefix(text, self._pool.find(text, sequence.root), sequence.root)
         if prefix not in self._snapshots:
+            self._latest.pop(sequence.cell, None)
             self._snapshots[prefix] = sequence.cell
             sequence.cell = -1
 
     def leave(self, sequence: RunningSequence) -> None:
         """Free the cell of a sequence."""
+        self._latest.pop(sequence.cell, None)
         if sequence.cell >= 0:
             self._free.append(sequence.cell)
             sequence.cell = -1
@@ -189,19 +211,6 @@ class CellPool:
     def _take(self) -> int:
         """Take a cell, evicting the least recently used snapshot. There is room."""
         return self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
-
-
-def wanted_cells(limits: Sequence[int], waiting: int, snapshot_tokens: int) -> int:
-    """Cells that sequences can use at once, and those of the snapshots that they take.
-
-    Args:
-      limits: largest length of each.
-      waiting: ended sequences whose snapshots should stay.
-      snapshot_tokens: tokens between two snapshots; 0: there are none.
-    """
-    if not snapshot_tokens or not limits:
-        return len(limits)
-    return waiting + sum(3 + limit // snapshot_tokens for limit in limits)
 
 
 def options_without_states(model: Model) -> dict[str, str]:

@@ -51,8 +51,8 @@ class NativeOptions(NamedTuple):
         are decoded; 0: no drafts. A draft changes no completion.
       record_routes: let completions have the experts that their tokens went to.
       engines: number of engines that share the free memory for their caches.
-      snapshot_tokens: tokens of a prompt between two snapshots of states, by which a known prefix is reused in a model
-        that has some; they share `cache_bytes`. 0: there are none.
+      snapshot_tokens: tokens between two snapshots of states, by which a known prefix is reused in a model that has
+        some; they share `cache_bytes`. 0: there are none.
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
       make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
@@ -124,13 +124,13 @@ class NativeEngine:
             speculate=speculate,
             few_rows=few_rows,
         )
-        self._scheduler.lanes = backend.lanes
+        self._scheduler.lanes = self._scheduler.demand.lanes = backend.lanes
         self._static: StaticDecode | None = None
         if static:
             assert isinstance(backend, TorchBackend)
             backend.spare = 1
             self._static = StaticDecode(backend, self._sequences, self._scheduler)
-        self._scheduler.snapshot_tokens = options.snapshot_tokens
+        self._scheduler.demand.snapshot_tokens = options.snapshot_tokens
         self._poll_every = 1 if speculate else POLL_EVERY.get(device.type, 8)
         self._passes = 0
         self._sizes = NO_CACHE
@@ -284,7 +284,7 @@ class NativeEngine:
 
     def reserve(self, tokens: int) -> None:
         """Let the cache have room for ended requests too; see `Engine`."""
-        self._scheduler.reserved = tokens
+        self._scheduler.demand.reserved = tokens
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
         """Cancel requests; see `Engine`."""
@@ -371,8 +371,8 @@ class NativeEngine:
 
     def _make_room(self) -> None:
         """Grow the cache to what is wanted, which recomputes what it held."""
-        wanted = CacheSizes(self._scheduler.wanted_pages(), self._scheduler.wanted_cells())
-        sizes = self._room.grown(self._sizes, wanted, self._scheduler.longest_pages)
+        demand = self._scheduler.demand
+        sizes = self._room.grown(self._sizes, demand.sizes(), demand.longest_pages)
         if sizes == self._sizes:
             return
         self._drop_cache()

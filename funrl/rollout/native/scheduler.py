@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
-from funrl.rollout.native.cells import CellPool, wanted_cells
+from funrl.rollout.native.cache_sizes import CacheDemand
+from funrl.rollout.native.cells import CellPool
 from funrl.rollout.native.device.host_copy import device_copy
 from funrl.rollout.native.lanes import LanePages, by_prefix, known_prefix, lane_room
 from funrl.rollout.native.passes import PassPlan, PassWork, sampled_positions
@@ -29,9 +30,8 @@ class Scheduler:
       lanes: number of lanes that the pages are in.
       pool: the pages.
       cells: the cells; with several lanes there are none.
-      snapshot_tokens: as in `CellPool`.
+      demand: sizes that the cache should have.
       prefilled, cached, preempted, recomputed: as in `EngineCost`.
-      reserved: tokens of ended requests that the cache should have room for, besides the unfinished ones.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class Scheduler:
         self.lanes = 1
         self.pool = LanePages(1, 0, page_tokens)
         self.cells = CellPool(self.pool.lanes[0])
-        self._limits: list[int] = []  # lengths of the longest unfinished requests, `max_rows` at most
-        self._longest = 1
+        self.demand = CacheDemand(page_tokens)
         self._speculate = speculate
         self._few_rows = few_rows
         self.prefilled = self.cached = self.preempted = self.recomputed = 0
-        self.reserved = self.snapshot_tokens = self._peak = self._wanted = 0
+        self._peak = 0
         self._sequences = sequences
         self._page = page_tokens
         self._pass_tokens = pass_tokens
@@ -94,29 +93,13 @@ class Scheduler:
         """Enqueue requests."""
         self._waiting.extend(sequences)
         self._lacking = 0
-        self._limits = heapq.nlargest(self.max_rows, (x.limit for x in self._sequences.by_number.values()))
-        longest = self._limits[: -(-len(self._limits) // self.lanes)]  # what a lane may have at once
-        self._wanted = sum(-(-limit // self._page) for limit in longest)
-        self._longest = max([self._longest, *self._limits])
-
-    def wanted_pages(self) -> int:
-        """Pages that the unfinished requests can use at once, and those reserved for ended ones."""
-        return self.lanes * (self._wanted + -(-self.reserved // (self._page * self.lanes)))
-
-    @property
-    def longest_pages(self) -> int:
-        """Pages of the longest request so far."""
-        return -(-self._longest // self._page)
-
-    def wanted_cells(self) -> int:
-        """Cells that the unfinished requests can use at once, and those of their snapshots."""
-        return wanted_cells(self._limits, self.reserved // self._longest, self.snapshot_tokens)
+        self.demand.update(heapq.nlargest(self.max_rows, (x.limit for x in self._sequences.by_number.values())))
 
     def resize(self, pages: int, cells: int) -> None:
         """Replace the cache by empty pages and cells. No request may be running."""
         self._peak = self.peak_pages
         self.pool = LanePages(self.lanes, pages, self._page)
-        self.cells = CellPool(self.pool.lanes[0], cells, self.snapshot_tokens)
+        self.cells = CellPool(self.pool.lanes[0], cells, self.demand.snapshot_tokens)
 
     def restart(self) -> None:
         """Preempt all running requests. All sampled tokens have been polled."""
@@ -136,11 +119,13 @@ class Scheduler:
     def only_decoding(self) -> np.ndarray | None:
         """Slots of the next pass, each with a page for its token, if it only decodes; see `decoded`.
 
-        None: it also computes prompts, begins a request or has to preempt one. The result is empty if all running
-        requests have sampled their last token, which has not been polled yet.
+        None: it also computes prompts, begins a request, has to preempt one or takes a snapshot. The result is empty if
+        all running requests have sampled their last token, which has not been polled yet.
         """
         slots = self._slots()
         if not len(slots) or (self._sequences.lengths[slots] - self._known[slots] > 1).any() or self._may_admit(slots):
+            return None
+        if len(self.cells.due(slots, self._known + 1)):
             return None
         lacking = self._holders(self._without_page(slots))
         if not self.pool.has_one_for_each(lacking):
@@ -194,6 +179,10 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : read_pages(int(ends.max()), self._page)])
         self._known[slots] = ends
+        for slot in self.cells.due(decoding, self._known).tolist():
+            sequence = self._sequences.holder(slot)
+            assert sequence is not None
+            self.cells.decode(sequence, self._register(sequence, int(self._known[slot])))
         positions, sampling_slots, ahead = sampled_positions(
             slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
@@ -329,10 +318,14 @@ class Scheduler:
         known = int(self._known[sequence.slot])
         count = sequence.chunk_end(known, known + self.cells.cut(known, min(left, budget), known + left)) - known
         chunks.append((sequence, count))
-        text = sequence.contents_of(self._sequences.text_of(sequence, known + count))
-        self.pool.of(sequence).remember(text, sequence.pages, sequence.root)
-        self.cells.chunk(sequence, text, known + left)
+        self.cells.chunk(sequence, self._register(sequence, known + count), known + left)
         return count
+
+    def _register(self, sequence: RunningSequence, count: int) -> list[int]:
+        """Register the whole pages of the first `count` tokens of a text, and return its tokens as pages know them."""
+        text = sequence.contents_of(self._sequences.text_of(sequence, count))
+        self.pool.of(sequence).remember(text, sequence.pages, sequence.root)
+        return text
 
     def _admit(self) -> RunningSequence | None:
         """Admit the first waiting request: give it a slot and pages for its text; None: it must keep waiting."""

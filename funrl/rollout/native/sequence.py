@@ -29,6 +29,7 @@ class RunningSequence:
       lane: of its pages; see `LanePages`.
       siblings: requests of the same prompt that begin once its prompt is computed.
       computed: whether its pages cover every token except the last, which was never fed back.
+      overrun: whether its cell holds the last token too, which a pass fed back before a stop string was seen.
       known_before: tokens whose keys and values were computed before it waited; see `EngineCost.recomputed`.
       recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
@@ -48,6 +49,7 @@ class RunningSequence:
     lane: int = 0
     siblings: list[RunningSequence] = dataclasses.field(default_factory=list)
     computed: bool = False
+    overrun: bool = False
     known_before: int = 0
     recomputed: int = 0
     lookup: PromptLookup | None = None

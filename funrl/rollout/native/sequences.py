@@ -379,6 +379,7 @@ class RunningSequences:
     def _end(self, slot: int, length: int, finish: Finish | None) -> None:
         sequence = self._by_slot[slot]
         assert sequence is not None
+        sequence.overrun = finish == "string" and bool(self.lengths[slot] > length)
         self.lengths[slot] = length
         if finish is None:
             complete = length - self._prompts[slot] >= sequence.request.sampling.max_new_tokens

@@ -23,18 +23,20 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.own_world import as_whole_world
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields
-from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.families import vllm_problem
+from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.process import contained, ending_alone, launcher
 from funrl.rollout.vllm.repairs import (
+    choose_by_bias,
     forget_packed_experts,
+    forget_rotations,
     make_expert_group,
+    name_loaders,
     pack_tied_head,
     place_sinks,
     rotate_neighbours,
@@ -181,12 +183,13 @@ class LocalCore:
         module = self.runner.get_model()
         if _on_cpu(self.runner):
             forget_packed_experts(module)
+        name_loaders(module)
         sinks: dict[str, Tensor] = {}
         loaded = as_loaded(self.model, named_weights, sinks)
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": loaded})
         place_sinks(module, {name_in_vllm(self.model, name): x for name, x in sinks.items()})
         if self.model.config.tied:
-            pack_tied_head(text_part(module).lm_head)
+            pack_tied_head(text_part(module))
         self.engine.reset_prefix_cache()
         self._scheduler.reset_encoder_cache()  # of pictures, which `reload_weights` empties
         if not self._asleep:
@@ -268,7 +271,7 @@ def start_vllm(
         folder = files.enter_context(tempfile.TemporaryDirectory())
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
-        (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(config) | {"dtype": _name(dtype)}))
+        (Path(folder) / "config.json").write_text(json.dumps(config_json(config) | {"dtype": _name(dtype)}))
         pictures: dict[str, Any] = {}
         if isinstance(config, VisionLanguageConfig):
             write_processor(Path(folder), config.source.family, config.tower, config.vocab, config.max_positions)
@@ -281,6 +284,7 @@ def start_vllm(
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
         if model.abilities.routers is not None:
             make_expert_group(tensor)
+        forget_rotations()
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=not pictures,
@@ -305,6 +309,7 @@ def start_vllm(
         core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
+            choose_by_bias(core.runner.get_model())
         if pictures:  # the processor's files are read with the first picture
             weakref.finalize(core, files.pop_all().close)
         return core

@@ -15,24 +15,54 @@ import torch
 
 from funrl.models.decoder.routing import ClampedGate
 from funrl.models.flat import flat_fields
-from funrl.models.model import Model
+from funrl.models.huggingface.config import config_to_hf
+from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
+from funrl.models.model import Model, ModelConfig
 from funrl.rollout.vllm.pictures import PROCESSORS
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's attention on a CPU
 CPU_LATENT = 512, 64  # sizes of the vector of keys and values, and of its rotated part, in latent attention on a CPU
 CPU_EXPERTS = 32  # on a CPU it divides the embedding, and in gpt_oss a rank's part of an expert's inner size
-DENSE = ("llama", "mistral", "qwen2", "qwen3", *PROCESSORS)
-EXPERTS = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+GEMMA = ("gemma", "gemma2", "gemma3_text")
+OTHERS = ("ministral3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "exaone4", "ernie4_5")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", *GEMMA, *OTHERS, *PROCESSORS)
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2", "ernie4_5_moe", "glm4_moe", "gpt_oss")
+EXPERTS = (*SPARSE, "deepseek_v2", "deepseek_v3")
 PROVEN_FAMILIES = DENSE + EXPERTS
 PROVEN_SWITCHES: Mapping[str, Any] = {"activation": "silu", "mlp_bias": False}
+WINDOWS_OF_LAYERS = ("gemma2", "gemma3_text", "olmo3", "exaone4")  # where vLLM has them for some of the layers
+LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_GEMMA_SWITCHES = {"activation": "gelu", "attention_bias": False, "output_bias": False, "tied": True}
+_PLAIN = {"attention_bias": False, "output_bias": False, "windows": None}
+_LAYERS = {"attention_bias": False, "output_bias": False}
 # The only values with which vLLM's code of a family computes.
 FIXED_SWITCHES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(GEMMA, _GEMMA_SWITCHES),
+    **dict.fromkeys(("ministral3", "granite", "smollm3", "olmo2", "ernie4_5", "ernie4_5_moe", "minimax_m2"), _PLAIN),
+    **dict.fromkeys(("olmo3", "exaone4"), _LAYERS),
+    "phi3": {"rotary_part": None, "windows": None},
+    "qwen2_moe": {"attention_bias": True, "output_bias": False, "windows": None},
+    "olmoe": {"norm_eps": 1e-5, **_PLAIN},
     "qwen3": {"output_bias": False},
     "qwen3_vl": {"output_bias": False},
     "mixtral": {"windows": None},
     "qwen3_moe": {"output_bias": False, "windows": None},
     "gpt_oss": {"attention_bias": True, "output_bias": True, "tied": False, "norm_eps": 1e-5},
 }
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json for vLLM, which reads some fields by names that transformers has not."""
+    fields = config_to_hf(config)
+    if config.source.family == "ministral3":
+        growth = fields["rope_scaling"]
+        original = "original_max_position_embeddings"
+        fields["llama_4_scaling"] = {"beta": growth[QUERY_GROWTH], original: growth[original]}
+    if config.source.family == "minimax_m2":
+        flat = flat_fields(config)
+        fields |= {"rotary_dim": flat["rotary_part"] or flat["head"]}
+        fields |= {"scoring_func": "sigmoid", "use_routing_bias": True}
+    return fields
 
 
 def vllm_problem(model: Model, device: str, dtype: torch.dtype, tensor: int = 1) -> str | None:
@@ -42,6 +72,11 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype, tensor: int = 1)
       tensor: ranks that share the model.
     """
     family = model.config.source.family
+    if family in LINEAR_ATTENTION:
+        return (
+            f"model_type is {family!r}, whose linear attention vLLM computes on a CPU in bfloat16 alone and was not "
+            "compared with ours; use --engine=native"
+        )
     if family not in PROVEN_FAMILIES or model.abilities.code:
         return f"model_type is {family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"
     if tensor > 1 and model.owned is not None:
@@ -103,9 +138,9 @@ def _gpt_oss_problem(fields: Mapping[str, Any]) -> str | None:
 def _attention_problem(fields: Mapping[str, Any], family: str) -> str | None:
     """Reason why vLLM's attention computes something else."""
     heads, head, embed = fields["heads"], fields["head"], fields["embed"]
-    if family == "qwen2" and heads * head != embed:
-        return f"heads={heads} of size {head} do not make embed={embed}, as vLLM's qwen2 takes it"
-    if len(set(fields.get("windows") or ())) > 1:
+    if family in ("qwen2", "qwen2_moe", "phi3", "olmoe") and heads * head != embed:
+        return f"heads={heads} of size {head} do not make embed={embed}, as vLLM's {family} takes it"
+    if len(set(fields.get("windows") or ())) > 1 and family not in WINDOWS_OF_LAYERS:
         return f"the model's layers have different attention windows, {fields['windows']}, which vLLM's {family} lacks"
     latent = fields.get("latent")
     if latent is not None and not latent.interleaved:

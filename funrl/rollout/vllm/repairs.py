@@ -5,6 +5,7 @@ Each function says what would be wrong without it; a test of tests/rollout/test_
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,11 +31,27 @@ def make_expert_group(tensor: int) -> None:
     parallel_state._EP = parallel_state.init_model_parallel_group(ranks, world.local_rank, backend, group_name="ep")
 
 
+def forget_rotations() -> None:
+    """Let the next model make its own rotary positions: ernie4_5 turns those of an earlier one to neighbours."""
+    from vllm.model_executor.layers import rotary_embedding  # type: ignore[import-not-found]
+
+    rotary_embedding._ROPE_DICT.clear()
+
+
 def rotate_neighbours(module: Any) -> None:
     """Let torch rotate neighbours: on a CPU vLLM's kernel rotates several heads wrongly."""
     for layer in module.modules():
         if getattr(layer, "is_neox_style", True) is False and hasattr(layer, "_forward_method"):
             layer._forward_method = layer.forward_native
+
+
+def choose_by_bias(module: Any) -> None:
+    """Let routers with a bias choose in one group: on a CPU vLLM ignores it, or has no sigmoid, without groups."""
+    for layer in module.modules():
+        router = getattr(layer, "router", None)
+        if getattr(router, "e_score_correction_bias", None) is not None and not router.use_grouped_topk:
+            router.use_grouped_topk = True
+            router.num_expert_group = router.topk_group = 1
 
 
 def forget_packed_experts(module: Any) -> None:
@@ -44,8 +61,17 @@ def forget_packed_experts(module: Any) -> None:
             layer.quant_method.moe_kernel = None
 
 
-def pack_tied_head(head: Any) -> None:
+def name_loaders(module: Any) -> None:
+    """Give loaders of weights that are partial functions the name that a second load asks for."""
+    for parameter in module.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
+def pack_tied_head(decoder: Any) -> None:
     """Pack an unembedding that is the embedding: on a CPU vLLM would leave the packed copy of the old one."""
+    head = getattr(decoder, "lm_head", None) or decoder.model.embed_tokens
     head.quant_method.process_weights_after_loading(head)
 
 
