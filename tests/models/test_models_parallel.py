@@ -101,8 +101,11 @@ def _loss(placed, packed):
     return loss
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick(CASES, QUICK))
+@pytest.mark.parametrize(
+    ("case", "packed"),
+    quick([*((case, True) for case in CASES), ("tp2 gemma", False)], [(case, True) for case in QUICK]),
+    ids=str,
+)
 def test_tensor_parallel_equals_one_device(case, packed):
     text, config = CASES[case]
     alone, policy = _placed(config), _params(config)

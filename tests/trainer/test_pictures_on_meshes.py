@@ -42,8 +42,9 @@ MODELS = {
     "deep": {"tower": DEEP_TOWER},
     "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
 }
-CASES = [("windows", mesh) for mesh in MESHES] + [("deep", mesh) for mesh in MESHES]
-CASES += [("deep, experts", mesh) for mesh in ("dp2", "tp2", "fsdp2")]
+CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
+CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2")]
+CASES += [("deep, experts", mesh) for mesh in ("tp2", "fsdp2")]
 
 
 @functools.cache
