@@ -125,6 +125,17 @@ def test_snapshots_are_used_where_a_text_goes_on(static):
         assert engine.cost().cached - before == known, prompt
 
 
+def test_newer_snapshots_take_the_place_of_older_ones():
+    """Two texts want a cell and two snapshots each, and one at its end: more than there are cells."""
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=32)
+    how, other = Sampling(max_new_tokens=3), LONG[::-1]
+    for prompt in (LONG, other):
+        completed(engine, [prompt], how)
+    assert engine.cost().cells == 5 and engine.cost().cached == 0
+    completed(engine, [other], how)
+    assert engine.cost().cached == 64
+
+
 def test_without_snapshots_nothing_is_reused():
     engine = engine_of(CONFIG, torch.float64)
     for _ in range(2):
