@@ -35,9 +35,6 @@ def reward(prompt, completion, **fields):
 def other(prompt, completion, **fields):
     return float(len(completion))
 
-def odd(prompt, completion, **fields):
-    return float(len(set(completion)) % 2)
-
 def weigh(prompts, step, metrics):
     return [float(place % 2) for place in range(len(prompts))]
 """
@@ -62,9 +59,8 @@ class Kind(NamedTuple):
     data: str = "prompts"
 
 
-KINDS = {  # GRPO reads what PPO and DAPO read, KTO what DPO reads
+KINDS = {  # GRPO and PRIME read what PPO and DAPO read, KTO what DPO reads
     "critic, reference": Kind("ppo", {}),
-    "implicit rewards": Kind("prime", {"max_refills": 9, "reward": "r.py:odd"}),
     "filter, adapters, scorer": Kind("dapo", {"max_refills": 2, "lora_rank": 2, "reward_model": "scorer"}),
     "teacher": Kind("distillation", {"teacher": "other", "kind": "forward"}),
     "texts": Kind("sft", {}, "demonstrations"),
