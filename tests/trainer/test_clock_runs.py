@@ -106,7 +106,6 @@ def differing_files(folders, steps):
 
 RUNS = {
     "window": {"window": 3},
-    "window, tp2": {"window": 3, "place": "train:dp1 generate:tp2", "staleness": 1},
     "probes": {"window": 3, "probe_sync_every": 2, "staleness": 3},
 }
 
