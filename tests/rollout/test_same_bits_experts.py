@@ -120,9 +120,17 @@ def test_a_draw(number):
     assert texts.generate(speculate=pick.choice([0, 0, 3]), max_rows=pick.choice([1, 3, 512])).differ() == 0
 
 
-@pytest.mark.parametrize("dtype", quick(DTYPES, [torch.float32]))
-@pytest.mark.parametrize("family", quick(SWITCHES, ["gpt-oss", "ministral 3"]))
-def test_a_switch(family, dtype):
+OF_SWITCHES = [
+    *((family, dtype) for family in SWITCHES for dtype in (torch.float32, torch.bfloat16)),
+    *((family, torch.float64) for family in ("gpt-oss", "exaone 4")),
+]
+
+
+@pytest.mark.parametrize(
+    "case", quick(OF_SWITCHES, [("gpt-oss", torch.float32), ("ministral 3", torch.float32)]), ids=str
+)
+def test_a_switch(case):
+    family, dtype = case
     assert Texts(family, dtype, 3).generate(max_rows=3).differ() == 0
 
 
