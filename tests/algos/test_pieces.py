@@ -9,7 +9,7 @@ from tables import ROWS
 
 from funrl.testing.check_pieces import assert_property
 
-COMPILED = [row for row in ROWS if "compilation" in row.properties]
+COMPILED = {row.name.split()[0]: row for row in reversed(ROWS) if "compilation" in row.properties}  # one of each piece
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -20,7 +20,7 @@ def test_a_piece_has_its_properties(row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", COMPILED, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", COMPILED.values(), ids=lambda row: row.name)
 def test_a_piece_compiles(row):
     assert not error_of(row, "compilation")
 

@@ -37,7 +37,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
     "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1", rf"^compiled +{NUMBER} +{NUMBER}"),
-    "long": ("--tokens=256 --ranks=1,2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
+    "long": ("--tokens=256 --ranks=2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
     "lora": ("--layers=1 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
     "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),

@@ -73,7 +73,7 @@ def run(engine, count, wait_s, limits=EpisodeLimits(turns=3, length=200)):  # no
     return [episode for _, episode in done.episodes]
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_episodes_are_what_the_engine_sampled(count):
     """In few slots, with drafts and a small cache, however long environments take: the same, and again from nodes."""
     engine = engine_of()

@@ -101,10 +101,11 @@ def _loss(placed, packed):
     return loss
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", quick(CASES, QUICK))
-def test_tensor_parallel_equals_one_device(case, packed):
-    text, config = CASES[case]
+@pytest.mark.parametrize("case", quick([*CASES, "tp2 gemma, padded"], QUICK))
+def test_tensor_parallel_equals_one_device(case):
+    name = case.removesuffix(", padded")
+    packed = case == name
+    text, config = CASES[name]
     alone, policy = _placed(config), _params(config)
     critic = alone["critic"].copy_from(alone["policy"], policy)
     critic["value"] = torch.randn(1, config.embed, dtype=torch.float64, generator=torch.Generator().manual_seed(4))

@@ -30,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 80, 8
+DRAWS, QUICK = 40, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 # Several ranks and targets, of which one has them all.
@@ -172,10 +172,10 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     assert sum(texts.differ() for texts in right) > 0
 
 
-ON_RANKS = [  # of each family in all dtypes, but for the quick case
+ON_RANKS = [
     (2, [("llama, scaled", torch.bfloat16), ("qwen2", torch.float32)]),
-    *((2, [(family, dtype) for dtype in DTYPES]) for family in ("llama, scaled", "qwen2", "gemma2")),
-    *((4, [(family, dtype) for dtype in DTYPES]) for family in ("llama", "qwen3")),
+    (2, [("gemma2", dtype) for dtype in DTYPES]),
+    (4, [("qwen3", torch.float32), ("qwen3", torch.bfloat16)]),
 ]
 
 

@@ -19,7 +19,6 @@ CASES = {
     "gemma2": (DenseTexts, "gemma2", torch.float32),
     "weighted experts": (ExpertTexts, "qwen2 moe", torch.bfloat16),
     "deepseek": (ExpertTexts, "deepseek", torch.float32),
-    "olmo2": (ExpertTexts, "olmo2", torch.float32),
 }
 
 

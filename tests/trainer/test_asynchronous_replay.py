@@ -95,10 +95,8 @@ def episode_run(environment=None, **settings):
 
 
 EPISODES = {
-    "calculator, strict": (lambda: None, *RUNS["strict"]),
     "branches, strict": (Branching, *RUNS["strict"]),
     "calculator, window": (lambda: None, {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3}, {}),
-    "branches, window": (Branching, *RUNS["window, two replicas"]),
     "calculator, dp2 from tp2": (lambda: None, *RUNS["dp2 from tp2"]),
 }
 

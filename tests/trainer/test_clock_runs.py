@@ -105,10 +105,7 @@ def differing_files(folders, steps):
 
 
 RUNS = {
-    "one replica": {"place": "train:dp1 generate:dp1", "staleness": 1},
-    "two replicas": {},
     "window": {"window": 3},
-    "window, tp2": {"window": 3, "place": "train:dp1 generate:tp2", "staleness": 1},
     "probes": {"window": 3, "probe_sync_every": 2, "staleness": 3},
 }
 
@@ -128,7 +125,7 @@ def test_two_runs_have_the_same_bits_whatever_sleeps(name, tmp_path):
 
 
 EPISODES = {"task": "calculator", "reward": None, "episode_turns": 3, "save_rollouts": 0, "steps": 4}
-DELAYS = {"one iteration": {}, "window": {"window": 3}, "workers": {"env_workers": 1}}
+DELAYS = {"window": {"window": 3}, "workers": {"env_workers": 1}}
 
 
 @pytest.mark.slow

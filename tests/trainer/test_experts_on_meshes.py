@@ -35,13 +35,14 @@ MESHES = {
     "dp2,ep2": ("dp2,ep2", EXPERTS, LOSSES | {"fsdp": True, "generate_mesh": "ep2,tp2"}),
     "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective", **SPLIT}),
     "ep2,tp2 ragged": ("ep2,tp2", FEW, SPLIT),
-    "dp2,ep2 whole": ("dp2,ep2", FEW, {}),
-    "ep2,sp2": ("ep2,sp2", EXPERTS, LOSSES | {"fsdp": True, "token_budget": 16}),  # several micro-batches
-    "tp2 deepseek": ("tp2", DEEPSEEK, BIASES),
+    "ep2,sp2": (  # several micro-batches
+        "ep2,sp2",
+        EXPERTS,
+        LOSSES | {"fsdp": True, "token_budget": 16, "generate_mesh": "ep2,dp2"},
+    ),
     "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
     "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
     "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
-    "ep2,sp2,tp2": ("ep2,sp2,tp2", EXPERTS, LOSSES | {"remat": "full", "generate_mesh": "ep2,dp2,tp2"}),
 }
 
 

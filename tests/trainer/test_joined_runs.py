@@ -125,7 +125,6 @@ def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
 
 
 RUNS = {
-    "dp2": (GRPO, {"mesh": "dp2"}, {"place": "train:dp2 generate:join"}),
     "tp2": (GRPO, {"mesh": "tp2", "generate_mesh": "tp2"}, {"place": "train:tp2 generate:join"}),
     "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True}, {"place": "train:dp2 generate:join", "fsdp": True}),
     "ppo": (PPO, {"epochs": 2, "minibatches": 2}, {}),
@@ -165,13 +164,12 @@ def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(staleness, tmp_path):
+def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    ended, _ = joined(folders[0], ONE, rollout_is, staleness=staleness, **STALE)
-    again, _ = joined(folders[1], ONE, rollout_is, staleness=staleness, place="train:dp2 generate:join", **STALE)
+    ended, _ = joined(folders[0], ONE, rollout_is, staleness=2, **STALE)
+    again, _ = joined(folders[1], ONE, rollout_is, staleness=2, place="train:dp2 generate:join", **STALE)
     assert ended[1].shown == again[1].shown
     for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Every named algorithm takes the same step on four ranks as on one: samples, gradients and weights to 1e-9.
+"""Every named algorithm takes the same step on two ranks as on one: samples, gradients and weights to 1e-9.
 
 Rows are of very uneven lengths, and some mini-batches have fewer rows than there are ranks for them.
 """
@@ -23,6 +23,9 @@ NAMED = MAKERS | {"distillation over likely tokens": functools.partial(MAKERS["d
 SPLIT = (  # what they read of a row is on all ranks that have a part of it: ratios, sums, KLs, returns, pairs, ends
     "gspo", "gmpo", "opo", "cispo", "rloo", "sppo", "dppo", "otb", "vapo", "prime", "gkd", "dpo", "kto", "reward_model",
     "process_reward_model",
+)  # fmt: skip
+TENSOR = (  # what they read of the logits: log-probabilities, entropies, likely tokens, values, rewards
+    "ppo", "gkd", "distillation", "distillation over likely tokens", "otb", "prime", "dpo", "process_reward_model",
 )  # fmt: skip
 ROWS = {"batch_prompts": 2, "samples_per_prompt": 3, "minibatches": 4, "token_budget": 64}
 
@@ -66,7 +69,15 @@ def _comparable(step):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_a_step_is_the_same_on_every_mesh(name, steps):
-    assert_same(_comparable(steps("dp2,tp2")[name]), _comparable(steps("dp1")[name]), 1e-9)
+    """Ranks that share rows; what ranks share of a model, an algorithm does not see: tests/trainer/test_layouts.py."""
+    assert_same(_comparable(steps("dp2")[name]), _comparable(steps("dp1")[name]), 1e-9)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TENSOR)
+def test_a_step_is_the_same_where_the_logits_of_a_token_are_split(name, steps):
+    assert_same(_comparable(steps("dp2,tp2", TENSOR)[name]), _comparable(steps("dp1")[name]), 1e-9)
 
 
 @pytest.mark.gloo

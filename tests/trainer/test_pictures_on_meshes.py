@@ -45,9 +45,10 @@ MODELS = {
     "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
     "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
 }
-CASES = [("windows", mesh) for mesh in MESHES] + [("deep", mesh) for mesh in MESHES]
-CASES += [("deep, experts", mesh) for mesh in ("dp2", "tp2", "fsdp2")]
-CASES += [("square", mesh) for mesh in MESHES if not mesh.startswith("sp")]
+CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
+CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2")]
+CASES += [("deep, experts", mesh) for mesh in ("tp2", "fsdp2")]
+CASES += [("square", mesh) for mesh in ("tp2", "fsdp2", "dp2,tp2")]
 
 
 @functools.cache

@@ -85,7 +85,6 @@ def compare(placed, together, tolerance=0.0):
 
 LAYOUTS = {
     "dp1": ({}, {"place": "generate:1"}),
-    "dp2 + dp1": ({"mesh": "dp2"}, {"place": "train:dp2@0-1 generate:dp1@2"}),
     "tp2 + dp2": ({"mesh": "tp2", "generate_mesh": "dp2"}, {"place": "train:tp2@0-1 generate:dp2@2-3"}),
     "fsdp + tp": (
         {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2"},
@@ -107,12 +106,11 @@ def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
 RUNS = {
     "ppo": (PPO, {"epochs": 2, "minibatches": 2}),
     "dapo": (dapo, {"max_refills": 3}),
-    "pairs": (online_dpo, {}),
     "greedy baseline": (remax, {}),
     "prime": (prime, {"max_refills": 2}),
     "adapters": (GRPO, {"lora_rank": 2}),
     "merged probe": (GRPO, {"probe_sync_every": 1}),
-    "curriculum": (GRPO, {"difficulty": "0.2,0.8"}),
+    "curriculum of pairs": (online_dpo, {"difficulty": "0.2,0.8"}),
 }
 
 

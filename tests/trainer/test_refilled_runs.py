@@ -101,7 +101,6 @@ def test_a_refilled_run_is_repeated_with_the_same_bits(name, tmp_path):
 
 
 CLOCKS = {
-    "one replica": {"place": "train:dp1 generate:dp1", "staleness": 2},
     "window": {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3},
     "tp2, workers": {"place": "train:dp1 generate:tp2", "staleness": 1, "reward_workers": 2},
 }
@@ -154,7 +153,8 @@ def flat(prompt, completion, **fields):
     return 0.0
 
 
-@pytest.mark.parametrize("name", quick(RUNS, []))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["strict", "window, two replicas"])
 def test_a_batch_has_at_most_as_many_prompts_as_in_a_run_by_turns(name):
     settings = SETTINGS | {"max_refills": 3, "steps": 3, "save_rollouts": 0, "max_new_tokens": 4}
     runs = []
